@@ -7,6 +7,7 @@ model, so one thread owns it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -59,6 +60,15 @@ class EngineCounts:
     finished: dict[str, int] = field(default_factory=dict)
     last_pass_s: float = 0.0
     last_pass_rows: int = 0
+
+
+def _likeliest(found: Sequence[tuple[Work, torch.Tensor]]) -> dict[int, list[int]]:
+    """For each work the likeliest token of every place, read from the device at once; {}: nobody takes it as it is."""
+    if not any(work.sequence.takes_likeliest for work, _ in found):
+        return {}
+    logits = [of_work for _, of_work in found]
+    tokens = iter((logits[0] if len(logits) == 1 else torch.cat(logits)).argmax(-1).tolist())
+    return {id(work): list(itertools.islice(tokens, len(of_work))) for work, of_work in found}
 
 
 @dataclass(eq=False)
@@ -287,10 +297,15 @@ class InferenceEngine:
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
-        alive, place = found, 0
+        alive, place, likeliest = found, 0, _likeliest(found)
         while alive:
-            logits_RV = torch.stack([logits[place] for _, logits in alive])
-            chosen = choose(logits_RV, [work.sequence.row(place) for work, _ in alive], self.runner.copies.to)
+            known = [bool(likeliest) and work.sequence.takes_likeliest for work, _ in alive]
+            others = [pair for pair, is_known in zip(alive, known, strict=True) if not is_known]
+            drawn = iter(self._choose(others, place))
+            chosen = [
+                Chosen(likeliest[id(work)][place]) if is_known else next(drawn)
+                for (work, _), is_known in zip(alive, known, strict=True)
+            ]
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
@@ -308,6 +323,13 @@ class InferenceEngine:
             self._settle(work, right[id(work)])
         for sequence, (text, tokens) in said.items():
             self._tell(sequence, text, tokens)
+
+    def _choose(self, found: Sequence[tuple[Work, torch.Tensor]], place: int) -> list[Chosen]:
+        """Tokens of this place, by all that was asked."""
+        if not found:
+            return []
+        rows = [work.sequence.row(place) for work, _ in found]
+        return choose(torch.stack([logits[place] for _, logits in found]), rows, self.runner.copies.to)
 
     def _settle(self, work: Work, right: int) -> None:
         sequence, counts = work.sequence, self.counts

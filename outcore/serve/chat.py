@@ -132,8 +132,8 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
                 if delta or (item.tokens and item.tokens[0].logprob is not None):
                     yield chunk(item.choice, delta, None, item.tokens)
                 continue
-            if item.finish == "error":
-                yield {"data": json.dumps(failure_of(item.error).body())}
+            if failure := failure_of(item):
+                yield {"data": json.dumps(failure.body())}
                 yield {"data": "[DONE]"}
                 return
             cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)

@@ -77,7 +77,7 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
         scores = await service.thread.score(call.prompts, max(1, call.num_top))
     answers: list[list[Answer]] = [[] for _ in call.prompts]
     if not call.only_scores:
-        tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT)) for request in call.requests]
+        tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT, call.name)) for request in call.requests]
         try:
             answers = list(await asyncio.gather(*tasks))
         finally:
@@ -117,7 +117,7 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
 
     async def pump(number: int, request: Request) -> None:
         try:
-            async with aclosing(call.service.stream(request, ENDPOINT)) as items:
+            async with aclosing(call.service.stream(request, ENDPOINT, call.name)) as items:
                 async for item in items:
                     queue.put_nowait((number, item))
             queue.put_nowait((number, None))
@@ -136,8 +136,8 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                 raise item
             index = number * call.requests[number].n + item.choice
             if isinstance(item, Answer):
-                if item.finish == "error":
-                    yield {"data": json.dumps(failure_of(item.error).body())}
+                if failure := failure_of(item):
+                    yield {"data": json.dumps(failure.body())}
                     break
                 written += len(item.tokens)
                 text, reason, tokens = "", _reason(item), ()

@@ -100,7 +100,7 @@ def _form_of(text: Any) -> dict[str, Any] | None:
 
 async def whole(call: ResponseCall) -> dict[str, Any]:
     """The answer at once."""
-    (answer,) = await call.service.answers(call.chat.request, ENDPOINT)
+    (answer,) = await call.service.answers(call.chat.request, ENDPOINT, call.name)
     parser = call.chat.parser(0)
     parser.add(answer.text)
     parser.finish()
@@ -123,16 +123,16 @@ async def events(call: ResponseCall) -> AsyncGenerator[dict[str, str], None]:
     yield event("response.output_item.added", output_index=0, item=_message(call, "", "in_progress"))
     yield event("response.content_part.added", part=_part(""), **place)
     parser = call.chat.parser(0)
-    async with aclosing(call.service.stream(call.chat.request, ENDPOINT)) as items:
+    async with aclosing(call.service.stream(call.chat.request, ENDPOINT, call.name)) as items:
         async for item in items:
             new = parser.add(item.text) if isinstance(item, Piece) else parser.finish()
             if new.content:
                 yield event("response.output_text.delta", delta=new.content, logprobs=[], **place)
             if isinstance(item, Answer):
-                if item.finish == "error":
+                if failure := failure_of(item):
                     failed = _response(call, [], None) | {
-                        "status": "failed",
-                        "error": {"code": "server_error", "message": failure_of(item.error).message},
+                        "status": "cancelled" if failure.code == "cancelled" else "failed",
+                        "error": {"code": "server_error", "message": failure.message},
                     }
                     yield event("response.failed", response=failed)
                     return

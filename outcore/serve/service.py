@@ -16,6 +16,7 @@ from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.engine_thread import EngineThread
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.settings import ServeSettings
+from outcore.serve.under_way import UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
 
 
@@ -36,7 +37,7 @@ class Service:
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
-        self.num_under_way = 0
+        self.num_under_way, self.under_way = 0, UnderWay()
 
     @property
     def max_context(self) -> int:
@@ -127,26 +128,43 @@ class Service:
         last = self.opened.engine.counts.last_pass_s or 0.1
         return max(1, min(60, math.ceil(20 * last)))
 
-    async def stream(self, request: Request, endpoint: str) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces and answers of a request whose place is taken; noted in metrics and records."""
-        async with aclosing(self.thread.stream(request)) as items:
-            async for item in items:
-                if isinstance(item, Answer):
-                    self.metrics.answered(item, len(request.prompt))
-                    self.records.add(request, item, endpoint)
-                yield item
+    def cancel(self, name: str) -> dict[str, Any]:
+        """End the request of this id within a pass; 404 when none is under way."""
+        found = self.under_way.get(name)
+        for part in self.under_way.names(name):
+            self.opened.engine.cancel(part)
+        return found | {"status": "cancelling"}
 
-    async def answers(self, request: Request, endpoint: str) -> list[Answer]:
+    async def stream(
+        self, request: Request, endpoint: str, shown: str | None = None
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """Pieces and answers of a request whose place is taken; noted in metrics and records, and listed under the id
+        that is shown."""
+        with self.under_way.listed(request, endpoint, shown) as told:
+            async with aclosing(self.thread.stream(request)) as items:
+                async for item in items:
+                    told.hear(item)
+                    if isinstance(item, Answer):
+                        self.metrics.answered(item, len(request.prompt))
+                        self.records.add(request, item, endpoint)
+                    yield item
+
+    async def answers(self, request: Request, endpoint: str, shown: str | None = None) -> list[Answer]:
         """All answers, in the order of choices. ApiError when one failed."""
-        async with aclosing(self.stream(request, endpoint)) as items:
+        async with aclosing(self.stream(request, endpoint, shown)) as items:
             found = [item async for item in items if isinstance(item, Answer)]
-        if failed := next((a for a in found if a.finish == "error"), None):
-            raise failure_of(failed.error)
+        if failure := next(filter(None, map(failure_of, found)), None):
+            raise failure
         return sorted(found, key=lambda answer: answer.choice)
 
 
-def failure_of(why: str) -> ApiError:
-    """What a client is told of an answer that failed."""
+def failure_of(answer: Answer) -> ApiError | None:
+    """What a client is told of an answer that failed, or was cancelled by its id."""
+    why = answer.error
+    if answer.finish == "cancelled":
+        return ApiError(409, "The request was cancelled.", code="cancelled")
+    if answer.finish != "error":
+        return None
     if why.startswith("not finished within"):
         return ApiError(408, f"The answer was {why}.", code="timeout")
     return ApiError(500, f"The answer failed: {why}", code="engine_error")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+import urllib.error
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,6 +37,28 @@ def ids_of(tokenizer, messages):
 def get(server, path):
     with urllib.request.urlopen(server.url + path, timeout=30) as reply:
         return reply.read().decode()
+
+
+def send(server, path, body):
+    """(status, bytes) of what was sent."""
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@contextmanager
+def held(engine):
+    """Let no pass run meanwhile."""
+    is_over = threading.Event()
+    engine.call_soon(lambda: is_over.wait(30))
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def test_models(client):
@@ -288,6 +313,31 @@ def test_a_client_that_goes_away_frees_its_place(client, server):
         time.sleep(0.02)
     assert server.service.num_under_way == 0 and engine.num_running == 0
     assert engine.counts.finished["cancelled"] > 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_single_requests_are_listed_and_cancelled_by_id(server, path):
+    asked = {"prompt": ["The", "A"], "messages": HELLO, "input": "Hello"}
+    field = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}[path]
+    body = {field: asked[field], "max_tokens": 60, "ignore_eos": True, "stream": path == "completions"}
+    before = server.service.opened.engine.counts.finished.get("cancelled", 0)
+    replies = []
+    with held(server.service.opened.engine):
+        asking = threading.Thread(target=lambda: replies.append(send(server, f"/v1/{path}", body)))
+        asking.start()
+        until = time.monotonic() + 10
+        while not (listed := json.loads(get(server, "/v1/requests"))["data"]) and time.monotonic() < until:
+            time.sleep(0.01)
+        (one,) = listed
+        assert one["endpoint"] == f"/v1/{path}" and one["status"] == "queued" and one["prompt_tokens"] > 0
+        assert json.loads(get(server, f"/v1/requests/{one['id']}")) == one
+        assert send(server, f"/v1/requests/{one['id']}/cancel", {})[1].startswith(b'{"id":"' + one["id"].encode())
+    asking.join(30)
+    ((status, reply),) = replies
+    assert b"was cancelled" in reply and status == (200 if body["stream"] else 409)
+    assert json.loads(get(server, "/v1/requests"))["data"] == []
+    engine = server.service.opened.engine
+    assert engine.counts.finished["cancelled"] == before + (2 if path == "completions" else 1)
 
 
 def test_metrics_and_records(client, server):

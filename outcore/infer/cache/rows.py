@@ -30,10 +30,10 @@ class RowTables:
         self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
         self._page_tokens = page_tokens
         widths = [1, 1, *(width for count in num_pages for width in (1, 1, count))]
-        self._host = torch.zeros(sum(widths) * num_rows, dtype=torch.long)
-        self._device = torch.zeros_like(self._host, device=device)
-        self._columns = self._cut(self._host, widths)
-        ids, self._places, *rest = self._cut(self._device, widths)
+        self._device = torch.zeros(sum(widths) * num_rows, dtype=torch.long, device=device)
+        self._counted = torch.arange(max(num_pages) * page_tokens, device=device)
+        parts = self._device.split([width * num_rows for width in widths])
+        ids, self._places, *rest = (part.view(num_rows, -1) for part in parts)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
         self.slots = [column.view(-1) for column in rest[0::3]]
         """For each group, the slot that each row's key and value go to."""
@@ -47,34 +47,29 @@ class RowTables:
     def fill(self, rows: Sequence[tuple[SequencePages, int, int]]) -> None:
         """Put rows (pages, position, token) into the tables: on a GPU queued on the current stream."""
         size = self._page_tokens
-        ids, positions, *rest = self._columns
         whole = [*rows, *[rows[0]] * (self.num_rows - len(rows))]
-        ids[:, 0] = torch.tensor([token for _, _, token in whole])
-        positions[:, 0] = torch.tensor([position for _, position, _ in whole])
+        values = [token for _, _, token in whole] + [position for _, position, _ in whole]
         for group, (window, count) in enumerate(zip(self._windows, self.num_pages, strict=True)):
-            slots, firsts, of_row = [], [], []
+            firsts, of_rows = [], []
             for pages, position, _ in whole:
                 table = pages.tables[group]
                 first = first_page(position, window, size)
                 seen = table[first : position // size + 1]
-                slots.append(table[position // size] * size + position % size)
+                values.append(seen[-1] * size + position % size)
                 firsts.append(first * size)
-                of_row.append([max(page, 0) for page in seen] + [0] * (count - len(seen)))  # passed ones are masked
-            rest[3 * group][:, 0] = torch.tensor(slots)
-            rest[3 * group + 1][:, 0] = torch.tensor(firsts)
-            rest[3 * group + 2].copy_(torch.tensor(of_row))
-        self._device.copy_(self._copies.to(self._host))
+                of_rows += [max(page, 0) for page in seen] + [0] * (count - len(seen))  # passed ones are masked
+            values += firsts + of_rows
+        self._copies.into(torch.tensor(values), self._device)
 
     def work_out(self) -> None:
         """Make what follows from the tables, on the device."""
         at = self._places
         self.positions.copy_(at.view(1, -1))
         for window, first, seen in zip(self._windows, self._firsts, self.seen, strict=True):
-            keys = first + torch.arange(seen.shape[-1], device=seen.device)
-            visible = keys <= at
+            keys, visible = first + self._counted[: seen.shape[-1]], seen.view(self.num_rows, -1)
+            torch.le(keys, at, out=visible)
             if window is not None:
                 visible &= keys > at - window
-            seen.copy_(visible.view(seen.shape))
         for (group, _, _), bias in self._biases.items():
             self._fill(bias, group)
 
@@ -89,11 +84,8 @@ class RowTables:
         return self._biases[key]
 
     def _fill(self, bias: torch.Tensor, group: int) -> None:
-        bias.zero_().masked_fill_(~self.seen[group], float("-inf"))
-
-    def _cut(self, flat: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        parts = flat.split([width * self.num_rows for width in widths])
-        return [part.view(self.num_rows, width) for part, width in zip(parts, widths, strict=True)]
+        # The logarithm of 1 and 0: one kernel, where filling and masking would be three.
+        torch.log(self.seen[group].expand(bias.shape), out=bias)
 
 
 def first_page(position: int, window: int | None, page_tokens: int) -> int:

@@ -35,6 +35,7 @@ from outcore.sizing.inference import (
     KvSize,
     LayerSize,
     PartSize,
+    PassSize,
     Placement,
     RowCost,
     place_inference,
@@ -375,8 +376,8 @@ def _runner(
     way: Way,
     arrival: ResidentWeights,
 ) -> PassRunner:
-    sizes, device = (placement.chunk_tokens, placement.pass_tokens), flow.device
-    limits = RunnerLimits(*sizes, is_deterministic=settings.deterministic)
+    sizes, device = (placement.pass_tokens, placement.chunk_tokens), flow.device
+    limits = RunnerLimits(sizes[1], sizes[0], is_deterministic=settings.deterministic)
     if way == "whole":
         return WholeRunner(flow, found.loaded, limits, device)
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
@@ -384,5 +385,6 @@ def _runner(
     flow.units.isolation = "position_ids"
     small = None
     if device.type == "cuda" and _runs_graphs(settings):
-        small = SmallPasses(flow, attention, cache, device, is_on_cpu=arrival.is_on_cpu)
+        size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, _guessed_tokens(settings, way))
+        small = SmallPasses(flow, attention, cache, device, most_rows=size.graph_rows, is_on_cpu=arrival.is_on_cpu)
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

@@ -46,8 +46,21 @@ class _Segment:
     """Whether the CPU computes it, which no graph can hold."""
     addresses: tuple[int, ...] = ()
     graph: torch.cuda.CUDAGraph | None = None
-    hidden: torch.Tensor | None = None
-    """What its graph leaves for the next one."""
+
+
+class Handed:
+    """Tensors of up to so many rows that outlive a graph: one set for all slots, which never run at the same time. They
+    are made by a slot's first pass, which no graph captures, so their addresses stay."""
+
+    def __init__(self, most_rows: int) -> None:
+        self.most_rows, self._kept = most_rows, dict[str, torch.Tensor]()
+
+    def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value [..., rows, width] where the next segment, or who asked for the pass, finds it."""
+        rows = value.reshape(-1, value.shape[-1])
+        if name not in self._kept:
+            self._kept[name] = rows.new_zeros((self.most_rows, rows.shape[1]))
+        return self._kept[name][: len(rows)].copy_(rows).view(value.shape)
 
 
 class SlotPass:
@@ -59,9 +72,10 @@ class SlotPass:
         attention: PagedAttention,
         tables: RowTables,
         parts: Sequence[Part],
+        handed: Handed,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
     ) -> None:
-        self.flow, self.attention, self.tables = flow, attention, tables
+        self.flow, self.attention, self.tables, self._handed = flow, attention, tables, handed
         self._parts = list(parts)
         self.segments = self._cut(flow.arrival, is_on_cpu)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
@@ -92,13 +106,10 @@ class SlotPass:
                     segment.graph, segment.addresses = None, addresses
                 if capture is not None and segment.graph is None and not segment.is_on_cpu:
                     segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
-                    segment.hidden = self._hidden
                 if segment.graph is not None:
                     segment.graph.replay()
-                    self._hidden = segment.hidden
                 else:
                     self._compute(segment, slabs)
-                    self._keep(segment)
                 for at in segment.uses:
                     arrival.release(at)
         except BaseException as error:
@@ -107,14 +118,6 @@ class SlotPass:
         self.runs += 1
         assert self._logits is not None
         return self._logits
-
-    def _keep(self, segment: _Segment) -> None:
-        """Put what the CPU gave where the graph of the next segment looks for it."""
-        if not segment.is_on_cpu:
-            return
-        assert self._hidden is not None
-        segment.hidden = self._hidden if segment.hidden is None else segment.hidden.copy_(self._hidden)
-        self._hidden = segment.hidden
 
     def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
         runner = self.flow.runner
@@ -131,7 +134,10 @@ class SlotPass:
             else:
                 assert self._hidden is not None
                 item = HeadInput(self._hidden, self._batch, self._log)
-                self._logits = self.flow.head.logits(slab, item, self._places)
+                self._logits = self._handed.keep("logits", self.flow.head.logits(slab, item, self._places))
+        if segment is not self.segments[-1]:
+            assert self._hidden is not None
+            self._hidden = self._handed.keep("hidden", self._hidden)
 
     def _cut(self, arrival: Any, is_on_cpu: Callable[[Part], bool]) -> list[_Segment]:
         """Neighbours that stay go together."""
@@ -148,7 +154,8 @@ class SlotPass:
 
 
 class SmallPasses:
-    """Small passes of fixed sizes. `is_captured` False: passes of slots run by ordinary launches always (for tests)."""
+    """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
+    launches always (for tests)."""
 
     def __init__(
         self,
@@ -157,6 +164,7 @@ class SmallPasses:
         cache: KvCache,
         device: torch.device,
         *,
+        most_rows: int = GRAPH_ROWS[-1],
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
     ) -> None:
@@ -168,6 +176,7 @@ class SmallPasses:
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool: Any = None
+        self._handed = Handed(most_rows)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
         if cache.memory.device != device:
@@ -197,7 +206,7 @@ class SmallPasses:
         """(rows, pages of each group) of the slot that holds these; None: none does."""
         total = sum(work.count for work in works)
         num_rows = next((count for count in GRAPH_ROWS if count >= total), None)
-        if num_rows is None:
+        if num_rows is None or num_rows > self._handed.most_rows:
             return None
         page_tokens, pages = self.cache.settings.page_tokens, []
         for window in self.cache.windows:
@@ -217,7 +226,7 @@ class SmallPasses:
                 self._slots.popitem(last=False)
             settings = self.cache.settings
             tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies)
-            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._is_on_cpu)
+            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._is_on_cpu)
         self._slots.move_to_end(key)
         return self._slots[key]
 

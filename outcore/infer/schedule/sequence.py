@@ -84,6 +84,13 @@ class Sequence:
         """Whether only its last token is to be computed: prompts are through."""
         return self.computed == len(self.tokens) - 1 and self.num_answer > 0
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the likeliest one, and nothing else is asked."""
+        sampling = self.request.sampling
+        is_bare = sampling.is_greedy and sampling.is_plain and sampling.logprobs is None
+        return is_bare and self.matcher is None and self.num_answer >= sampling.min_tokens
+
     def row(self, place: int | None) -> Row:
         """What the next token's choice depends on. `place`: it stands behind so many guesses of this pass, all right;
         None: it is a guess itself, and forms do not count."""

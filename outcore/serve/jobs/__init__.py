@@ -1,4 +1,4 @@
-"""Jobs over HTTP: files in and out, batches that are answered in the background."""
+"""Jobs over HTTP: files in and out, batches that are answered in the background, single requests by their ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Batches", "Files", "add_jobs"]
 
 
 def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
-    """The endpoints /v1/files and /v1/batches."""
+    """The endpoints /v1/files, /v1/batches and /v1/requests."""
     files, most = batches.files, service.settings.max_body_bytes
 
     @app.post("/v1/files")
@@ -64,3 +64,15 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
     @app.post("/v1/batches/{name}/cancel")
     async def cancel(name: str) -> dict[str, Any]:
         return await batches.cancel(name)
+
+    @app.get("/v1/requests")
+    async def list_requests() -> dict[str, Any]:
+        return {"object": "list", "data": service.under_way.all(), "has_more": False}
+
+    @app.get("/v1/requests/{name}")
+    async def look_at(name: str) -> dict[str, Any]:
+        return service.under_way.get(name)
+
+    @app.post("/v1/requests/{name}/cancel")
+    async def cancel_one(name: str) -> dict[str, Any]:
+        return service.cancel(name)

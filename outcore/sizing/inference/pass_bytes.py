@@ -20,6 +20,8 @@ GUESSED_TOKENS = 64
 """Guessed tokens of a pass, of all answers together, unless told."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of a pass that CUDA graphs run; padding costs nothing while weights are what a pass waits for."""
+LEAST_GRAPH_ROWS = 64
+"""Tokens of a pass that have room as CUDA graphs, however few answers there are."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
 """Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
 TABLE_BYTES, LEAST_PAGE_TOKENS = 64 * KIB, 16
@@ -88,6 +90,12 @@ class PassSize:
     sequences: int
     guessed_tokens: int = GUESSED_TOKENS
 
+    @property
+    def graph_rows(self) -> int:
+        """Tokens of a pass that CUDA graphs run at most: short prompts, one token of each answer, guesses."""
+        wanted = max(LEAST_GRAPH_ROWS, self.sequences + self.guessed_tokens)
+        return next((rows for rows in GRAPH_ROWS if rows >= wanted), GRAPH_ROWS[-1])
+
 
 def pass_bytes(
     layer: LayerSize,
@@ -110,11 +118,11 @@ def pass_bytes(
     # Hidden states, cosines and sines, ids, positions and slots of every token; pages that every chunk sees.
     waiting = size.tokens * (layer.hidden_size * itemsize + 2 * width * itemsize + 6 * 8)
     waiting += -(-size.tokens // chunk) * size.context_tokens // LEAST_PAGE_TOKENS * 8
-    rows = size.sequences + size.guessed_tokens
     found = TABLE_BYTES + waiting + max(layers(chunk), logits_bytes(layer, vocab_size, size, itemsize))
     if has_graphs:
-        padded = next((count for count in GRAPH_ROWS if count >= rows), GRAPH_ROWS[-1])
-        found += LIBRARY_BYTES + layers(min(padded, chunk)) + padded * vocab_size * (itemsize + 4)
+        rows = size.graph_rows
+        made = itemsize if itemsize < 4 else 0
+        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (8 + made) + layer.hidden_size * 4)
     return found
 
 

@@ -44,10 +44,22 @@ class SmallCopies:
         """Copy a CPU's tensor to the device; on a GPU it may be changed at once, on a CPU it may not."""
         if self._view is None or not 0 < values.nbytes <= HALF_BYTES:
             return values.to(self.device)
+        return (self._mapped(values, self._view) | 0).view(values.dtype).view(values.shape)
+
+    def into(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a CPU's tensor into one of the device's that is as large and of its type."""
+        if self._view is None or not 0 < values.nbytes <= HALF_BYTES:
+            target.copy_(values)
+            return
+        found = self._mapped(values, self._view)
+        torch.bitwise_or(found, 0, out=target.view(-1).view(torch.uint8))
+
+    def _mapped(self, values: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """Bytes of the values where the device reads them."""
         flat = values.contiguous().view(-1).view(torch.uint8)
         at = self._room(flat.numel())
         self._host[at : at + flat.numel()].copy_(flat)
-        return (self._view[at : at + flat.numel()] | 0).view(values.dtype).view(values.shape)
+        return view[at : at + flat.numel()]
 
     def _room(self, n_bytes: int) -> int:
         if self._at + n_bytes > HALF_BYTES:
