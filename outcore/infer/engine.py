@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,9 @@ class InferenceEngine:
         self.waited_s: Callable[[], Mapping[str, float]] = dict
         """Tells how long the device waited in the last pass, by what for; asked when its logits have been read."""
         self._clock = clock
+        device = runner.copies.device
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        """The current device is each thread's own, and graphs, streams and kernels are made on it."""
         self._lock = threading.Lock()
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
@@ -187,6 +191,10 @@ class InferenceEngine:
 
         What goes wrong in a pass ends the answers in it with "error" and is raised.
         """
+        with self._on_device:
+            return self._step()
+
+    def _step(self) -> bool:
         had_notes = self._take_notes()
         self._texts.run(self.runner)
         self._end_late(self._clock())
@@ -239,7 +247,7 @@ class InferenceEngine:
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
         self.check_texts(texts)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_device:
             return [[score.logprob for score in scores] for scores in self.runner.score(texts)]
 
     @property

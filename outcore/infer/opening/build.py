@@ -158,6 +158,8 @@ def open_found(
 ) -> OpenedModel:
     """Open a model that is found already; `draft`: who guesses for it; `share`: with whom its weights are shared."""
     loaded = found.loaded
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     let_segments_grow(device)
     units = discover_units(loaded)
     if loaded.quantize is not None and not any(part.layout.packed_slots for part in units.all):
