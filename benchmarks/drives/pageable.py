@@ -1,9 +1,9 @@
 """Does the pageable path feed the link? One upload lane with a small pinned pool, beside homes that are all pinned.
 
-    python benchmarks/drives/pageable.py --out benchmarks/results/pageable-NAME.json     # one GPU, 100 s
+    python benchmarks/drives/pageable.py --out benchmarks/results/pageable-NAME.json     # one GPU, 40 s
     python benchmarks/drives/pageable.py --small --out /tmp/pageable.json                # a dry run on the CPU
 
-For numbers of copying threads, numbers of slots and slot sizes the same homes in ordinary RAM go up through the slots
+For numbers of copying threads and of slots the same homes in ordinary RAM go up through the slots
 of a pinned pool (--pinned_gib, 1 by default), back to back, as a forward pass takes a frozen base. Beside it in one
 call: the same bytes from pinned RAM (the link), the STREAM triad (DRAM), and the copies alone, threads that move homes
 into pinned memory piece by piece without lane and GPU (what the CPU gives). The bound is min(link, a third of DRAM);
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     cores, default = usable_cores(), copy_threads(usable_cores())
     dram = max(m.gb_per_s for m in measure_ram(thread_counts(cores, cores), 4.0, 1.0, 64 * MIB if args.small else None))
     homes = [pageable(args.layer_mib * MIB) for _ in range(args.layers)]
-    counts = [n for n in sorted({1, 2, 4, 8, 12, 16, 24, default}) if n <= cores]
+    counts = [n for n in sorted({4, 8, 12, 16, 24, default}) if n <= cores]
     link = _link(device, homes)
     bound = min(link, dram / DRAM_PASSES)
     alone, cells = [], []
@@ -72,9 +72,9 @@ def main(argv: list[str] | None = None) -> int:
                     alone.append({"piece_mib": piece_mib, "threads": threads, "gb_per_s": round(rate, 2)})
                     print(f"copies alone, pieces of {piece_mib} MiB, {threads} threads: {rate:.1f} GB/s", flush=True)
         most = int(args.pinned_gib * GIB)
-        for slot, num in [(slot_mib, PAGEABLE_SLOTS), (slot_mib, NUM_SLOTS), (slot_mib, 64), (64, 16), (4, 64)]:
-            if slot * num * MIB <= most:
-                cells += [_cell(pool, homes, device, slot, num, threads, False) for threads in counts]
+        for num in (PAGEABLE_SLOTS, NUM_SLOTS, 64):
+            if slot_mib * num * MIB <= most:
+                cells += [_cell(pool, homes, device, slot_mib, num, threads, False) for threads in counts]
     with _pool(device, args, combined=True) as pool:
         cells += [_cell(pool, homes, device, slot_mib, PAGEABLE_SLOTS, threads, True) for threads in counts[-3:]]
     own = _of(cells, default, slot_mib, PAGEABLE_SLOTS)

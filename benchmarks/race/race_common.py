@@ -18,6 +18,7 @@ import torch
 
 SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vocabulary
     "tiny": (64, 3, 176, 4, 1, 320),
+    "0.2b": (1024, 12, 2816, 16, 4, 32000),
     "0.6b": (2048, 10, 5632, 16, 4, 32000),
     "1.2b": (2048, 24, 5632, 16, 4, 32000),
     "1.75b": (2560, 24, 6912, 20, 5, 32000),

@@ -10,7 +10,7 @@ TOKENS = {
     "16k-mb16": {"mb": 16, "seq": 1024, "gas": 1},
     "13.5k": {"mb": 9, "seq": 512, "gas": 3},
     "13.5k-one": {"mb": 27, "seq": 512, "gas": 1},
-    "256k": {"mb": 16, "seq": 1024, "gas": 16},
+    "512k": {"mb": 32, "seq": 1024, "gas": 16},
     "half-k": {"mb": 1, "seq": 512, "gas": 1},
     "1k-one": {"mb": 1, "seq": 1024, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
@@ -232,7 +232,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
 
     expectations = {
         f"{name}-{cut}-clip": variant
-        for cut in dict.fromkeys((tokens or "256k", t16))
+        for cut in dict.fromkeys((tokens or "512k", t16))
         for name, variant in {
             "zero2-resident": rival(shape, cut, 1, "zero2-resident", cap_gib=0, compile=False),
             "ours-split": ours(shape, cut, 1, "split", **eager),

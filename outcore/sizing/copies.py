@@ -5,8 +5,6 @@ from __future__ import annotations
 COPY_THREAD_GB_PER_S = 2.5
 """Rate of one thread's memcpy into a pinned slot: four threads gave about 10 GB/s beside a running pass on servers
 with one H100 and one H200 (half of LoRA's base of 8 B pageable: 16 GB in 1.6 of 1.9 to 2.3 s, November 2026)."""
-MAX_COPY_THREADS = 12
-"""30 GB/s and more than a PCIe 4.0 x16 link takes; a PCIe 5.0 link meets the bound of DRAM first."""
 NOT_SLOWER_SHARE = 0.97
 """Share of default memory's rate from which write-combined memory counts as not slower: two measurements of one kind
 differ by as much."""
@@ -16,7 +14,7 @@ DRAM_PASSES = 3
 
 def copy_threads(cores: int) -> int:
     """Threads of one lane: half of the usable cores, at least 4 where there are so many; the rest update and launch."""
-    return max(1, min(MAX_COPY_THREADS, max(4, cores // 2), cores))
+    return max(1, min(max(4, cores // 2), cores))
 
 
 def copies_gb_per_s(cores: int, ram_gb_per_s: float) -> float:

@@ -58,3 +58,9 @@ def ring_of_states_bytes(
 ) -> int:
     """RAM that the ring of states on NVMe takes for so many chunks: whole slots, at least one."""
     return slot_bytes * max(1, min(most_slots, num_chunks, most_bytes // slot_bytes))
+
+
+def pageable_slots(pinned_bytes: int, slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> int:
+    """Slots of each lane where pinned memory does not hold all homes: a pageable home's bytes wait in them for copying
+    threads and for the interpreter, and few slots idle the link."""
+    return max(slots, min(PAGEABLE_SLOTS, pinned_bytes // (4 * slot_bytes)))

@@ -72,6 +72,20 @@ def test_memory_of_more_runs_is_described_within_the_limits(planned_again: Any, 
     _check_memory(planned_again(run, None)["forecast"], measured)
 
 
+H100 = json.loads((ROOT / "benchmarks/results/plan_vs_measured-h100.json").read_text())["runs"]
+H100_LANE_GB_PER_S = 19.5
+"""What a lane took from pageable RAM there, by pageable.py; the profile of that run did not measure it yet."""
+
+
+@pytest.mark.parametrize("run", H100, ids=lambda run: run["name"])
+def test_runs_on_a_card_that_no_constant_was_fitted_on(planned_again: Any, run: dict[str, Any]):
+    run["forecast"]["asked"]["hardware"]["copies_gb_per_s"] = H100_LANE_GB_PER_S
+    found, measured = planned_again(run, None)["forecast"], run["measured"]
+    assert found["time_s"]["step_s"] == pytest.approx(measured["step_s"], rel=0.20)
+    assert found["expected_vram_bytes"] == pytest.approx(measured["driver_vram_bytes"], rel=0.10)
+    assert found["expected_tensor_bytes"] == pytest.approx(measured["allocator_peak_bytes"], rel=0.10)
+
+
 def _check_memory(found: dict[str, Any], measured: dict[str, Any]) -> None:
     assert found["expected_vram_bytes"] == pytest.approx(measured["driver_vram_bytes"], rel=0.10)
     assert found["expected_tensor_bytes"] == pytest.approx(measured["allocator_peak_bytes"], rel=0.12)

@@ -226,8 +226,12 @@ def test_work_by_hand():
 
 def test_bytes_through_the_devices_memory_by_hand():
     shape = preset_shape("llama-8b")  # 32 layers of 4096, 32 heads and 8 of keys, each 128, feed-forward 14336
-    forward, _ = device_bytes(shape, RunRequest(), 1024, 10, 3)
+    forward, head, backward = device_bytes(shape, RunRequest(), 1024, 10, 3)
     assert forward == 2 * (8 * 4096 + 4 * (32 + 8) * 128 + 3 * 14336) * 32 * 10 * 3
+    adapted = device_bytes(shape.with_lora(16), RunRequest(), 1024, 10, 3)
+    inner, outer = 6 * 4096 + 14336, 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    assert adapted[0] - forward == 2 * (inner + 4 * outer) * 32 * 10 * 3 and adapted[1] == head
+    assert adapted[2] - 3 * forward == 2 * (6 * inner + 8 * outer) * 32 * 10 * 3 and backward > 3 * forward
 
 
 def test_a_layer_keeps_for_its_backward_what_the_planner_counts():

@@ -119,7 +119,8 @@ def test_spill_order_and_traffic():
     assert not everything.fits and everything.tier("ram").short_bytes > 0
     states = 2 + COMPRESSED_MOMENTS
     assert everything.drive_written_bytes_per_step == pytest.approx((states + 2) * n, rel=1e-6)
-    up = 2 * (shape.embedding_params + 2 * sum(shape.layer_params) + shape.head_params + shape.head_weight_numel)
+    layers = (2 * 28 - 3) * shape.layer_params[0]  # three are still there when backward begins
+    up = 2 * (shape.embedding_params + layers + shape.head_params + shape.head_weight_numel)
     assert everything.drive_read_bytes_per_step == pytest.approx(states * n + up, rel=1e-6)
     none = dataclasses.replace(LAPTOP, ram_bytes=8 * GIB)
     tiles = dataclasses.replace(layout, tiling="auto", device_bytes=4 * GIB)
@@ -193,7 +194,9 @@ def test_tiles_are_the_engines_decision_by_hand():
     assert whole.part_bytes("vram", "gradients") == 4 * vocabulary + 2 * layer
     head = 2 * 525_340_672
     rows = 2 * 8 * 1024 * 4096  # at most: one row of the embedding for each token
-    assert (p.time.h2d_s - whole.time.h2d_s) * 12.6e9 == pytest.approx(head - 2 * 525_336_576 + rows, rel=1e-2)
+    assert (p.time.h2d_s - whole.time.h2d_s) * 12.6e9 == pytest.approx(
+        head - 2 * 525_336_576 + rows - 2 * 2 * layer, rel=1e-2
+    )  # three layers are still there when backward begins, instead of one
     tiled = plan_stream(shape, RunRequest(), small, 1024, StreamLayout(1, 8, "ram", tiling="on"))
     assert any("all layers" in note for note in tiled.notes)
     weights = 2 * 32 * layer
@@ -243,7 +246,7 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
     assert plans["ram"].part_bytes("vram", name) == 3 * 8192 * 3072 * 2
     assert plans["ram"].part_bytes("vram", name) < size
     assert plans["ram"].time.h2d_s > plans["vram"].time.h2d_s
-    assert plans["nvme"].drive_written_bytes_per_step == size
+    assert plans["nvme"].drive_written_bytes_per_step == 26 * size // 29  # the last two layers' stay, and the output
 
 
 def test_room_for_an_evaluation_by_hand():

@@ -29,9 +29,11 @@ from outcore.sizing.streaming import (
     GRAPH_LONG_S,
     LANE_BYTES,
     PROCESS_BYTES,
+    SLOT_BYTES,
     STAGING_BYTES,
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
+    pageable_slots,
     rank_slots_bytes,
     ring_of_states_bytes,
 )
@@ -108,7 +110,7 @@ def graph_bytes(case: Case[StreamLayout], vram: list[Item]) -> tuple[int, int] |
     if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
         return None
     flops = step_flops(shape, case.request, case.seq_length, tokens)
-    passed, _ = device_bytes(shape, case.request, case.seq_length, tokens, 1)
+    passed, *_ = device_bytes(shape, case.request, case.seq_length, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
     slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
     layers_s = slower * hardware.compute_s(flops.forward - head, passed, flops.attention_forward)
@@ -192,7 +194,7 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
     }
     ranks = case.hardware.num_gpus
     fixed = [
-        Item("ram", SLOTS, ranks * LANE_BYTES),
+        Item("ram", SLOTS, _lane_bytes(case, sizes[PARAMETERS] + sizes[GRADIENTS])),
         Item("ram", "framework overhead", ranks * PROCESS_BYTES),
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
@@ -284,20 +286,31 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
+def _pool_bytes(case: Case[StreamLayout]) -> int:
+    pool = case.layout.staging_bytes or case.request.staging_bytes
+    if pool is not None:
+        return pool
+    pool = CPU_STAGING_BYTES if case.hardware.is_cpu else STAGING_BYTES
+    return min(pool, max(case.hardware.pinned_bytes, LANE_BYTES))
+
+
+def _lane_bytes(case: Case[StreamLayout], homes: int) -> int:
+    """Slots of all ranks' lanes: more of them where the pool does not hold all homes."""
+    pool, ranks = _pool_bytes(case), case.hardware.num_gpus
+    is_short = not case.hardware.is_cpu and homes > pool - ranks * LANE_BYTES
+    return ranks * (2 * pageable_slots(pool) * SLOT_BYTES if is_short else LANE_BYTES)
+
+
 def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Item], list[Item], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
     The pool is as large as parameters, gradients and activation checkpoints need, up to what it may take.
     """
-    pool = case.layout.staging_bytes or case.request.staging_bytes
-    if pool is None:
-        pool = CPU_STAGING_BYTES if case.hardware.is_cpu else STAGING_BYTES
-        pool = min(pool, max(case.hardware.pinned_bytes, LANE_BYTES))
-    lanes_bytes = case.hardware.num_gpus * LANE_BYTES
-    left = max(0, pool - lanes_bytes)
-    pinned = [Item("pinned", SLOTS, lanes_bytes)]
     movable = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
+    lanes_bytes = sum(p.size_bytes for p in ram if p.name == SLOTS)
+    left = max(0, _pool_bytes(case) - lanes_bytes)
+    pinned = [Item("pinned", SLOTS, lanes_bytes)]
     rest: list[Item] = []
     for part in ram:
         if part.name == SLOTS:

@@ -21,6 +21,7 @@ from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.activations import mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
+from outcore.sizing.streaming import STAY_LAYERS
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,22 @@ class StreamRates(Rates):
     """Everything of a pass overlaps; what is between layers does not."""
 
     def seconds(self, traffic: Traffic) -> StepTime:
-        """A pass takes its longest term and a residue of the second longest."""
+        """A pass takes its longest term and a residue of the second longest; before the first layer can start, the
+        embedding is updated and then comes up, one after the other."""
+        first, *rest = traffic.passes
+        groups = [[one] for one in rest] if traffic.are_apart else [rest]
         found = [self.of(one) for one in traffic.passes]
-        apart = traffic.passes if traffic.are_apart else ()
-        cpu_s = [self.cpu_s(one) for one in apart] or [self.cpu_s(*traffic.passes)]
+        cpu_s = [self.cpu_s(first), *(self.cpu_s(*group) for group in groups)]
         gpu_s, drive_s = sum(one.gpu_s for one in found), sum(one.drive_s for one in found)
         h2d_s, d2h_s = sum(one.h2d_s for one in found), sum(one.d2h_s for one in found)
         between_s = self.hardware.host_s(traffic.between_layers)
         if self.hardware.is_cpu:  # the update computes where the layers do: one after the other
             step_s = gpu_s + sum(cpu_s) + max(0.0, drive_s - gpu_s)
-        elif apart:
-            pairs = zip(found, cpu_s, strict=True)
-            step_s = sum(overlapped_s(s.gpu_s, s.h2d_s, s.d2h_s, cpu, s.drive_s) for s, cpu in pairs) + between_s
         else:
-            step_s = overlapped_s(gpu_s, h2d_s, d2h_s, sum(cpu_s), drive_s) + between_s
+            step_s = between_s + found[0].h2d_s + self.cpu_s(replace(first, copied_bytes=0.0))
+            for group, beside_s in zip(groups, cpu_s[1:], strict=True):
+                terms = [(one.gpu_s, one.h2d_s, one.d2h_s, one.drive_s) for one in map(self.of, group)]
+                step_s += overlapped_s(*map(sum, zip(*terms, strict=True)), beside_s)
         read, alone = traffic.read_bytes, traffic.read_bytes + traffic.written_bytes
         device_s = sum(one.device_s for one in found)
         return StepTime(
@@ -101,6 +104,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     links = _Links(case, placed)
     head = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel
     again, spared = head if tiling.ends else 0.0, placed.saved / shape.num_layers
+    head_back = head if shape.lora_r else 2 * head
     waits = (
         tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers
     )  # a layer comes when one has gone
@@ -112,27 +116,33 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     # Each rank's copies pass over its own link and through the RAM of all; then the ranks' gradients are added up.
     ranks = case.hardware.num_gpus
     added_up = (ranks + 1) * links.down if ranks > 1 else 0
+    first_bytes = 0 if tiling.ends else case.element_bytes * shape.embedding_params
+    first_updated = 0 if shape.lora_r else shape.embedding_params
+    first = Pass(h2d_bytes=first_bytes, copied_bytes=ranks * ring * first_bytes, updated_params=first_updated)
+    up_forward = links.up_forward - first_bytes
     forward = Pass(
-        flops=case.flops.forward,
+        flops=case.flops.forward - head,
         attention_flops=case.flops.attention_forward,
         device_bytes=case.device_bytes[0]
         + links.expanded
         + placed.stay.trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
         launched_layers=calls * per_call[0],
-        h2d_bytes=links.up_forward + links.tiles_forward,
+        h2d_bytes=up_forward + links.tiles_forward,
         d2h_bytes=links.moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
-        copied_bytes=ranks * ring * (links.up_forward + links.moved + links.tiles_forward) + through_drive,
-        updated_params=shape.trainable_params - placed.stay.trained,
+        copied_bytes=ranks * ring * (up_forward + links.moved + links.tiles_forward) + through_drive,
+        updated_params=shape.trainable_params - placed.stay.trained - first_updated,
         awaited_read_bytes=spilled * links.up_forward if waits else None,
     )
     forward = _with_muon(case, forward)
+    # Nothing comes up beside the head: the layers that backward starts with are still in their buffers.
+    at_head = Pass(flops=head + head_back + again, device_bytes=case.device_bytes[1])  # again: logits of tiles
     back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
-        flops=case.flops.backward + again - spared * (case.flops.forward - head),  # again: logits of tiles
+        flops=case.flops.backward - head_back - spared * (case.flops.forward - head),
         attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
-        device_bytes=case.device_bytes[1] + links.expanded,
+        device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],
         h2d_bytes=links.up_backward + links.moved + links.tiles_backward,
         d2h_bytes=links.down + links.tiles.gradients,
@@ -140,8 +150,9 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         copied_bytes=ranks * ring * back + added_up + links.backward_read,
         awaited_read_bytes=spilled * links.up_backward if waits else None,
     )
+    passes = (first, forward, at_head, backward)
     between = k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
-    return Traffic((forward, backward), are_apart=case.request.clips, between_layers=between)
+    return Traffic(passes, are_apart=case.request.clips, between_layers=between)
 
 
 def _with_muon(case: Case[StreamLayout], forward: Pass) -> Pass:
@@ -183,7 +194,10 @@ class _Links:
     def up_backward(self) -> int:
         shape, e = self.case.shape, self.case.element_bytes
         coming = e * (sum(shape.layer_params) + shape.adapter_params) - shape.saved_bytes(e)
-        return coming - self.placed.stay.home_bytes
+        coming -= self.placed.stay.home_bytes
+        # The last layers of forward, the first of backward, are still in their buffers.
+        kept = min(self.placed.tiling.holding.layer_buffers, shape.num_layers - self.placed.stay.layers)
+        return int(coming * (1 - kept / max(1, shape.num_layers - self.placed.stay.layers)))
 
     @property
     def expanded(self) -> int:
@@ -193,8 +207,10 @@ class _Links:
 
     @property
     def moved(self) -> int:
-        """Activation checkpoints, each way."""
-        return self.placed.checkpoint_bytes if self.case.layout.checkpoints_home != "vram" else 0
+        """Activation checkpoints, each way; the last layers' stay."""
+        layers = self.case.shape.num_layers
+        leaving = max(0, layers - STAY_LAYERS) * self.placed.checkpoint_bytes // (layers + 1)
+        return leaving if self.case.layout.checkpoints_home != "vram" else 0
 
     @property
     def down(self) -> int:

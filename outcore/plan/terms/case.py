@@ -58,6 +58,6 @@ class Case(Generic[Layout]):
         return step_flops(self.shape, self.request, self.seq_length, self.micro_tokens * self.layout.accumulation)
 
     @cached_property
-    def device_bytes(self) -> tuple[float, float]:
-        """Bytes that pass through the GPU's own memory in a step, (forward, backward)."""
+    def device_bytes(self) -> tuple[float, float, float]:
+        """Bytes that pass through the GPU's own memory in a step, (forward, head, backward)."""
         return device_bytes(self.shape, self.request, self.seq_length, self.micro_tokens, self.layout.accumulation)

@@ -56,15 +56,17 @@ def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
 
 def device_bytes(
     shape: ModelShape, request: RunRequest, seq_length: int, micro_tokens: int, micro_batches: int
-) -> tuple[float, float]:
-    """(forward, backward) bytes of one step that pass through the device's own memory beside the matrix products'
-    operands; recomputation, loss and the adding up of gradients are backward's.
+) -> tuple[float, float, float]:
+    """(forward, head, backward) bytes of one step that pass through the device's own memory beside the matrix products'
+    operands; recomputation and the adding up of gradients are backward's, the loss is the head's.
 
     Of `micro_batches` micro-batches of `micro_tokens` tokens in rows of `seq_length`, with fused element-wise work.
 
     Per token and layer forward: 8h (norms, residuals), 4(q + kv) (rotation, attention's operands), 3f (gated) or 2f;
     backward three times that, recomputation included. Loss: LOSS_BYTES_PER_LOGIT. Gradients: each micro-batch (of the
-    head: each chunk of the loss) is read and added to an fp32 sum, 10 B per trained parameter.
+    head: each chunk of the loss) is read and added to an fp32 sum, 10 B per trained parameter. Adapters: the input is
+    read for the narrow product, the wide one's result is written, and added to the layer's, in + 4 out; backward 5 in +
+    4 out, and recomputation. Derived from the products, not measured.
     """
     e, h, f = request.element_bytes, shape.hidden_size, shape.ffn_width
     heads = shape.num_heads + shape.num_kv_heads
@@ -76,8 +78,14 @@ def device_bytes(
     per_logit = k.LOSS_BYTES_PER_LOGIT + (k.CAPPED_BYTES_PER_LOGIT * e if shape.caps_logits else 0)
     logits = per_logit * shape.vocab_size * micro_tokens * micro_batches
     summed = 0.0
-    if not shape.lora_r:
+    if shape.lora_r:
+        active = shape.active_layer_params / max(1, sum(shape.layer_params))
+        inner, outer = (float(sum(pair[side] for pair in shape.layer_matrices)) for side in (0, 1))
+        one = active * e * micro_tokens * micro_batches
+        layers += one * (inner + 4 * outer)
+        summed = one * (3 * inner - 4 * outer)  # beside twice the forward's, as of the layers
+    else:
         chunks = -(-micro_tokens // chunk_tokens(shape, micro_tokens))
         layer_passes = micro_batches if micro_batches > 1 else 0
         summed = 10.0 * (sum(shape.layer_params) * layer_passes + shape.head_weight_numel * chunks * micro_batches)
-    return layers, passes * layers + logits + summed
+    return layers, logits, passes * layers + summed

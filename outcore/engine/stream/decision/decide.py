@@ -30,7 +30,7 @@ from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 from outcore.sizing.states import MOMENT_BYTES
-from outcore.sizing.streaming import CPU_STAGING_BYTES, PAGEABLE_SLOTS, STAGING_BYTES
+from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES, pageable_slots
 from outcore.storage import DriveAccess
 
 MOST_PINNED_OF_RAM = 2
@@ -198,8 +198,7 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     if not settings.offload.pin_memory:
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
     elif wanted > pinned and settings.reasons.get("lane_slots") == "default":
-        # A pageable home's bytes wait in slots for copying threads and for the interpreter: few slots idle the link.
-        slots = max(slots, min(PAGEABLE_SLOTS, pinned // (4 * slot_bytes)))
+        slots = pageable_slots(pinned, slots, slot_bytes)
     return max(pinned, 2 * slots * slot_bytes), slots
 
 
