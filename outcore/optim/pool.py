@@ -219,6 +219,16 @@ class OptimizerPool:
         self._reap()
         return len(self._pending)
 
+    @property
+    def num_finished(self) -> int:
+        """Units that have finished in whatever way since the pool was made."""
+        return self._reap()
+
+    def wait_for_more(self, seen: int, timeout_s: float) -> None:
+        """Until more than `seen` units have finished, or the timeout; without the interpreter's lock."""
+        if not self._closed:
+            self._queue.wait_finished(seen, timeout_s)
+
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, cancel: bool = False) -> None:
         """End the threads: after everything submitted, or with `cancel` after the tasks they are at.
 

@@ -294,7 +294,7 @@ def _open_optimizer(
             timeout_s=TIMEOUT_S,
         )
         undo.callback(ring.close)
-    published = None if ground.host is None else PublishedUpdates(ground.host)
+    published = None if ground.host is None else PublishedUpdates(ground.host, pool)
     muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
     late = open_late_moments(plan, pool, stalls, residents, TIMEOUT_S)
     updates = PartUpdates(

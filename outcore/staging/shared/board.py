@@ -141,8 +141,8 @@ class RankGroup:
             return
         begin_s = looked_s = time.monotonic()
         kind = what.rpartition(" of ")[0] or what
-        slice_s, is_named = 5e-5, False
         is_main = threading.current_thread() is threading.main_thread()
+        slice_s, is_named = 5e-5 if is_main else 1e-3, False  # who looks often holds up the training thread
         missing = wanted
         while True:
             missing = tuple(r for r in missing if self._counts[r, counter] < count)
@@ -150,8 +150,8 @@ class RankGroup:
             if not missing:
                 return
             time.sleep(slice_s)
-            # A layer's gradients are added up in milliseconds; who waits for longer than that need not look so often.
-            slice_s = min(2e-4 if now_s - begin_s < 0.05 else 1e-3, 1.2 * slice_s)
+            # Who waits for long need not look so often.
+            slice_s = min(1e-3 if not is_main or now_s - begin_s > 0.05 else 2e-4, 1.2 * slice_s)
             slept_s = time.monotonic() - now_s
             self.collective_s[kind] = self.collective_s.get(kind, 0.0) + slept_s
             if is_main:

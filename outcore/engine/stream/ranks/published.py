@@ -8,16 +8,18 @@ from collections.abc import Callable
 from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.engine.stream.ranks.host import UPDATED, RankHost
 from outcore.flow.parts import Part
+from outcore.optim import OptimizerPool
 
-POLL_S = 3e-4
-"""How often a rank with updates under way looks whether one has ended: a part's update takes milliseconds."""
+POLL_S = 5e-3
+"""How often a rank with updates under way looks, though no work of the optimizer has ended, whether one has: its states
+may have been on their way to the drive."""
 
 
 class PublishedUpdates:
-    """Called from one thread. `watch` starts an update, `wait` ends when every rank's is over."""
+    """Called from one thread. `watch` starts an update on `pool`, `wait` ends when every rank's is over."""
 
-    def __init__(self, host: RankHost) -> None:
-        self._host, self._group = host, host.group
+    def __init__(self, host: RankHost, pool: OptimizerPool) -> None:
+        self._host, self._group, self._pool = host, host.group, pool
         self._counts: dict[int, int] = {}
         self._open: list[tuple[Part, int, Callable[[], bool]]] = []
         self._changed = threading.Condition()
@@ -52,11 +54,11 @@ class PublishedUpdates:
     def _publish(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._open or self._closing, None if not self._open else POLL_S)
+                self._changed.wait_for(lambda: self._open or self._closing)
                 if self._closing:
                     return
                 looked_at = sorted(self._open, key=lambda entry: entry[0].index)
-            over = []
+            over, seen = [], self._pool.num_finished
             try:
                 # In the order of the next forward, which is the optimizer's, so the first tells of all behind it.
                 for entry in looked_at:
@@ -70,5 +72,6 @@ class PublishedUpdates:
                 return
             with self._changed:
                 self._open = [entry for entry in self._open if entry not in over]
-                if self._open and not over:
-                    self._changed.wait(POLL_S)
+            # Not by looking often: who takes the interpreter's lock under an update, when all cores are busy, keeps
+            # the training thread from it for milliseconds.
+            self._pool.wait_for_more(seen, POLL_S)
