@@ -161,3 +161,16 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
         found.append([chosen.token for chosen in answer.tokens])
         opened.close()
     assert len(found[0]) == 32 and found[0] == found[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu_answers_as_the_first(wide_folder, monkeypatch):
+    folder, _ = wide_folder
+    try:
+        first, second = (answers(folder, monkeypatch, 1.0, f"cuda:{number}") for number in (0, 1))
+    finally:
+        torch.cuda.set_device(0)
+    assert second[0] == first[0]
+    assert torch.cat([torch.tensor(s) for s in second[1]]).allclose(
+        torch.cat([torch.tensor(s) for s in first[1]]), atol=0.05
+    )
