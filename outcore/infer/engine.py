@@ -344,7 +344,7 @@ class InferenceEngine:
         sequence.drafted, sequence.accepted = sequence.drafted + work.num_drafts, sequence.accepted + right
         counts.drafted, counts.accepted = counts.drafted + work.num_drafts, counts.accepted + right
         if work.num_drafts and sequence.drafter is not None:
-            sequence.drafter.learn_from(work.num_drafts, right, len(sequence.tokens))
+            sequence.drafter.learn_from(work.num_drafts, right)
             if sequence.drafter.is_from_model and self.drafts is not None:
                 self.drafts.learn_from(work.num_drafts, right)
         stored = work.start + work.count - work.num_drafts + right

@@ -1,8 +1,8 @@
 """Guesses of the next tokens from the text itself: what followed the last few tokens when they stood there before.
 
-While weights travel, a pass over ten tokens costs as much as over one, so a right guess is a token for nothing. Guesses
-get longer while they come true and shorter when they do not; after some that were all wrong they pause. Whether a
-guess of a given length pays is asked of the measured cost of a pass, where results need not be reproducible.
+While weights travel, a pass over ten tokens costs as much as over one, so a right guess is a token for nothing. How
+long a guess pays is asked of the measured cost of a row and of how many of the last guesses came true; where results
+must be reproducible, of a cost that is taken for granted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_MATCH, MAX_MATCH = 2, 4
+MIN_MATCH, MAX_MATCH = 1, 6
 """Tokens that must have stood there before."""
-MAX_DRAFT, FIRST_DRAFT, PAUSE = 24, 4, 12
-"""Longest guess, first guess, and tokens without guesses after two that were wholly wrong."""
+MAX_DRAFT = 24
+"""Longest guess."""
 FADING = 0.95
 """Weight of a pass's seconds after one more pass."""
+FORGETTING = 0.9
+"""Weight of a guess's outcome after one more guess: edited text changes between copied and new."""
+ASSUMED_SHARE = 0.05
+"""Cost of a row, as a share of a pass of few rows, where measured costs must not decide or tell too little yet."""
+TRIED_DRAFTS = 8
+"""Guesses of a sequence after which measured costs decide."""
 
 
 class Drafter:
@@ -25,7 +31,7 @@ class Drafter:
         self._places: dict[tuple[int, ...], int] = {}
         """Place where each run of tokens ended last."""
         self._seen = 0
-        self._length, self._misses, self._paused_until = FIRST_DRAFT, 0, 0
+        self._right = self._wrong = 0.0
         self.offered: list[int] = []
         """Guesses of a small model, for where the text suggests none."""
         self.is_from_model = False
@@ -33,30 +39,35 @@ class Drafter:
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether the text suggests nothing."""
-        return len(tokens) < self._paused_until or self._match(tokens) is None
+        return self._match(tokens) is None
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow; none when nothing fits or guesses pause."""
+    def propose(self, tokens: Sequence[int], most: int, share_of_row: float = ASSUMED_SHARE) -> list[int]:
+        """Up to `most` tokens that may follow, as many as pay where a row costs this share of a pass; none when nothing
+        fits."""
         offered, self.offered = self.offered, []
         found = self._match(tokens)
-        self.is_from_model = found is None or len(tokens) < self._paused_until
-        if found is None or self.is_from_model:
+        self.is_from_model = found is None
+        if found is None:
             return offered[: max(0, most)]
-        count = min(self._length, most)
-        return list(tokens[found : found + count]) if count > 0 else []
+        right = (self._right + 1) / (self._right + self._wrong + 2)
+        count, likely = 0, right
+        while count < min(most, MAX_DRAFT) and likely > share_of_row:
+            count, likely = count + 1, likely * right
+        if not count and most > 0:
+            self._forget()  # so that it is tried again
+        guess: list[int] = []
+        for place in range(found, found + count):  # past the end the guess itself goes on, as a text that repeats does
+            guess.append(tokens[place] if place < len(tokens) else guess[place - len(tokens)])
+        return guess
 
-    def learn_from(self, proposed: int, accepted: int, num_tokens: int) -> None:
-        """Tell how many of the last guess were right; `num_tokens`: of the sequence by now."""
-        if not proposed or self.is_from_model:
-            return
-        if accepted == proposed:
-            self._length, self._misses = min(MAX_DRAFT, 2 * self._length), 0
-        elif accepted:
-            self._length, self._misses = max(2, accepted + 1), 0
-        else:
-            self._length, self._misses = max(2, self._length // 2), self._misses + 1
-            if self._misses >= 2:
-                self._misses, self._paused_until = 0, num_tokens + PAUSE
+    def learn_from(self, proposed: int, accepted: int) -> None:
+        """Tell how many of the last guess were right."""
+        if proposed and not self.is_from_model:
+            self._forget()
+            self._right, self._wrong = self._right + accepted, self._wrong + (accepted < proposed)
+
+    def _forget(self) -> None:
+        self._right, self._wrong = FORGETTING * self._right, FORGETTING * self._wrong
 
     def _match(self, tokens: Sequence[int]) -> int | None:
         """Find where what followed the longest known run at the end of `tokens` begins."""
@@ -114,11 +125,3 @@ class PassCost:
         if self.weight >= 3 and spread > 1e-9 * self.weight * self.rows_rows:
             slope = max(0.0, (self.weight * self.rows_seconds - self.rows * self.seconds) / spread)
         return (self.seconds - slope * self.rows) / max(self.weight, 1e-9), slope
-
-    def longest_draft(self, acceptance: float, most: int) -> int:
-        """Tokens worth guessing when each is right with this probability."""
-        share = self.share_of_row()
-        count, likely = 0, acceptance
-        while count < most and likely > share:
-            count, likely = count + 1, likely * acceptance
-        return count

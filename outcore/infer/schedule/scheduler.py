@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outcore.infer.cache import KvCache, OutOfPages
-from outcore.infer.schedule.drafts import PassCost
+from outcore.infer.schedule.drafts import ASSUMED_SHARE, TRIED_DRAFTS, PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
@@ -168,10 +168,9 @@ class Scheduler:
         if sequence.drafter is None or most <= 0:
             return []
         most = min(most, sequence.left - 1)
-        if not self.limits.is_deterministic and sequence.drafted >= 8:
-            acceptance = (sequence.accepted + 1) / (sequence.drafted + 2)
-            most = self.cost.longest_draft(acceptance, most)
-        drafts = sequence.drafter.propose(sequence.tokens, most) if most > 0 else []
+        is_known = not self.limits.is_deterministic and sequence.drafted >= TRIED_DRAFTS
+        share = self.cost.share_of_row() if is_known else ASSUMED_SHARE
+        drafts = sequence.drafter.propose(sequence.tokens, most, share) if most > 0 else []
         return drafts if sequence.matcher is None else drafts[: sequence.matcher.count_allowed(drafts)]
 
     def _reading(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work]) -> bool:
