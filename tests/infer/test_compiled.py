@@ -26,7 +26,7 @@ def test_slots_say_what_transformers_says(family):
     assert one.greedy(prompts, 20) == expected
     assert one.engine.counts.accepted > 0, "guesses are rows of one sequence"
     used = slots_used(one)
-    assert len(used) > 2 and sum(used.values()) > 10
+    assert len(used) > 2 and max(used.values()) > 1
     one.close()
 
 
