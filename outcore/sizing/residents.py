@@ -21,6 +21,8 @@ LATE_MOMENTS: int | None = 0
 """Parts whose update is made in halves where nobody says; None: as many as help. None until it was measured."""
 SAVED_BYTES: int | None = 0
 """Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
+LEAST_GAIN = 0.03
+"""Share of a step that layers which stay must spare by the forecast: less is not worth the memory."""
 MOVING_PERCENT = 110
 """Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
 SPARE_BYTES = 256 * MIB
@@ -47,6 +49,12 @@ class DeviceUse:
 def resident_bytes(home_bytes: int, gradient_bytes: int, state_bytes: int, hidden_bytes: int, *, clips: bool) -> int:
     """Bytes of a layer that stays. `hidden_bytes`: of a micro-batch's hidden states, which graphs keep two of."""
     return home_bytes + (gradient_bytes if clips else 0) + state_bytes + 2 * hidden_bytes
+
+
+def gain_of_staying(share: float, waits_s: float, bound_s: float, step_s: float) -> float:
+    """Share of a step of `step_s` seconds that it spares to have `share` of the trained parameters stay: their part of
+    the passes that wait for updates and uploads (`bound_s`), but no more than is waited (`waits_s`)."""
+    return min(waits_s, share * bound_s) / step_s
 
 
 def num_resident(layers_bytes: Sequence[int], idle_bytes: int) -> int:

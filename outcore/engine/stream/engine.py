@@ -148,7 +148,7 @@ class StreamEngine:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s
         self._tracing.step_ends()
-        parts.residents.step_ended(parts.updates.drain)
+        parts.residents.step_ended(parts.updates.drain, phase_s)
         self._failed = False
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
 

@@ -85,7 +85,7 @@ def test_pageable_homes_give_what_pinned_ones_give(fixed_order):
 def test_layers_that_stay_give_what_streamed_ones_give(fixed_order, max_grad_norm, states, compile):
     settings = replace(SETTINGS, states=states, max_grad_norm=max_grad_norm, compile=compile)
     expected = train("llama", replace(settings, resident_bytes=0), 8, dtype=torch.bfloat16)
-    assert same(train("llama", replace(settings, resident_bytes=None), 8, dtype=torch.bfloat16), expected)
+    assert same(train("llama", replace(settings, resident_bytes=1 << 40), 8, dtype=torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
@@ -109,7 +109,7 @@ def test_saved_forwards_give_what_recomputation_gives(fixed_order, compile):
 
 def test_layers_stay_as_far_as_the_allocator_is_allowed_to_reach(fixed_order):
     """All, one and a half layers' worth, then a cap that leaves nothing idle."""
-    settings = replace(SETTINGS, resident_bytes=None)
+    settings = replace(SETTINGS, resident_bytes=1 << 40)
     engine = build_stream_engine(tiny_loaded("llama"), settings, device="cuda", pinned_grant=False)
     other = None
     try:

@@ -1,9 +1,10 @@
 """Layers that stay on the device where memory is idle: weights, gradient and optimizer states, updated there.
 
 They are copies: homes in RAM stay, and are written back before anybody reads them (`write_back`). How many stay is
-decided after two steps of one size, from what is idle then (`sizing.residents`). When a larger step comes that would
-not fit beside them, all go home, and it is decided anew after that. Updates are queued behind the backward pass on the
-stream that computes, so nothing waits for them, and results are those of the CPU's optimizer, bit by bit.
+decided after two steps of one size, from what is idle then and what those steps waited for (`sizing.residents`). When a
+larger step comes that would not fit beside them, all go home, and it is decided anew after that. Updates are queued
+behind the backward pass on the stream that computes, so nothing waits for them, and results are those of the CPU's
+optimizer, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outcore.engine.stream.gradients.transfer_group import TransferGroup
 from outcore.flow.parts import Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.optim import LARGEST_GRAD, AdamWHyper, ChunkJob, update_on_device, updates_on_device
-from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
+from outcore.sizing.residents import LEAST_GAIN, DeviceUse, gain_of_staying, num_resident, resident_bytes
 from outcore.states import Homes, StateChunk
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class Resident:
 
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
-    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known. What they
-    leave of the idle memory is offered to `saved`.
+    for what is idle, where the forecast gains; `trained`: parameters of the whole model; `evaluation_bytes`: what an
+    evaluation takes of the device, as far as it is known. What they leave of the idle memory is offered to `saved`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Residents:
         device: torch.device,
         *,
         limit_bytes: int | None,
+        trained: int,
         is_deferred: bool,
         hidden_row_bytes: int,
         evaluation_bytes: int,
@@ -72,6 +74,7 @@ class Residents:
     ) -> None:
         self._candidates, self._homes, self._device = list(candidates), homes, device
         self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
+        self._trained = trained
         self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
         self._held: dict[int, Resident] = {}
         self._parts: list[Part] = []
@@ -100,7 +103,11 @@ class Residents:
             )
         if not self._candidates or self._limit_bytes == 0:
             return ""
-        most = "what is idle" if self._limit_bytes is None else f"up to {format_gib(self._limit_bytes)}"
+        most = (
+            "what is idle, where steps wait for updates or uploads,"
+            if self._limit_bytes is None
+            else f"up to {format_gib(self._limit_bytes)}"
+        )
         return f"after {STEPS_BEFORE} steps the first layers take {most} of the device (--resident_gib 0: none does)"
 
     def slab(self, part: Part) -> torch.Tensor | None:
@@ -192,8 +199,9 @@ class Residents:
         self._steps = 1
         self._saved.offer(0)
 
-    def step_ended(self, settle: Callable[[], None]) -> None:
-        """After a step: decide, once there were enough of one size. `settle` waits for updates under way."""
+    def step_ended(self, settle: Callable[[], None], phase_s: dict[str, float]) -> None:
+        """After a step: decide, once there were enough of one size. `settle` waits for updates under way; `phase_s` as
+        in `StepResult`."""
         self._saved.step_ended()
         takes = bool(self._candidates) and self._limit_bytes != 0 and not self._held
         if self._steps != STEPS_BEFORE or not (takes or self._saved.wants_memory):
@@ -203,12 +211,23 @@ class Residents:
         idle_bytes = self._use().idle
         may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
         count = num_resident([self._bytes_of(part) for part in self._candidates], may_take) if takes else 0
+        if count and self._limit_bytes is None:
+            gain = self._gain_of(count, phase_s)
+            logger.info("%d layers could stay on the device, and spare %.0f %% of a step", count, 100 * gain)
+            count = count if gain >= LEAST_GAIN else 0
         if count:
             settle()
             self._take(self._candidates[:count])
             logger.info("%s", self.words())
             idle_bytes -= sum(map(self._bytes_of, self._parts))
         self._saved.offer(idle_bytes)
+
+    def _gain_of(self, count: int, phase_s: dict[str, float]) -> float:
+        share = sum(part.layout.trainable_numel for part in self._candidates[:count]) / max(1, self._trained)
+        passes_s = phase_s["forward"] + phase_s["backward"]
+        bound_s = phase_s["forward"] if self._is_deferred else passes_s
+        waits_s = phase_s["stall_optimizer"] + phase_s["stall_pcie"]
+        return gain_of_staying(share, waits_s, bound_s, passes_s + phase_s["optimizer"])
 
     def _use(self) -> DeviceUse:
         now = self.measure()
@@ -270,6 +289,7 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Resid
         homes,
         device,
         limit_bytes=settings.resident_bytes if device.type == "cuda" else settings.resident_bytes or 0,
+        trained=sum(part.layout.trainable_numel for part in plan.units.all),
         is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
         evaluation_bytes=0 if work is None else work.evaluation,

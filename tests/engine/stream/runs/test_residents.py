@@ -196,6 +196,22 @@ def test_none_stay_unless_told_where_there_is_no_gpu(build):
         replace(TINY, resident_bytes=-1)
 
 
+@pytest.mark.parametrize(
+    "seconds, stays",
+    [((0.176, 0.218, 0.006, 0.061, 0.019), True), ((0.161, 0.06, 0.012, 0.095, 0.04), True), ((0.9, 2, 0, 0, 0.02), 0)],
+    ids=["16k", "4k", "computes"],
+)
+def test_all_idle_memory_is_taken_only_where_the_forecast_gains(build, seconds, stays):
+    """Phases of 1.2 B on an H100 at two sizes, clipped (results/rivals-h100-*.json), and of a GPU that never waits."""
+    phase_s = dict(zip(("forward", "backward", "optimizer", "stall_optimizer", "stall_pcie"), seconds, strict=True))
+    engine = build("llama", HOLDING)
+    residents = parts_of(engine).residents
+    residents._limit_bytes, original = None, residents.step_ended
+    residents.step_ended = lambda settle, _: original(settle, phase_s)
+    assert train(engine, 4) == train(build("llama"), 4)
+    assert bool(held(engine)) == stays
+
+
 def test_the_rule_of_what_stays():
     clipped = resident_bytes(200, 200, 1000, 10, clips=True)
     assert clipped == 1420 and resident_bytes(200, 200, 1000, 10, clips=False) == 1220
