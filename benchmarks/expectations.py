@@ -25,7 +25,7 @@ from outcore.common.quantities import GB, GIB, format_count
 from outcore.machine.offload import FREE_RESERVE, SPACE_SAFETY
 from outcore.plan import RunRequest, choose_or_change, load_hardware
 from outcore.plan.answer.efficiency import ait_optimizer, ait_parameters, efficiency, efficiency_lines
-from outcore.plan.answer.largest import family_shape
+from outcore.plan.answer.guide import family_shape
 from outcore.plan.constants import VRAM_RESERVE_BYTES
 from outcore.plan.record import Plan
 from outcore.sizing.shape import ModelShape, shape_from_fields

@@ -111,7 +111,7 @@ def fixed_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As --deterministic runs, until the test ends."""
     import torch.utils.deterministic
 
-    from outcore.train.process.determinism import fix_order
+    from outcore.train.process.random_state import fix_order
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     fix_order()

@@ -91,7 +91,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     from outcore.engine.deepspeed.settings import RunFacts
     from outcore.machine.host import detect_ram
     from outcore.model import ModelSettings
-    from outcore.train.process.determinism import fix_order
+    from outcore.train.process.random_state import fix_order
 
     if options["deterministic"]:
         fix_order()

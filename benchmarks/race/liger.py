@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from race_common import config_of
 from torch import nn
 
-from outcore.engine.stream.backward.cross_entropy import CrossEntropy
+from outcore.engine.stream.backward.head import CrossEntropy
 from outcore.sizing.activations import EAGER_CHUNKS, LOGITS_CHUNK_BYTES, auto_num_chunks
 
 Run = Callable[[], torch.Tensor]

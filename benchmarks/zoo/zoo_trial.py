@@ -28,9 +28,8 @@ from outcore.model import LoadedModel, LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_class_of, model_facts, resolve_attention
 from outcore.model.forward import forward_inputs
-from outcore.model.trial.abilities import check_abilities
+from outcore.model.trial.abilities import check_abilities, freeze
 from outcore.model.trial.shrink import VOCAB, shrink_config
-from outcore.model.trial.without_gradient import freeze
 
 SETTINGS = StreamSettings(
     staging_bytes=2 * MIB,

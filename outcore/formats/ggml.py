@@ -2,14 +2,119 @@
 
 A block is one run of bytes: fp16 scales, packed 6-bit scales of sub-blocks (K types), codes. The order of operations is
 ggml's, so values are those of its own dequantizer to the bit. Layouts: ggml-common.h of llama.cpp.
+
+Packing into Q4_K and Q6_K: for each sub-block the scale (and minimum) with the least weighted squared error.
+
+The `gguf` package reads these types but does not write them. The search is the one that ggml documents: try scales
+around the obvious one, round the values to codes, then fit scale and minimum to those codes by weighted least squares,
+and keep the best. Large values weigh more (their own size plus the block's mean size). All sub-blocks at once in torch.
 """
 
 from __future__ import annotations
 
 import torch
 
-from outcore.formats.kquants import pack_q4_k, pack_q6_k
 from outcore.formats.packed import PackedFormat, Plane
+
+SUB_Q4, SUB_Q6 = 32, 16
+TRIES_Q4 = tuple(0.1 * step - 1.0 for step in range(21))
+TRIES_Q6 = tuple(0.1 * step for step in range(-9, 10))
+LEAST = 1e-30
+
+
+def fit_with_minimum(values: torch.Tensor, top: int, tries: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, minimum) [..., 1], both at least 0, so that scale * code - minimum with codes 0..top is near `values`."""
+    weights = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
+    low = values.amin(-1, keepdim=True).clamp(max=0.0)
+    span = (values.amax(-1, keepdim=True) - low).clamp(min=0.0)
+    best_scale, best_low = span / top, low
+    best_error = _error(values, weights, best_scale, best_low, top)
+    sum_w, sum_x = weights.sum(-1, keepdim=True), (weights * values).sum(-1, keepdim=True)
+    for extra in tries:
+        codes = ((values - low) * ((top + extra) / span.clamp(min=LEAST))).round_().clamp_(0, top)
+        weighted = weights * codes
+        sum_l, sum_l2 = weighted.sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        sum_xl = (weighted * values).sum(-1, keepdim=True)
+        determinant = (sum_w * sum_l2 - sum_l * sum_l).clamp(min=LEAST)
+        scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
+        new_low = (sum_l2 * sum_x - sum_l * sum_xl) / determinant
+        without = sum_xl / sum_l2.clamp(min=LEAST)  # minima cannot be above zero: fit the scale alone then
+        scale = torch.where(new_low > 0, without, scale).clamp(min=0.0)
+        new_low = new_low.clamp(max=0.0)
+        error = _error(values, weights, scale, new_low, top)
+        better = error < best_error
+        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, new_low, best_low)
+        best_error = torch.where(better, error, best_error)
+    return best_scale, -best_low
+
+
+def _error(
+    values: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, top: int
+) -> torch.Tensor:
+    codes = ((values - low) / scale.clamp(min=LEAST)).round_().clamp_(0, top)
+    return (weights * (scale * codes + low - values).square_()).sum(-1, keepdim=True)
+
+
+def fit_symmetric(values: torch.Tensor, top: int, tries: tuple[float, ...]) -> torch.Tensor:
+    """scale [..., 1], of either sign, so that scale * code with codes -top..top - 1 is near `values`."""
+    weights = values.square()
+    largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+    best_scale, best_gain = torch.zeros_like(largest), torch.full_like(largest, -1.0)
+    safe = torch.where(largest.abs() < LEAST, LEAST, largest)
+    for extra in tries:
+        codes = (values * (-(top + extra) / safe)).round_().clamp_(-top, top - 1)
+        sum_xl = (weights * values * codes).sum(-1, keepdim=True)
+        sum_l2 = (weights * codes * codes).sum(-1, keepdim=True).clamp(min=LEAST)
+        better = sum_xl.square() / sum_l2 > best_gain
+        best_scale = torch.where(better, sum_xl / sum_l2, best_scale)
+        best_gain = torch.where(better, sum_xl.square() / sum_l2, best_gain)
+    return torch.where(largest.abs() < LEAST, 0.0, best_scale)
+
+
+def _half(value: torch.Tensor) -> torch.Tensor:
+    """Bytes [n, 2] of fp32 [n, 1] as fp16."""
+    return value.half().contiguous().view(torch.uint8)
+
+
+def _codes(values: torch.Tensor, scale: torch.Tensor, low: int, top: int) -> torch.Tensor:
+    """Codes for fixed scales; 0 where the scale is 0."""
+    return (values / torch.where(scale == 0, 1.0, scale)).round_().clamp_(low, top) * (scale != 0)
+
+
+def pack_q4_k(values: torch.Tensor) -> torch.Tensor:
+    """fp32 [n, 256] -> blocks uint8 [n, 144]."""
+    subs = values.unflatten(1, (8, SUB_Q4))
+    scale, minimum = (found.squeeze(2) for found in fit_with_minimum(subs, 15, TRIES_Q4))
+    whole = scale.amax(1, keepdim=True) / 63
+    whole_minimum = minimum.amax(1, keepdim=True) / 63
+    scales = _codes(scale, whole, 0, 63).to(torch.uint8)
+    minima = _codes(minimum, whole_minimum, 0, 63).to(torch.uint8)
+    final = (whole.half().float() * scales).unsqueeze(2)
+    final_minimum = (whole_minimum.half().float() * minima).unsqueeze(2)
+    codes = _codes(subs + final_minimum, final, 0, 15).to(torch.uint8).unflatten(1, (4, 2))
+    low = (scales[:, :4] & 0x3F) | ((scales[:, 4:] >> 4) << 6)
+    high = (minima[:, :4] & 0x3F) | ((minima[:, 4:] >> 4) << 6)
+    both = (scales[:, 4:] & 0xF) | ((minima[:, 4:] & 0xF) << 4)
+    packed = (codes[:, :, 0] | (codes[:, :, 1] << 4)).flatten(1)
+    return torch.cat((_half(whole), _half(whole_minimum), low, high, both, packed), dim=1)
+
+
+def pack_q6_k(values: torch.Tensor) -> torch.Tensor:
+    """fp32 [n, 256] -> blocks uint8 [n, 210]."""
+    subs = values.unflatten(1, (16, SUB_Q6))
+    scale = fit_symmetric(subs, 32, TRIES_Q6).squeeze(2)
+    largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+    whole = -largest / 128
+    scales = _codes(scale, whole, -128, 127)
+    final = (whole.half().float() * scales).unsqueeze(2)
+    codes = (_codes(subs, final, -32, 31) + 32).to(torch.uint8).flatten(1)
+    halves = codes.unflatten(1, (2, 4, 32))  # two halves of four runs of 32
+    low = (halves[:, :, :2] & 0xF) | ((halves[:, :, 2:] & 0xF) << 4)
+    high = halves >> 4
+    high = high[:, :, 0] | (high[:, :, 1] << 2) | (high[:, :, 2] << 4) | (high[:, :, 3] << 6)
+    signed = scales.to(torch.int8).view(torch.uint8)
+    return torch.cat((low.flatten(1), high.flatten(1), signed, _half(whole)), dim=1)
+
 
 QK, QK_K = 32, 256
 SCALE_BYTES = 12

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.optim.formats import StateFormat
-from outcore.optim.formats.split import cast_param, join_master, split_master
+from outcore.optim.formats.chunk_state import cast_param, join_master, split_master
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob
 from outcore.optim.reference import update_chunk

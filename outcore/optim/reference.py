@@ -18,6 +18,7 @@ import torch
 
 from outcore.optim.backend import Half
 from outcore.optim.formats import BLOCK_NUMEL, StateFormat
+from outcore.optim.formats.chunk_state import cast_param, join_master, one_nan, round_to_24_bits, split_master
 from outcore.optim.formats.compressed import compress_moments, expand_moments
 from outcore.optim.formats.moments8 import (
     SMALLEST_EXP_AVG,
@@ -28,7 +29,6 @@ from outcore.optim.formats.moments8 import (
     random_bytes,
     unpack,
 )
-from outcore.optim.formats.split import cast_param, join_master, one_nan, round_to_24_bits, split_master
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob
 

@@ -25,7 +25,7 @@ EVAL_LOGITS_ALIVE = 2.5 / LOSS_CHUNKS
 """Chunks' worth of logits alive in an evaluation: 16-bit logits, fp32 copy, its log-softmax, of smaller chunks."""
 EAGER_LOSS_ALIVE = 1.5
 """Share where loss and gradient are computed at once without a compiler: beside the logits of the chunk, in fp32
-logits. Compiled: the gradient, in the logits' type (outcore/engine/stream/backward/cross_entropy.py)."""
+logits. Compiled: the gradient, in the logits' type (outcore/engine/stream/backward/head.py)."""
 
 
 def step_work(

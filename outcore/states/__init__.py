@@ -5,7 +5,6 @@ parts beside the parameters, `ring` takes chunks on NVMe past the optimizer, `wi
 checkpoints.
 """
 
-from outcore.states.buffers import StateBuffers, open_store
-from outcore.states.homes import Homes
+from outcore.states.homes import Homes, StateBuffers, open_store
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatable, cut_states, spill
 from outcore.states.ring import BEFORE_ALL_UNITS, RingTicket, StateRing

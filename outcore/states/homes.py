@@ -9,24 +9,68 @@ Residency is decided chunk by chunk (`placement`). An update needs three pieces:
 that have all of it in RAM are updated in place (`jobs`); the others flow through the ring (`flowing`), whose slots take
 the states when they live on NVMe, and the parameter piece when that does (`param_piece` is then None, `param_place`
 says where): read first where the format needs it (split), written back always (`ring/slots`).
+
+Optimizer states chunk by chunk: those in RAM in a buffer each, those on NVMe behind a window of one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part
-from outcore.flow.weights import WeightHomes
+from outcore.flow.weights import Scratch, WeightHomes
 from outcore.optim import STATE_NAMES, Backend, ChunkJob, ChunkState, JobBatch, MatrixJob, StateFormat, open_backend
 from outcore.optim.formats import StateName
 from outcore.staging.pool import HostMemory
-from outcore.states.buffers import StateBuffers
 from outcore.states.placement import GradPlace, StateChunk
-from outcore.storage import TensorStore
+from outcore.states.window import StateWindow
+from outcore.storage import TensorSpec, TensorStore
+
+KIND = "optimizer states"
+
+
+def open_store(chunks: Iterable[StateChunk], scratch: Scratch | None) -> TensorStore | None:
+    """Room on the drive for the states that RAM does not hold; None when it holds all of them. EngineError."""
+    specs = [
+        TensorSpec(chunk.name, torch.uint8, (chunk.state_format.stored_bytes(chunk.numel),))
+        for chunk in chunks
+        if chunk.on_nvme
+    ]
+    if not specs:
+        return None
+    assert scratch is not None, "nvme_path is checked with the settings"
+    return scratch.store(KIND, specs)
+
+
+class StateBuffers:
+    """States of placed chunks. `store`: from `open_store`; `backend`: of the optimizer."""
+
+    def __init__(self, store: TensorStore | None, backend: Backend) -> None:
+        self._window = StateWindow(store, backend) if store is not None else None
+
+    def initialise(self, chunk: StateChunk, memory: HostMemory, param: torch.Tensor) -> None:
+        """Give the chunk a buffer in RAM with the states that training starts from."""
+        # `initialise` zeroes the whole buffer, with all of torch's threads: that makes its pages real
+        pinned = chunk.matrix is not None  # it crosses to the device and back
+        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=pinned, touch=False)
+        ChunkState(chunk.state_format, chunk.buffer, chunk.numel, param).initialise()
+
+    def open(self, chunk: StateChunk, family: StateName, param: torch.Tensor, *, to_write: bool = False) -> ChunkState:
+        """The chunk, with the states of `family` in place where it lives on NVMe. `param`: its parameters."""
+        if chunk.buffer is not None:
+            return ChunkState(chunk.state_format, chunk.buffer, chunk.numel, param)
+        assert self._window is not None
+        return self._window.open(chunk, family, param, to_write=to_write)
+
+    def flush(self) -> None:
+        """After writes: let the drive have what was written to chunks on NVMe. Before an update: forget what was read
+        of them."""
+        if self._window is not None:
+            self._window.flush()
 
 
 @dataclass

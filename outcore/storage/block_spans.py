@@ -6,10 +6,18 @@ bounce buffer; writing an edge is a read-modify-write of its block, alone in tha
 concurrent writers of other bytes of the same block lose nothing. Memory at an odd address goes through the bounce
 buffer whole, a mebibyte at a time. On a buffered file everything is one part, but writers still announce themselves,
 because a file may fall back to buffered while read-modify-writes are under way.
+
+Byte ranges of one file that writers hold: whole-block writers share, a read-modify-write is alone.
+
+A write that covers part of a block must read the block, change some bytes and write it back. While it does so, nobody
+else may write the block, or their bytes would be lost. Writers of whole blocks never conflict with each other (what
+happens to overlapping bytes is the caller's affair, as with any file). Cost: a scan over the handful of ranges in
+flight, about a microsecond.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -18,7 +26,31 @@ import numpy as np
 from outcore.common.quantities import MIB, round_up
 from outcore.storage.descriptor import Descriptor
 from outcore.storage.host_buffer import address_of, aligned_bytes, copy_bytes
-from outcore.storage.range_locks import RangeLocks
+
+Held = tuple[int, int, bool]
+
+
+class RangeLocks:
+    """Shared and exclusive locks on [start, end) byte ranges. A thread holds one range at a time: no deadlock."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._held: list[Held] = []
+
+    def take(self, start: int, end: int, *, exclusive: bool) -> Held:
+        """Wait for conflicting holders (the kernel ends their work), then hold [start, end) until `give_back`."""
+        with self._changed:
+            while any(start < e and s < end and (exclusive or alone) for s, e, alone in self._held):
+                self._changed.wait()
+            mine = (start, end, exclusive)
+            self._held.append(mine)
+            return mine
+
+    def give_back(self, mine: Held) -> None:
+        with self._changed:
+            self._held.remove(mine)
+            self._changed.notify_all()
+
 
 BOUNCE_BYTES = MIB  # one piece of an unaligned transfer; larger gains nothing, the copy is the cost
 

@@ -1,7 +1,11 @@
-"""What the training loop is handed: the engine, the data, the schedule, how long the run is, and where it reports."""
+"""What the training loop is handed: the engine, the data, the schedule, how long the run is, and where it reports.
+
+The best evaluation so far: which step had it, and how many evaluations since were no better.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +15,49 @@ from outcore.data import BatchStream
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.runs import RunFolder
-from outcore.train.best import BestSoFar
 from outcore.train.configure.schedule import LrSchedule, RunLength
+
+
+@dataclass
+class BestSoFar:
+    """Lower is better. Its state goes into every checkpoint, so that a resumed run goes on counting."""
+
+    metric: str = "eval_loss"
+    patience: int | None = None
+    """Evaluations in a row without a new best after which the run ends; None: it never does."""
+    threshold: float = 0.0
+    """Amount by which a value must be lower to count as better."""
+    step: int | None = None
+    value: float = math.inf
+    evaluations_since: int = 0
+
+    def see(self, step: int, value: float) -> bool:
+        """Take in an evaluation; True when it is the best so far."""
+        if value < self.value - (self.threshold if self.step is not None else 0.0):
+            self.step, self.value, self.evaluations_since = step, value, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """True when the run has waited long enough for a better one."""
+        return self.patience is not None and self.evaluations_since >= self.patience
+
+    @property
+    def words(self) -> str:
+        """For people: the best and where it was."""
+        return f"step {self.step}, {self.metric} {self.value:.4f}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.evaluations_since}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; another metric, or a checkpoint without one, starts anew."""
+        if state and state.get("metric") == self.metric and state.get("step") is not None:
+            self.step, self.value = int(state["step"]), float(state["value"])
+            self.evaluations_since = int(state["since"])
 
 
 @dataclass

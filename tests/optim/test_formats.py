@@ -21,7 +21,7 @@ from outcore.optim import (
     JobBatch,
     state_format,
 )
-from outcore.optim.formats.split import join_master, round_to_24_bits, split_master
+from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
 from outcore.optim.hyper import round_to_fp32
 from tests.optim.cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes, torch_backend
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outcore.optim import FP24_M8, SPLIT8, ChunkJob, ChunkState
+from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
 from outcore.optim.formats.moments8 import _random, random_bytes
-from outcore.optim.formats.split import join_master, round_to_24_bits, split_master
 from tests.optim.cases import NON_FINITE_BITS, copy_of, extension, from_bits, hyper, make_job, same_bytes, torch_backend
 
 

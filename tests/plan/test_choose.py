@@ -9,7 +9,7 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.model import preset_shape
 from outcore.plan.answer.advice import advise, shortage_words
-from outcore.plan.answer.largest import family_shape, largest_models
+from outcore.plan.answer.guide import family_shape, largest_models
 from outcore.plan.choose import batches, choose, choose_or_change, mild_changes, smaller_micro_batches
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest

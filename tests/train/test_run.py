@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outcore.optim.formats.split import cast_param
+from outcore.optim.formats.chunk_state import cast_param
 from outcore.train.run import main
 from tests.train.jobs import (
     ENGINES,

@@ -1,6 +1,11 @@
 """A model as others load it: safetensors shards, configuration, tokenizer; from an engine or from a checkpoint."""
 
-from outcore.checkpoint.export.files import export_checkpoint, how_to_load, save_export_files
-from outcore.checkpoint.export.merge import has_adapter, merge_checkpoint
+from outcore.checkpoint.export.files import (
+    export_checkpoint,
+    has_adapter,
+    how_to_load,
+    merge_checkpoint,
+    save_export_files,
+)
 from outcore.checkpoint.export.model import export_model
 from outcore.checkpoint.export.upload import check_login, push

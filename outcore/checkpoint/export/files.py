@@ -5,6 +5,11 @@
 checkpoint: mostly those in the shards, which are copied then (no cost at all where the file system shares blocks: XFS,
 Btrfs); of mixtures of experts and a few others they are converted, a layer at most in memory. No GPU is needed, and no
 weights are loaded beside those.
+
+A LoRA checkpoint merged into its base, without a run: the base is read from where it came from.
+
+RAM: the base in the precision that it is stored in. Merged weights are computed one layer at a time, as they are
+written (`export_model`).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.checkpoint.export.model import write_config, write_index, write_model
+from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
+from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of
 
 logger = logging.getLogger(__name__)
@@ -220,3 +227,36 @@ def copy_file(source: Path, target: Path) -> None:
         os.fsync(writer.fileno())
     if target.stat().st_size != size_bytes:
         raise CheckpointError(f"{target}: {target.stat().st_size} of {size_bytes} bytes of {source} were copied.")
+
+
+def has_adapter(checkpoint: Checkpoint) -> bool:
+    """True for a checkpoint of a LoRA run."""
+    return (checkpoint.path / FOLDER / ADAPTER).is_file()
+
+
+def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
+    """The whole model with the adapter in it, in `target`, which must not exist yet. CheckpointError where there is no
+    adapter, or no base to merge it into."""
+    if not has_adapter(checkpoint):
+        raise CheckpointError(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        adapter = export_checkpoint(checkpoint, aside / "adapter")
+        base = json.loads((adapter / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base:
+            raise CheckpointError(f"{checkpoint.path}: its base was made from scratch, so there is none to merge into.")
+        config = AutoConfig.from_pretrained(base)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
+        settle_trained_modules(network)
+        tokenizer = AutoTokenizer.from_pretrained(adapter)
+        export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target

@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
-from outcore.data.basis.errors import CacheError, DataError, TemplateError, common_beginning, nearest, shorten
-from outcore.data.basis.settings import DEFAULT_TEXT_EXTENSIONS, EMBEDDED, FORMATS, LONG_ROWS, DataSettings
+from outcore.data.basis.settings import (
+    DEFAULT_TEXT_EXTENSIONS,
+    EMBEDDED,
+    FORMATS,
+    LONG_ROWS,
+    CacheError,
+    DataError,
+    DataSettings,
+    TemplateError,
+    common_beginning,
+    nearest,
+    shorten,
+)

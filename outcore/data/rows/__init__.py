@@ -3,5 +3,4 @@
 from __future__ import annotations
 
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
-from outcore.data.rows.mixture import shaped_records
-from outcore.data.rows.shapes import KINDS, Kind, Shape, detect_shape
+from outcore.data.rows.shapes import KINDS, Kind, Shape, detect_shape, shaped_records

@@ -3,19 +3,22 @@
 Columns named in the settings decide; otherwise the first rows' column names and the types of their values do. Every
 other row must have the shape of the first: one that has not is a bad row, with the reason. A column that a shape does
 not use is counted and named, never dropped without a word.
+
+A source's rows with the shape of the file that they stand in: the files of one folder may be of different shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any
 
 from outcore.data.basis import DataError, DataSettings, nearest
 from outcore.data.rows import readings
 from outcore.data.rows.examples import Example
 from outcore.data.rows.messages import message_list
-from outcore.data.sources import RowError
+from outcore.data.sources import BadRow, Record, RowError, Source
 
 TEXT_COLUMNS = ("text", "content", "document", "body", "raw_content", "markdown", "code")
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
@@ -193,3 +196,42 @@ def _is_talk(value: Any) -> bool:
 
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or message_list(value) is not None
+
+
+DETECT_ROWS = 16
+TEXT = Shape("text", ("text",))
+
+
+def shaped_records(source: Source, settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
+    """Every record with the shape that the first rows of its file show.
+
+    Raises DataError when a file's rows have no known shape, or settings name columns of a text that has none.
+    """
+    if source.is_text:
+        _check_text(source, settings)
+        return ((record, TEXT) for record in source.records())
+    return _by_file(source.records(), settings)
+
+
+def _by_file(records: Iterable[Record | BadRow], settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
+    for name, group in groupby(records, key=lambda record: record.where.path):
+        head: list[Record | BadRow] = []
+        rows = 0
+        for record in group:
+            head.append(record)
+            rows += isinstance(record, Record)
+            if rows and len(head) >= DETECT_ROWS:
+                break
+        usable = [record.row for record in head if isinstance(record, Record)]
+        shape = detect_shape(usable, settings, name) if usable else TEXT
+        yield from ((record, shape) for record in chain(head, group))
+
+
+def _check_text(source: Source, settings: DataSettings) -> None:
+    if settings.format not in ("auto", "text"):
+        raise DataError(
+            f"{source.name} is plain text, but the format is {settings.format!r}: use --data_format text or auto"
+        )
+    for setting in ("text_column", "prompt_column", "messages_column"):
+        if (column := getattr(settings, setting)) is not None:
+            raise DataError(f"{setting} is {column!r}, but {source.name} is plain text, which has no columns: drop it")

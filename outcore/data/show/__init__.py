@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from outcore.data.show.page import pieces_of, write_page
-from outcore.data.show.render import render_sample
+from outcore.data.show.page import pieces_of, render_sample, write_page

@@ -2,17 +2,45 @@
 
 A portion is cut from the questions alone, never from what is known already: one that a kill left half-noted is asked
 again whole, so the same rows meet in the same calls and the scores are the same to the last bit.
+
+Answers as they come, by the content of their questions, so that a killed evaluation asks nothing twice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from outcore.evaluate.asking.journal import AnswerJournal
+from outcore.common.journal import JournalHeld, JournalOfAnother, LineJournal
 from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
+from outcore.evaluate.settings import EvaluationError
+
+
+class AnswerJournal:
+    """Answers that survive the process. `header`: what they depend on; `answers` has all that are known."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.answers: dict[str, Any] = {}
+        try:
+            self._lines = LineJournal(path, header, lambda place, entry: self.answers.update([entry]))
+        except JournalHeld as error:
+            raise EvaluationError(f"{error}: this evaluation runs already, in another process.") from None
+        except JournalOfAnother:
+            raise EvaluationError(
+                f"{path} belongs to another model, placement, settings or version of outcore. Give --new to begin "
+                "anew, or the same flags as before to go on."
+            ) from None
+        self.close, self.remove = self._lines.close, self._lines.remove
+
+    def add(self, answers: Mapping[str, Any]) -> None:
+        """Note answers by their questions' keys; they are on the drive when this returns. OSError."""
+        self._lines.append(answers.items())
+        self._lines.sync()
+        self.answers.update(answers)
+
 
 PORTION_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of questions that go through all layers together before their answers are noted: a pass's worth on a GPU."""

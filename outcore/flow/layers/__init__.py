@@ -9,7 +9,6 @@ from outcore.flow.layers.compiled import (
 )
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.layers.head import Head
-from outcore.flow.layers.routers import RouterTaps
-from outcore.flow.layers.runner import Batch, HeadInput, PartRunner
+from outcore.flow.layers.runner import Batch, HeadInput, PartRunner, RouterTaps
 from outcore.flow.layers.tiled_head import HeadRow, TiledHead
 from outcore.flow.layers.unit_weights import in_place

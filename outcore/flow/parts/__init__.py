@@ -3,7 +3,6 @@
 from outcore.flow.parts.discovery import discover_units, tensors_in
 from outcore.flow.parts.layout import ALIGN_NUMEL, SlabLayout, Slot, several_types
 from outcore.flow.parts.packed import saved_bytes
-from outcore.flow.parts.packing import DeviceBatch, packing_known
 from outcore.flow.parts.shell import CallLog, LayerCall, Stand, StreamUnsupported, bound, shell_of, with_memory
 from outcore.flow.parts.structure import alike
-from outcore.flow.parts.units import ModelParts, Part
+from outcore.flow.parts.units import DeviceBatch, ModelParts, Part, packing_known

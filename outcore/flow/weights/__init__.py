@@ -1,10 +1,9 @@
 """Homes of the 16-bit parameters in RAM and on NVMe, and their arrival on the device."""
 
-from outcore.flow.weights.checksums import Verification, choose_verification
 from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.homes import WeightHomes, plan_cuts
 from outcore.flow.weights.packed_weight import InPlaceProducts, PackedWeight
 from outcore.flow.weights.prefetch import WeightPrefetcher, settle
 from outcore.flow.weights.ranges import RangeUpload, SlabRanges
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights.scratch import Scratch, Verification, choose_verification
 from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource

@@ -1,8 +1,6 @@
 """Which GPUs reach each other fast (NVLink islands, PCIe switches, NUMA nodes, hosts), and groups laid on them."""
 
-from outcore.machine.topology.cluster import read_cluster
-from outcore.machine.topology.detect import detect_topology
-from outcore.machine.topology.islands import PlacedGpu, Topology
+from outcore.machine.topology.islands import PlacedGpu, Topology, detect_topology, read_cluster
 from outcore.machine.topology.stages import ParallelLayout, balanced_stages, lay_out
 
 __all__ = [

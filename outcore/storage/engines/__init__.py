@@ -1,6 +1,5 @@
 """Who moves bytes of files: threads over POSIX calls, or kvikio."""
 
 from outcore.storage.engines.kvikio import KvikioEngine
-from outcore.storage.engines.posix import PosixEngine
 from outcore.storage.engines.request_queue import IoRequest
-from outcore.storage.engines.worker import WorkerEngine
+from outcore.storage.engines.worker import PosixEngine, WorkerEngine

@@ -1,5 +1,10 @@
 """A run as a process: what stops it, its random numbers and fixed order."""
 
-from outcore.train.process.determinism import explain_order, fix_order
-from outcore.train.process.random_state import load_random_state, save_random_state, seed_everything
+from outcore.train.process.random_state import (
+    explain_order,
+    fix_order,
+    load_random_state,
+    save_random_state,
+    seed_everything,
+)
 from outcore.train.process.stop_request import StopRequest

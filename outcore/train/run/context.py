@@ -21,13 +21,12 @@ from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
 from outcore.plan.run import Forecast
 from outcore.runs import RunFolder
-from outcore.train.best import BestSoFar
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import ComputeDevice, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.run.space import export_bytes, space_reserves
 from outcore.train.sample_prompt import sample_prompt
-from outcore.train.trainer_parts import TrainerParts
+from outcore.train.trainer_parts import BestSoFar, TrainerParts
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from outcore.data.cache.encode import NO_LOSS, carries_loss, token_ids
 from outcore.data.layout.dataset import RowDataset, labels_of
-from outcore.data.layout.packing import pack
 from outcore.data.layout.permutation import Permutation
 from outcore.data.layout.segments import (
     choose_rows,
+    pack,
     rows_of,
     seq2seq_segments,
     split_documents,

@@ -33,7 +33,7 @@ from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import scratch as scratch_room
 from outcore.model import LoraSettings, ModelSettings
 from outcore.storage import Transfer, open_engine
-from outcore.train.process.determinism import fix_order
+from outcore.train.process.random_state import fix_order
 from tests.engine.deepspeed.config_cases import run_of
 from tests.flow.models import packed_batch, plain_batch
 from tests.model.branch_model import coded_batches

@@ -14,10 +14,9 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.common.deadline import Deadline
-from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.param_store import STORE_NAME
 from outcore.engine.deepspeed.staged.params import StagedParams
-from outcore.engine.deepspeed.staged.session import StagedSession
+from outcore.engine.deepspeed.staged.session import StagedMemory, StagedSession
 from outcore.flow.weights import Scratch
 from outcore.staging import PinnedPool
 from outcore.storage import PosixEngine, TensorSpec

@@ -21,7 +21,7 @@ from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import SlabLayout
 from outcore.flow.trace import PhaseClock, wait_for
-from outcore.flow.weights.slots import plan_slots
+from outcore.flow.weights.prefetch import plan_slots
 from outcore.optim import UpdateFailed
 from outcore.staging.pool.host_memory import HostMemory, pageable
 from tests.engine.inside import parts_of

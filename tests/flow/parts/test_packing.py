@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils
 
 from outcore.flow.parts import DeviceBatch, discover_units, packing_known
-from outcore.flow.parts.packing import QUESTION, document_numbers
+from outcore.flow.parts.units import QUESTION, document_numbers
 from tests.flow.models import packed_batch, plain_batch, tiny_loaded
 
 CPU = torch.device("cpu")

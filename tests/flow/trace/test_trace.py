@@ -24,7 +24,7 @@ from outcore.flow.trace.file import read_trace, rows_of
 from outcore.flow.trace.moments import HostTime
 from outcore.flow.trace.picture import _draw, main, short_name, step_slices
 from outcore.optim import torch_backend
-from outcore.storage.engines.posix import PosixMover
+from outcore.storage.engines.worker import PosixMover
 from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 

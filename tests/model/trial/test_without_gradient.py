@@ -11,7 +11,7 @@ from torch import nn
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.model import ModelSettings, load_model
-from outcore.model.trial.without_gradient import freeze, pattern_of, without_gradient
+from outcore.model.trial.abilities import freeze, pattern_of, without_gradient
 from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, needs, plain_batch, tiny_loaded
 

@@ -9,10 +9,10 @@ import pytest
 
 from outcore.checkpoint.manifest import Manifest
 from outcore.config import ConfigError, DeepSpeedFile
-from outcore.train.best import BestSoFar
 from outcore.train.configure import parse_config
 from outcore.train.configure.rooms import run_length, schedule_of
 from outcore.train.run import main
+from outcore.train.trainer_parts import BestSoFar
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures

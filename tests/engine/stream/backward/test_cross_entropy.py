@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.engine.stream.backward.cross_entropy import CrossEntropy, sum_and_gradient, sum_and_gradient_eager
+from outcore.engine.stream.backward.head import CrossEntropy, sum_and_gradient, sum_and_gradient_eager
 from outcore.model.forward import IGNORE
 
 
