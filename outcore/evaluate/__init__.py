@@ -8,5 +8,3 @@ Importing this room needs neither the harness nor the server's packages.
 
 from outcore.evaluate.history import Comparison, History, HistoryError, compare
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
-
-__all__ = ["Comparison", "EvaluationError", "EvaluationSettings", "History", "HistoryError", "compare"]

@@ -7,5 +7,3 @@
 
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.requests import Answer, Piece, Request, Sampling
-
-__all__ = ["Answer", "InferenceEngine", "Piece", "Request", "Sampling", "Speech"]

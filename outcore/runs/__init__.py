@@ -4,20 +4,3 @@ from outcore.runs.claim import TakenRun, take_run, take_run_together
 from outcore.runs.folder import RunFolder, default_name, folder_of, next_name
 from outcore.runs.listing import RunState, delete, list_runs
 from outcore.runs.lock import RunInUse, RunLock, holder_of, lock_path
-
-__all__ = [
-    "RunFolder",
-    "RunInUse",
-    "RunLock",
-    "RunState",
-    "TakenRun",
-    "default_name",
-    "delete",
-    "folder_of",
-    "holder_of",
-    "list_runs",
-    "lock_path",
-    "next_name",
-    "take_run",
-    "take_run_together",
-]

@@ -5,5 +5,3 @@ Rooms above add routes to the same server: an `Addition`, made of what `outcore.
 
 from outcore.serve.main import main as serve_main
 from outcore.serve.settings import ServeSettings, is_loopback, read_keys
-
-__all__ = ["ServeSettings", "is_loopback", "read_keys", "serve_main"]

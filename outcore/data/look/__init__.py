@@ -2,5 +2,3 @@
 
 from outcore.data.look.rows import Look, look_at
 from outcore.data.look.settings import data_settings_of
-
-__all__ = ["Look", "data_settings_of", "look_at"]

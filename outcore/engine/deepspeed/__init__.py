@@ -6,5 +6,3 @@ from outcore.engine.deepspeed.build import init_process_group
 from outcore.engine.deepspeed.decision import DeepSpeedDecision, decide_deepspeed
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.engine.deepspeed.launcher_watch import watch_launcher
-
-__all__ = ["DeepSpeedDecision", "decide_deepspeed", "init_process_group", "prepare_environment", "watch_launcher"]

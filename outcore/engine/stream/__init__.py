@@ -11,5 +11,3 @@ from __future__ import annotations
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.engine.stream.decision import StreamDecision, decide_stream
 from outcore.engine.stream.settings import StreamSettings
-
-__all__ = ["StreamDecision", "StreamSettings", "decide_stream", "why_config_not_trained", "why_not_trained"]

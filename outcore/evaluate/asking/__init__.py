@@ -3,15 +3,3 @@
 from outcore.evaluate.asking.desk import PORTION_TOKENS, AnswerJournal, Cancelled, Desk, Progress
 from outcore.evaluate.asking.engine import EngineAnswerer
 from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
-
-__all__ = [
-    "PORTION_TOKENS",
-    "AnswerJournal",
-    "Cancelled",
-    "Desk",
-    "EngineAnswerer",
-    "Progress",
-    "Question",
-    "ScoreQuestion",
-    "WriteQuestion",
-]

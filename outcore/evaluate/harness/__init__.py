@@ -3,5 +3,3 @@
 from outcore.evaluate.harness.loading import load_tasks, only_score
 from outcore.evaluate.harness.model import OutcoreLM, register
 from outcore.evaluate.harness.suite import run_suite, samples_of, scores_of
-
-__all__ = ["OutcoreLM", "load_tasks", "only_score", "register", "run_suite", "samples_of", "scores_of"]

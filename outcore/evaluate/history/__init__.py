@@ -4,5 +4,3 @@ from outcore.evaluate.history.comparison import Comparison, compare
 from outcore.evaluate.history.database import History, HistoryError
 from outcore.evaluate.history.diff import diff_of
 from outcore.evaluate.history.export import as_csv, as_table, when
-
-__all__ = ["Comparison", "History", "HistoryError", "as_csv", "as_table", "compare", "diff_of", "when"]

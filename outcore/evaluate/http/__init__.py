@@ -1,5 +1,3 @@
 """Evaluations over HTTP."""
 
 from outcore.evaluate.http.routes import Evaluations
-
-__all__ = ["Evaluations"]

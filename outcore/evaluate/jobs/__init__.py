@@ -2,19 +2,3 @@
 
 from outcore.evaluate.jobs.events import ENDS, IDLE, Event, EventLog, progress_of, read_events
 from outcore.evaluate.jobs.job import EVENTS, JOURNAL, Job, Subject, launch_of, subject_of, unfinished_or_new
-
-__all__ = [
-    "ENDS",
-    "EVENTS",
-    "IDLE",
-    "JOURNAL",
-    "Event",
-    "EventLog",
-    "Job",
-    "Subject",
-    "launch_of",
-    "progress_of",
-    "read_events",
-    "subject_of",
-    "unfinished_or_new",
-]

@@ -11,19 +11,3 @@ from outcore.evaluate.tasks.names import (
     harness_version,
     stay_offline,
 )
-
-__all__ = [
-    "INSTALL",
-    "OWN_TASKS",
-    "Document",
-    "OwnTask",
-    "TaskName",
-    "TaskNames",
-    "check_harness",
-    "endings",
-    "files",
-    "harness_version",
-    "stay_offline",
-    "sums",
-    "version_of",
-]

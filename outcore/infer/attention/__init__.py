@@ -9,15 +9,3 @@ from outcore.infer.attention.exact import (
     is_fused,
 )
 from outcore.infer.attention.paged import PagedAttention, Site, UnknownAttention
-
-__all__ = [
-    "AttentionRule",
-    "PagedAttention",
-    "Site",
-    "UnknownAttention",
-    "attend_at_once",
-    "attend_in_pieces",
-    "causal_mask",
-    "has_fused",
-    "is_fused",
-]

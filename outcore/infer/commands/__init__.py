@@ -3,5 +3,3 @@
 from outcore.infer.commands.journal import JobError, Journal
 from outcore.infer.commands.lines import Line, read_line, result_of
 from outcore.infer.commands.options import settings_of
-
-__all__ = ["JobError", "Journal", "Line", "read_line", "result_of", "settings_of"]

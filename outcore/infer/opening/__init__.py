@@ -6,17 +6,3 @@ from outcore.infer.opening.identity import model_hash
 from outcore.infer.opening.model import FoundModel, find_place, open_model
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import HostShare
-
-__all__ = [
-    "AgainstPlan",
-    "FoundModel",
-    "HostShare",
-    "InferSettings",
-    "OpenedModel",
-    "against_plan",
-    "find_place",
-    "model_hash",
-    "open_engine",
-    "open_found",
-    "open_model",
-]

@@ -8,26 +8,3 @@ from outcore.infer.requests.request import Answer, FinishReason, OnPiece, Piece,
 from outcore.infer.requests.sampler import Chosen, Row, choose
 from outcore.infer.requests.sampling import Sampling
 from outcore.infer.requests.text import TextStream
-
-__all__ = [
-    "KNOWN",
-    "Answer",
-    "Chosen",
-    "FinishReason",
-    "Grammar",
-    "Grammars",
-    "Matcher",
-    "OnPiece",
-    "Piece",
-    "Prompts",
-    "Request",
-    "Row",
-    "Sampling",
-    "TextStream",
-    "Timings",
-    "choose",
-    "derived_seed",
-    "own_defaults",
-    "sampling_of",
-    "seed_of",
-]

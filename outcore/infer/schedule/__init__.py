@@ -3,5 +3,3 @@
 from outcore.infer.schedule.drafts import Drafter, PassCost
 from outcore.infer.schedule.scheduler import ScheduleLimits, Scheduler, Work, rows_of
 from outcore.infer.schedule.sequence import Clock, Sequence
-
-__all__ = ["Clock", "Drafter", "PassCost", "ScheduleLimits", "Scheduler", "Sequence", "Work", "rows_of"]

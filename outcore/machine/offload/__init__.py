@@ -13,17 +13,3 @@ from outcore.machine.offload.folder import (
     temporary_file,
     validate_nvme_path,
 )
-
-__all__ = [
-    "FREE_RESERVE",
-    "MIN_GB_PER_S",
-    "SPACE_SAFETY",
-    "NvmePathError",
-    "check_direct_io",
-    "describe_folder",
-    "resolve_nvme_path",
-    "resolve_nvme_paths",
-    "slow_drive_warning",
-    "temporary_file",
-    "validate_nvme_path",
-]

@@ -2,13 +2,3 @@
 
 from outcore.machine.topology.islands import PlacedGpu, Topology, detect_topology, read_cluster
 from outcore.machine.topology.stages import ParallelLayout, balanced_stages, lay_out
-
-__all__ = [
-    "ParallelLayout",
-    "PlacedGpu",
-    "Topology",
-    "balanced_stages",
-    "detect_topology",
-    "lay_out",
-    "read_cluster",
-]

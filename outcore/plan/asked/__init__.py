@@ -3,5 +3,3 @@
 from outcore.model import PRESETS
 from outcore.plan.fields import PlanConfig, parse_plan
 from outcore.plan.main import Asked, answer_to
-
-__all__ = ["PRESETS", "Asked", "PlanConfig", "answer_to", "parse_plan"]

@@ -2,5 +2,3 @@
 
 from outcore.plan.run.drive import drive_performance, write_combined_measured
 from outcore.plan.run.forecast import Forecast, Forecaster
-
-__all__ = ["Forecast", "Forecaster", "drive_performance", "write_combined_measured"]

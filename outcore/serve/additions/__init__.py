@@ -4,5 +4,3 @@ from outcore.serve.app import Addition, ClosedEvents, add_errors, create_app
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.service import Service
-
-__all__ = ["Addition", "ApiError", "ClosedEvents", "Service", "add_errors", "bad", "create_app", "read_body"]

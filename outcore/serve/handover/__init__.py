@@ -10,5 +10,3 @@ Where vLLM does not come up, or stops coming up, `run_handover` says why, and th
 
 from outcore.serve.handover.command import Handover, handover_of, refuse_ours
 from outcore.serve.handover.run import run_handover
-
-__all__ = ["Handover", "handover_of", "refuse_ours", "run_handover"]

@@ -15,8 +15,6 @@ from outcore.serve.jobs.batches import Batches
 from outcore.serve.jobs.files import Files, parts_of
 from outcore.serve.service import Service
 
-__all__ = ["Batches", "Files", "add_jobs"]
-
 
 def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
     """The endpoints /v1/files, /v1/batches and /v1/requests."""

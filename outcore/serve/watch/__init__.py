@@ -2,5 +2,3 @@
 
 from outcore.serve.watch.metrics import RequestMetrics, ServeMetrics
 from outcore.serve.watch.records import Records, header_of
-
-__all__ = ["Records", "RequestMetrics", "ServeMetrics", "header_of"]

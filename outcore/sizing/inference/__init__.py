@@ -1,6 +1,7 @@
 """Sizes and decisions of inference: where everything lives, by preset and machine."""
 
 from outcore.sizing.inference.in_place import InPlaceRates, compute_in_place
+from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
     DRAWN_ROWS,
     GRAPH_ROWS,
@@ -10,37 +11,5 @@ from outcore.sizing.inference.pass_bytes import (
     PassSize,
     pass_bytes,
 )
-from outcore.sizing.inference.placement import (
-    PRESETS,
-    DoesNotFit,
-    InferenceLimits,
-    InferenceNeeds,
-    KvSize,
-    PartSize,
-    Placement,
-    place_inference,
-)
+from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
 from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of
-
-__all__ = [
-    "DRAWN_ROWS",
-    "GRAPH_ROWS",
-    "PRESETS",
-    "AttentionLimits",
-    "AttentionSize",
-    "DoesNotFit",
-    "InPlaceRates",
-    "InferenceLimits",
-    "InferenceNeeds",
-    "KvSize",
-    "LayerSize",
-    "PartSize",
-    "PassSize",
-    "Placement",
-    "RowCost",
-    "compute_in_place",
-    "pairs",
-    "pass_bytes",
-    "place_inference",
-    "row_cost_of",
-]

@@ -1,7 +1,7 @@
 """Placement: where everything lives while a model answers: the rule that the engine follows and the planner
 forecasts by.
 
-A preset is limits and an objective, never a list of sizes; the sizes follow from the machine. Order of claims on the
+Sizes follow from the machine. Order of claims on the
 device: what a pass needs to run at all, keys and values (an answer without them is nothing), embedding and head (every
 pass waits for them), layers, spread evenly so that uploads hide behind neighbours that stay. What the device does not
 hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
@@ -9,15 +9,12 @@ hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from outcore.common.quantities import format_gib
-from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize, PassSize, pass_bytes
-
-PresetName = Literal["balanced", "latency", "throughput"]
-Home = Literal["vram", "ram", "nvme"]
+from outcore.sizing.inference.homes import PartHome, in_ram, spread
+from outcore.sizing.inference.needs import PRESETS, Home, InferenceLimits, InferenceNeeds, PresetRule
+from outcore.sizing.inference.pass_bytes import PassSize, pass_bytes
 
 RAM_SHARE_OF_KV = 0.4
 """Share of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
@@ -33,129 +30,6 @@ SCORING_TOKENS = 256
 SCORED_PASS_TOKENS, SCORED_CALL_TOKENS = 16384, 4096
 """Tokens that share a pass where texts are scored only, enough to hide the weights' way, and the longest text that is
 counted on."""
-
-
-@dataclass(frozen=True)
-class PresetRule:
-    """Limits and objective of one preset."""
-
-    name: PresetName
-    max_sequences: int
-    """Answers written at the same time."""
-    pass_tokens: int
-    chunk_tokens: int
-    kv_share: float
-    """Share of the device's memory that keys and values may take; what they need beyond lives in RAM."""
-    context_tokens: int
-    """Tokens of one sequence, unless told."""
-    objective: str
-
-
-PRESETS: dict[str, PresetRule] = {
-    rule.name: rule
-    for rule in (
-        PresetRule(
-            "balanced", 32, 4096, 1024, 0.25, 8192, "many answers at once without long waits for the first word"
-        ),
-        PresetRule("latency", 4, 2048, 1024, 0.2, 8192, "one answer as fast as it goes: weights stay, few sequences"),
-        PresetRule(
-            "throughput", 256, 16384, 2048, 0.5, 4096, "most tokens an hour: weights travel once for many answers"
-        ),
-    )
-}
-
-
-@dataclass(frozen=True)
-class PartSize:
-    """One part of the model."""
-
-    name: str
-    size_bytes: int
-    """Bytes as it lives at home and travels."""
-    is_layer: bool
-    expanded_bytes: int = 0
-    """Bytes of a packed part, as it is used: one at a time on the device that computes."""
-
-
-@dataclass(frozen=True)
-class KvSize:
-    """What one token takes in keys and values, by windows."""
-
-    bytes_by_window: tuple[tuple[int | None, int], ...]
-    """(window, bytes of a token in all layers with it); None: no window."""
-
-    @property
-    def token_bytes(self) -> int:
-        return sum(size for _, size in self.bytes_by_window)
-
-    def sequence_bytes(self, tokens: int, chunk_tokens: int) -> int:
-        """A sequence of so many tokens; layers with a window keep that and the chunk that comes in."""
-        return sum(
-            size * (tokens if window is None else min(tokens, window + chunk_tokens))
-            for window, size in self.bytes_by_window
-        )
-
-    def read_bytes(self, tokens: float, sequences: float, rows: float) -> float:
-        """Bytes that a pass of so many rows reads, where sequences have so many tokens together."""
-        return sum(
-            size * (tokens if window is None else min(tokens, max(1, sequences) * window + rows))
-            for window, size in self.bytes_by_window
-        )
-
-    def most_tokens(self, n_bytes: int, chunk_tokens: int) -> int | None:
-        """The longest sequence that so many bytes hold; None: windows alone set no limit."""
-        whole = sum(size for window, size in self.bytes_by_window if window is None)
-        kept = sum(size * (window + chunk_tokens) for window, size in self.bytes_by_window if window is not None)
-        if not whole:
-            return None
-        return n_bytes // self.token_bytes if n_bytes < kept else (n_bytes - kept) // whole
-
-
-@dataclass(frozen=True)
-class InferenceNeeds:
-    """What is to be placed."""
-
-    parts: tuple[PartSize, ...]
-    kv: KvSize
-    layer: LayerSize
-    vocab_size: int
-    itemsize: int
-    """Bytes of a number in the weights' type."""
-    is_packed_kv: bool = False
-    """Whether keys and values are stored in 8 bits."""
-
-
-@dataclass(frozen=True)
-class InferenceLimits:
-    """The machine's room and what the user fixed; None: the rule decides."""
-
-    vram_bytes: int | None
-    """Bytes of VRAM; None: there is no GPU."""
-    ram_bytes: int
-    has_nvme: bool = False
-    context_tokens: int | None = None
-    max_sequences: int | None = None
-    pass_tokens: int | None = None
-    chunk_tokens: int | None = None
-    kv_home: Home | None = None
-    kv_bytes: int | None = None
-    num_buffers: int = 3
-    scores_only: bool = False
-    """Texts are scored, which keeps no keys and values."""
-    guessed_tokens: int = GUESSED_TOKENS
-    has_graphs: bool = True
-    """Whether a GPU runs passes of few tokens as CUDA graphs."""
-
-
-@dataclass(frozen=True)
-class PartHome:
-    """Home where one part lives: decided once, printed, never changed."""
-
-    part: str
-    home: Home
-    size_bytes: int
-    ram_bytes: int
-    """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +176,7 @@ def _on_cpu(
             f"a context of {context:,} tokens needs {format_gib(one)} of keys and values, --kv_gib gives "
             f"{format_gib(kv)}: raise it, or lower --context."
         )
-    homes = _in_ram(needs.parts, ram)
+    homes = in_ram(needs.parts, ram)
     return Placement(
         rule, homes, kv_home, kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
     )
@@ -362,18 +236,18 @@ def _on_gpu(
             )
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
-    homes, streams = _spread(needs.parts, left, buffers, max(ends))
+    homes, streams = spread(needs.parts, left, buffers, max(ends))
     kv_ram = {"vram": 0, "ram": kv, "nvme": open_kv_bytes(needs, sequences, chunk)}[kv_home]
     ram = limits.ram_bytes - kv_ram
     travelling = [part for part in needs.parts if part.name not in homes]
-    in_ram = {home.part: home for home in _in_ram(travelling, ram)}
-    missing = sum(home.size_bytes - home.ram_bytes for home in in_ram.values())
+    ram_homes = {home.part: home for home in in_ram(travelling, ram)}
+    missing = sum(home.size_bytes - home.ram_bytes for home in ram_homes.values())
     if missing and not limits.has_nvme:
         raise DoesNotFit(
             f"{format_gib(sum(part.size_bytes for part in travelling))} of weights do not fit on the GPU, and RAM has "
             f"{format_gib(max(0, ram))} to give: give a folder on a drive (--nvme_path), or choose a smaller model."
         )
-    parts = tuple(homes.get(part.name) or in_ram[part.name] for part in needs.parts)
+    parts = tuple(homes.get(part.name) or ram_homes[part.name] for part in needs.parts)
     held = {"weights": sum(home.size_bytes for home in homes.values()), "keys and values": device_kv, "pass": work}
     if streams:
         held["buffers"] = streams
@@ -392,45 +266,3 @@ def _on_gpu(
         {name: size for name, size in held.items() if size},
         tuple(reasons),
     )
-
-
-def _spread(parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int) -> tuple[dict[str, PartHome], int]:
-    """(homes of the parts that stay on the device, bytes of buffers for the others)."""
-    weights = sum(part.size_bytes for part in parts)
-    if weights <= left:
-        return _in_vram(parts), 0
-    ends = sorted((part for part in parts if not part.is_layer), key=lambda part: part.size_bytes)
-    stay: list[PartSize] = []
-    room = left - buffers
-    if sum(part.size_bytes for part in ends) <= room:
-        stay, room, end_buffer = ends, room - sum(part.size_bytes for part in ends), 0
-    else:
-        room -= end_buffer
-    layers = [part for part in parts if part.is_layer]
-    share = min(1.0, max(0.0, room / max(1, sum(part.size_bytes for part in layers))))
-    passed = taken = 0.0
-    for part in layers:
-        passed += part.size_bytes
-        if taken + part.size_bytes <= min(room, share * passed + 1e-6):
-            stay.append(part)
-            taken += part.size_bytes
-    return _in_vram(stay), buffers + end_buffer
-
-
-def _in_vram(parts: Sequence[PartSize]) -> dict[str, PartHome]:
-    return {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in parts}
-
-
-def _in_ram(parts: Sequence[PartSize], ram_bytes: int) -> tuple[PartHome, ...]:
-    """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe."""
-    total = sum(part.size_bytes for part in parts)
-    ends = sum(part.size_bytes for part in parts if not part.is_layer)
-    spare = max(0, ram_bytes)
-    share = 1.0 if total <= spare else max(0.0, (spare - ends) / max(1, total - ends))
-
-    def home_of(part: PartSize) -> PartHome:
-        size = part.size_bytes if not part.is_layer else int(part.size_bytes * share)
-        home: Home = "ram" if size == part.size_bytes else "nvme"
-        return PartHome(part.name, home, part.size_bytes, size)
-
-    return tuple(map(home_of, parts))

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import inf
 
-from outcore.sizing.inference.placement import KvSize
+from outcore.sizing.inference.needs import KvSize
 from outcore.sizing.shape import ModelShape
 
 

@@ -3,5 +3,3 @@
 from outcore.states.ring.ring import StateRing
 from outcore.states.ring.schedule import RingTicket
 from outcore.states.ring.traffic import BEFORE_ALL_UNITS
-
-__all__ = ["BEFORE_ALL_UNITS", "RingTicket", "StateRing"]

@@ -3,5 +3,3 @@
 from outcore.train.loop import Trainer
 from outcore.train.run.assemble import Ready
 from outcore.train.run.entry import main, run_config
-
-__all__ = ["Ready", "Trainer", "main", "run_config"]

@@ -7,5 +7,3 @@ from outcore.ui.api.estimate import warm_up
 from outcore.ui.api.form import table
 from outcore.ui.api.place import Place
 from outcore.ui.api.routes import PanelsApi
-
-__all__ = ["PanelsApi", "Place", "table", "warm_up"]

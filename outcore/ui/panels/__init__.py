@@ -15,8 +15,6 @@ from outcore.ui.panels.machine import MachinePanel
 from outcore.ui.panels.runs import RunsPanel
 from outcore.ui.panels.train import TrainPanel
 
-__all__ = ["HEAD", "build", "theme"]
-
 
 def build(client: Client, table: dict[str, Any]) -> gr.Blocks:
     """All panels. `table`: what GET /v1/fields says; the form is drawn before anyone listens there."""

@@ -2,5 +2,3 @@
 
 from outcore.engine.stream.decision.decide import decide_stream
 from outcore.engine.stream.decision.decision import StreamDecision
-
-__all__ = ["StreamDecision", "decide_stream"]

@@ -13,5 +13,3 @@ its own and says so (`published`), and a part may be read again when all have. `
 from __future__ import annotations
 
 from outcore.engine.stream.ranks.host import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
-
-__all__ = ["ALONE", "RankHost", "RankPlace", "agreed", "open_host", "slots_bytes"]

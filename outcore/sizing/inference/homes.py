@@ -1,0 +1,61 @@
+"""Homes of a model's parts: which of them stay on the device, where the others live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outcore.sizing.inference.needs import Home, PartSize
+
+
+@dataclass(frozen=True)
+class PartHome:
+    """Home where one part lives: decided once, printed, never changed."""
+
+    part: str
+    home: Home
+    size_bytes: int
+    ram_bytes: int
+    """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
+
+
+def spread(parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int) -> tuple[dict[str, PartHome], int]:
+    """(homes of the parts that stay on the device, bytes of buffers for the others)."""
+    weights = sum(part.size_bytes for part in parts)
+    if weights <= left:
+        return _in_vram(parts), 0
+    ends = sorted((part for part in parts if not part.is_layer), key=lambda part: part.size_bytes)
+    stay: list[PartSize] = []
+    room = left - buffers
+    if sum(part.size_bytes for part in ends) <= room:
+        stay, room, end_buffer = ends, room - sum(part.size_bytes for part in ends), 0
+    else:
+        room -= end_buffer
+    layers = [part for part in parts if part.is_layer]
+    share = min(1.0, max(0.0, room / max(1, sum(part.size_bytes for part in layers))))
+    passed = taken = 0.0
+    for part in layers:
+        passed += part.size_bytes
+        if taken + part.size_bytes <= min(room, share * passed + 1e-6):
+            stay.append(part)
+            taken += part.size_bytes
+    return _in_vram(stay), buffers + end_buffer
+
+
+def _in_vram(parts: Sequence[PartSize]) -> dict[str, PartHome]:
+    return {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in parts}
+
+
+def in_ram(parts: Sequence[PartSize], ram_bytes: int) -> tuple[PartHome, ...]:
+    """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe."""
+    total = sum(part.size_bytes for part in parts)
+    ends = sum(part.size_bytes for part in parts if not part.is_layer)
+    spare = max(0, ram_bytes)
+    share = 1.0 if total <= spare else max(0.0, (spare - ends) / max(1, total - ends))
+
+    def home_of(part: PartSize) -> PartHome:
+        size = part.size_bytes if not part.is_layer else int(part.size_bytes * share)
+        home: Home = "ram" if size == part.size_bytes else "nvme"
+        return PartHome(part.name, home, part.size_bytes, size)
+
+    return tuple(map(home_of, parts))

@@ -1,0 +1,123 @@
+"""What is to be placed while a model answers, the room for it, and the presets: limits and an objective each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize
+
+PresetName = Literal["balanced", "latency", "throughput"]
+Home = Literal["vram", "ram", "nvme"]
+
+
+@dataclass(frozen=True)
+class PresetRule:
+    """Limits and objective of one preset."""
+
+    name: PresetName
+    max_sequences: int
+    """Answers written at the same time."""
+    pass_tokens: int
+    chunk_tokens: int
+    kv_share: float
+    """Share of the device's memory that keys and values may take; what they need beyond lives in RAM."""
+    context_tokens: int
+    """Tokens of one sequence, unless told."""
+    objective: str
+
+
+PRESETS: dict[str, PresetRule] = {
+    rule.name: rule
+    for rule in (
+        PresetRule(
+            "balanced", 32, 4096, 1024, 0.25, 8192, "many answers at once without long waits for the first word"
+        ),
+        PresetRule("latency", 4, 2048, 1024, 0.2, 8192, "one answer as fast as it goes: weights stay, few sequences"),
+        PresetRule(
+            "throughput", 256, 16384, 2048, 0.5, 4096, "most tokens an hour: weights travel once for many answers"
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """One part of the model."""
+
+    name: str
+    size_bytes: int
+    """Bytes as it lives at home and travels."""
+    is_layer: bool
+    expanded_bytes: int = 0
+    """Bytes of a packed part, as it is used: one at a time on the device that computes."""
+
+
+@dataclass(frozen=True)
+class KvSize:
+    """What one token takes in keys and values, by windows."""
+
+    bytes_by_window: tuple[tuple[int | None, int], ...]
+    """(window, bytes of a token in all layers with it); None: no window."""
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(size for _, size in self.bytes_by_window)
+
+    def sequence_bytes(self, tokens: int, chunk_tokens: int) -> int:
+        """A sequence of so many tokens; layers with a window keep that and the chunk that comes in."""
+        return sum(
+            size * (tokens if window is None else min(tokens, window + chunk_tokens))
+            for window, size in self.bytes_by_window
+        )
+
+    def read_bytes(self, tokens: float, sequences: float, rows: float) -> float:
+        """Bytes that a pass of so many rows reads, where sequences have so many tokens together."""
+        return sum(
+            size * (tokens if window is None else min(tokens, max(1, sequences) * window + rows))
+            for window, size in self.bytes_by_window
+        )
+
+    def most_tokens(self, n_bytes: int, chunk_tokens: int) -> int | None:
+        """The longest sequence that so many bytes hold; None: windows alone set no limit."""
+        whole = sum(size for window, size in self.bytes_by_window if window is None)
+        kept = sum(size * (window + chunk_tokens) for window, size in self.bytes_by_window if window is not None)
+        if not whole:
+            return None
+        return n_bytes // self.token_bytes if n_bytes < kept else (n_bytes - kept) // whole
+
+
+@dataclass(frozen=True)
+class InferenceNeeds:
+    """What is to be placed."""
+
+    parts: tuple[PartSize, ...]
+    kv: KvSize
+    layer: LayerSize
+    vocab_size: int
+    itemsize: int
+    """Bytes of a number in the weights' type."""
+    is_packed_kv: bool = False
+    """Whether keys and values are stored in 8 bits."""
+
+
+@dataclass(frozen=True)
+class InferenceLimits:
+    """The machine's room and what the user fixed; None: the rule decides."""
+
+    vram_bytes: int | None
+    """Bytes of VRAM; None: there is no GPU."""
+    ram_bytes: int
+    has_nvme: bool = False
+    context_tokens: int | None = None
+    max_sequences: int | None = None
+    pass_tokens: int | None = None
+    chunk_tokens: int | None = None
+    kv_home: Home | None = None
+    kv_bytes: int | None = None
+    num_buffers: int = 3
+    scores_only: bool = False
+    """Texts are scored, which keeps no keys and values."""
+    guessed_tokens: int = GUESSED_TOKENS
+    has_graphs: bool = True
+    """Whether a GPU runs passes of few tokens as CUDA graphs."""
