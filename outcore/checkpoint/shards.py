@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,22 @@ class ShardReader:
     def n_bytes(self) -> int:
         """Bytes of all values."""
         return sum(TensorPlan(name, self.dtypes[name], self.shapes[name]).n_bytes for name in self._places)
+
+    def check_holds(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """CheckpointError unless every one of these tensors is there, in its shape."""
+        missing = [name for name in shapes if name not in self._places]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: is of another model, or not whole: it holds no {missing[0]}"
+                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+                + ". Resume with the model, preset and LoRA settings that it was made with."
+            )
+        for name, shape in shapes.items():
+            if self.shapes[name] != shape:
+                raise CheckpointError(
+                    f"{self.folder}: is of another model: {name} has shape {list(self.shapes[name])} there and "
+                    f"{list(shape)} here."
+                )
 
     def names(self) -> Iterator[str]:
         """Names of all tensors, in file order."""

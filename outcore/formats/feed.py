@@ -17,8 +17,8 @@ import torch
 from outcore.formats.checkpoint import GGUF, Entry, PackedCheckpoint, PackedEntry, method_of, open_safetensors
 from outcore.formats.gguf_files import open_gguf
 from outcore.formats.packed import PackedSpec, PackedTensor
+from outcore.model.weights import by_layer, name_rules
 
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
 _DIGITS = re.compile(r"(\d+)")
 Source = tuple[str, str | None, Entry]
 """(key in the checkpoint, pattern of the rule that takes it or None, entry)."""
@@ -61,11 +61,7 @@ class PackedWeights:
 
     def groups(self) -> Iterator[dict[str, Any]]:
         """name -> `PackedTensor`, or a tensor on the CPU."""
-        groups: dict[str, list[str]] = {}
-        for name in self._sources:
-            match = _LAYER.match(name)
-            groups.setdefault(match[1] if match else name, []).append(name)
-        for names in groups.values():
+        for names in by_layer({name: name for name in self._sources}).values():
             yield {name: self._value(name) for name in names}
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -75,13 +71,9 @@ class PackedWeights:
     def _find_sources(
         self, skeleton: Any, entries: Mapping[str, Entry]
     ) -> tuple[dict[str, list[Source]], dict[str, list[str]]]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import rename_source_key
 
-        mapping = get_model_conversion_mapping(skeleton)
-        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-        state, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+        renamings, converters, prefix, state = name_rules(skeleton)
         sources: dict[str, list[Source]] = {}
         orders: dict[str, list[str]] = {}
         for key, entry in entries.items():

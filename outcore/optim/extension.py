@@ -129,7 +129,6 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("digest", ctypes.c_int, (p, i64, i64, p)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
-        ("pool_reprioritise", i32, (p, u64, i64)),
         ("pool_wait", u64, (p, u64, f64)),
         ("pool_reap", i64, (p, p, i64)),
         ("pool_next_chunk", i32, (p, f64, p)),
@@ -292,9 +291,6 @@ class ExtensionQueue:
         )
         raise_errno(code.value)
         return ticket_id
-
-    def reprioritise(self, ticket_id: int, priority: int) -> bool:
-        return bool(self._library.outcore_optim_pool_reprioritise(self._pool, ticket_id, priority))
 
     def wait_finished(self, seen: int, timeout_s: float) -> int:
         return self._library.outcore_optim_pool_wait(self._pool, seen, timeout_s)

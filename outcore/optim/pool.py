@@ -208,11 +208,6 @@ class OptimizerPool:
             self._forget_if_over(live)
         return ChunkResult(live.ticket, chunk.chunk_index, chunk.status, chunk.finished_s)
 
-    def reprioritise(self, ticket: Ticket, priority: int) -> bool:
-        """Move a unit in the queue; False when it has no tasks left to hand out."""
-        self._check_open()
-        return self._queue.reprioritise(ticket.ticket_id, priority)
-
     @property
     def num_pending(self) -> int:
         """Units submitted and not finished."""

@@ -79,7 +79,7 @@ class TorchQueue:
 
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition()
-        self._heap: list[tuple[int, int]] = []  # priority, ticket; entries of an old priority are skipped
+        self._heap: list[tuple[int, int]] = []  # priority, ticket
         self._units: dict[int, _Unit] = {}
         self._finished: list[FinishedUnit] = []
         self._num_finished = 0
@@ -112,16 +112,6 @@ class TorchQueue:
             heapq.heappush(self._heap, (priority, unit.ticket_id))
             self._changed.notify_all()
             return unit.ticket_id
-
-    def reprioritise(self, ticket_id: int, priority: int) -> bool:
-        with self._changed:
-            unit = self._units.get(ticket_id)
-            if unit is None or (unit.next_chunk >= len(unit.batch) and not unit.scanning):
-                return False
-            unit.priority = priority
-            if unit.next_chunk < len(unit.batch):
-                heapq.heappush(self._heap, (priority, ticket_id))
-            return True
 
     def wait_finished(self, seen: int, timeout_s: float) -> int:
         with self._changed:
@@ -160,9 +150,9 @@ class TorchQueue:
         """The next chunk of the unit needed first; waits for one, None when stopping. Holds the lock."""
         while not self._stopping:
             while self._heap:
-                priority, ticket_id = self._heap[0]
+                _, ticket_id = self._heap[0]
                 unit = self._units.get(ticket_id)
-                if unit is None or unit.priority != priority or unit.next_chunk >= len(unit.batch):
+                if unit is None or unit.next_chunk >= len(unit.batch):
                     heapq.heappop(self._heap)
                     continue
                 unit.next_chunk += 1

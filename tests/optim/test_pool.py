@@ -165,23 +165,6 @@ def test_units_needed_first_are_done_first(backend):
     pytest.fail("no unit ever waited in the queue")
 
 
-def test_a_unit_can_be_moved_in_the_queue(backend):
-    sizes = (40_000,) * 4
-    units = [JobBatch(FP32, make_unit(FP32, seed, sizes)) for seed in range(5)]
-    for _ in range(200):
-        with OptimizerPool(1, backend=backend, task_numel=4096) as pool:
-            tickets = [pool.submit(i, i, unit, hyper()) for i, unit in enumerate(units)]
-            moved = pool.reprioritise(tickets[4], -1)
-            moved_s = time.perf_counter()
-            results = [pool.wait(ticket, WAIT_S) for ticket in tickets]
-            assert not pool.reprioritise(tickets[4], 0)  # it has finished
-        waiting = [result for result in results[:4] if result.started_s > moved_s]
-        if moved and waiting:
-            assert all(results[4].started_s < result.started_s for result in waiting)
-            return
-    pytest.fail("no unit could be moved before it started")
-
-
 def test_many_threads_submit_at_once(backend):
     units = [[make_unit(SPLIT, 10 * i + j, (700, 256)) for j in range(5)] for i in range(4)]
     expected = [[updated(SPLIT, unit, hyper()) for unit in group] for group in units]

@@ -34,7 +34,7 @@ from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.flow.trace import wait_for
 from outcore.model import LoadedModel
-from outcore.model.facts import named_checkpoint_parameters
+from outcore.model.facts import named_checkpoint_parameters, persistent_buffers
 from outcore.model.forward import count_target_tokens
 from outcore.model.weights import settle
 
@@ -179,17 +179,12 @@ class DeepSpeedEngine:
     def _shape(self, param: Any) -> tuple[int, ...]:
         return tuple(param.ds_shape) if hasattr(param, "ds_shape") else tuple(param.shape)
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        params = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        state = self.network.state_dict()
-        return {name: t for name, t in state.items() if name not in params and isinstance(t, torch.Tensor)}
-
     def _saved_bytes(self) -> int:
         """Bytes of weights, and unless they live on NVMe of the fp32 master and two moments."""
         per_param = 0 if self.nvme_state else 12
         return sum(
             torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()
-        ) + sum(t.numel() * t.dtype.itemsize for t in self._buffers().values())
+        ) + sum(t.numel() * t.dtype.itemsize for t in persistent_buffers(self.network).values())
 
     def facts(self) -> EngineFacts:
         """Pinned: the staged engine's pool; None with stock offload, whose buffers lie in torch's cache of pinned
@@ -200,7 +195,7 @@ class DeepSpeedEngine:
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine`. Every rank takes part, rank 0 writes."""
         trainable = dict(self._trainable())
-        buffers = self._buffers()
+        buffers = persistent_buffers(self.network)
         plans = [TensorPlan(n, p.dtype, self._shape(p)) for n, p in trainable.items()]
         plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
 
@@ -255,33 +250,18 @@ class DeepSpeedEngine:
         check_optimizer(folder, state, "adamw")
         trainable = dict(self._trainable())
         weights = ShardReader(folder, "model")
-        self._check_fit(folder, trainable, weights)
+        weights.check_holds({name: self._shape(param) for name, param in trainable.items()})
         self.state.prepare(int(state["updates"]))
         readers = {family: ShardReader(folder, family) for family in FAMILIES}
         self.state.begin_restore()
         for name, param in trainable.items():
             self.state.restore(param, weights.read(name), {f: readers[f].read(name) for f in FAMILIES})
         self.state.end_restore()
-        for name, buffer in self._buffers().items():
+        for name, buffer in persistent_buffers(self.network).items():
             if name in weights:
                 buffer.copy_(weights.read(name))
         self.updates = int(state["updates"])
         self.state.set_scaler_state(state.get("loss_scaler", {}))
-
-    def _check_fit(self, folder: Path, trainable: dict[str, nn.Parameter], weights: ShardReader) -> None:
-        missing = [n for n in trainable if n not in weights]
-        if missing:
-            raise CheckpointError(
-                f"{folder}: is of another model: it holds no {missing[0]}"
-                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-                + ". Resume with the model, preset and LoRA settings that it was made with."
-            )
-        for name, param in trainable.items():
-            if weights.shapes[name] != self._shape(param):
-                raise CheckpointError(
-                    f"{folder}: is of another model: {name} has shape {list(weights.shapes[name])} there and "
-                    f"{list(self._shape(param))} here."
-                )
 
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
         """Write the 16-bit model for `from_pretrained`; see `outcore.checkpoint.export`."""

@@ -16,7 +16,7 @@ import torch
 
 from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from outcore.model import LoadedModel
-from outcore.model.facts import checkpoint_name
+from outcore.model.facts import checkpoint_name, persistent_buffers
 from outcore.model.forward import unwrap
 from outcore.optim import STATE_NAMES
 from outcore.optim.formats import StateName
@@ -41,22 +41,16 @@ class StreamState:
         slots = [homes.weights.slot(checkpoint_name(name))[1] for name, _ in unwrap(loaded.model).named_parameters()]
         self._trainable = {slot.name: slot.shape for slot in slots if slot.trainable}
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        network = self._loaded.model
-        parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-        state = network.state_dict()
-        return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}
-
     def size_bytes(self) -> int:
         """Bytes of tensors that `save` writes."""
         numel = {name: torch.Size(shape).numel() for name, shape in self._trainable.items()}
         weights = sum(numel[name] * self._homes.weights.dtype(name).itemsize for name in numel)
         states = sum(4 * numel[name] * len(self._homes.families(name)) for name in numel)
-        return weights + states + sum(t.nbytes for t in self._buffers().values())
+        return weights + states + sum(t.nbytes for t in persistent_buffers(self._loaded.model).values())
 
     def save(self, folder: Path, on_file: OnFile, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write every family into `folder`; `on_file(path, crc32)` for each finished file."""
-        buffers = self._buffers()
+        buffers = persistent_buffers(self._loaded.model)
         plans = [TensorPlan(n, self._homes.weights.dtype(n), shape) for n, shape in self._trainable.items()]
         plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
 
@@ -98,9 +92,9 @@ class StreamState:
             )
         weights = ShardReader(folder, "model")
         readers = {family: ShardReader(folder, family) for family in STATE_NAMES}
-        self._check_fit(folder, weights, list(self._trainable))
+        weights.check_holds(self._trainable)
         for family in STATE_NAMES:
-            self._check_fit(folder, readers[family], self._with(family))
+            readers[family].check_holds({name: self._trainable[name] for name in self._with(family)})
         for name in filter(self._homes.has_states, self._trainable):
             for families in MASTER_AND_MOMENTS:
                 values: dict[StateName, torch.Tensor] = {
@@ -116,28 +110,13 @@ class StreamState:
             if saved.dtype == self._homes.weights.dtype(name):
                 self._homes.weights.write(name, saved)
         self._ranks.barrier("parameters set by rank 0", timeout_s=math.inf)
-        for name, buffer in self._buffers().items():
+        for name, buffer in persistent_buffers(self._loaded.model).items():
             if name in weights:
                 buffer.copy_(weights.read(name))
 
     def _with(self, family: StateName) -> list[str]:
         """Names of parameters with these states."""
         return [name for name in self._trainable if family in self._homes.families(name)]
-
-    def _check_fit(self, folder: Path, reader: ShardReader, names: list[str]) -> None:
-        missing = [name for name in names if name not in reader]
-        if missing:
-            raise CheckpointError(
-                f"{folder}: is of another model, or not whole: it holds no {missing[0]}"
-                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-                + ". Resume with the model, preset and LoRA settings that it was made with."
-            )
-        for name in names:
-            if reader.shapes[name] != (shape := self._trainable[name]):
-                raise CheckpointError(
-                    f"{folder}: is of another model: {name} has shape {list(reader.shapes[name])} there and "
-                    f"{list(shape)} here."
-                )
 
 
 MASTER_AND_MOMENTS: tuple[tuple[StateName, ...], ...] = (("master",), ("exp_avg", "exp_avg_sq"))

@@ -10,4 +10,4 @@ from outcore.model.facts.facts import (
     resolve_attention,
     skeleton_and_tied,
 )
-from outcore.model.facts.names import adapter_name, checkpoint_name, named_checkpoint_parameters
+from outcore.model.facts.names import adapter_name, checkpoint_name, named_checkpoint_parameters, persistent_buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "network.")
@@ -50,3 +51,10 @@ def named_checkpoint_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             raise RuntimeError(f"Two parameters would be saved as {name!r}; the second is {full_name!r}.")
         named[name] = parameter
     return named
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model saves beside its parameters, by name."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}

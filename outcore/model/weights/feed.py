@@ -10,7 +10,7 @@ checkpoint keys at a time. The shards are opened for a group and closed behind i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +71,7 @@ class TrainedWeights:
         self._file_of = _keys_of(files)
         self._canonical = {id(p): name for name, p in skeleton.named_parameters()}
         self._parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-        self._groups = self._grouped()
+        self._groups = by_layer({key: self._target(key) for key in self._file_of})
         self._check_ties()
 
     @property
@@ -101,27 +101,13 @@ class TrainedWeights:
         keys = [key for key in self._file_of if self._target(key) in names]
         return {name: value for name, value in self._converted(keys).items() if name in names} if keys else {}
 
-    def _grouped(self) -> dict[str, list[str]]:
-        """Checkpoint keys by the layer (or the single weight) that they make."""
-        groups: dict[str, list[str]] = {}
-        for key in self._file_of:
-            target = self._target(key)
-            match = _LAYER.match(target)
-            groups.setdefault(match[1] if match else target, []).append(key)
-        return groups
-
     def _target(self, key: str) -> str:
         """The first parameter that a checkpoint key goes into; a name that the model lacks where it is not used."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import rename_source_key
 
         if not hasattr(self, "_rules"):
-            mapping = get_model_conversion_mapping(self._skeleton)
-            renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-            converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-            self._rules = mapping, renamings, converters, self._skeleton.state_dict()
-        _, renamings, converters, state = self._rules
-        prefix = self._skeleton.base_model_prefix
+            self._rules = name_rules(self._skeleton)
+        renamings, converters, prefix, state = self._rules
         renamed, _ = rename_source_key(key, renamings, converters, prefix, state)
         if renamed not in state and key in state:
             renamed, _ = rename_source_key(key, [], [], prefix, state)
@@ -175,6 +161,26 @@ class TrainedWeights:
                     if both[name] in keys:
                         keys.remove(both[name])
         self._groups = {name: keys for name, keys in self._groups.items() if keys}
+
+
+def by_layer(targets: Mapping[str, str]) -> dict[str, list[str]]:
+    """Keys by the layer (or the single weight) that they make, where `targets` has each one's parameter."""
+    groups: dict[str, list[str]] = {}
+    for key, target in targets.items():
+        match = _LAYER.match(target)
+        groups.setdefault(match[1] if match else target, []).append(key)
+    return groups
+
+
+def name_rules(skeleton: Any) -> tuple[list[Any], list[Any], str, dict[str, torch.Tensor]]:
+    """What transformers' `rename_source_key` takes for this model: renamings, converters, prefix, state."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    mapping = get_model_conversion_mapping(skeleton)
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    return renamings, converters, skeleton.base_model_prefix, skeleton.state_dict()
 
 
 def shard_files(path: str) -> list[Path]:

@@ -216,25 +216,6 @@ uint64_t Pool::submit(int64_t priority, const Types& types, const Job* jobs, int
   return ticket;
 }
 
-bool Pool::reprioritise(uint64_t ticket, int64_t priority) {
-  Guard guard(mutex_);
-  const auto found = units_.find(ticket);
-  if (found == units_.end()) return false;
-  Unit& unit = *found->second;
-  if (unit.node) {  // all its tasks are handed out; after a scan it is queued once more
-    unit.node.key().first = priority;
-    return unit.scanning && unit.chunks_left > 0;
-  }
-  for (auto it = queue_.begin(); it != queue_.end(); ++it) {
-    if (it->second != &unit) continue;
-    auto node = queue_.extract(it);
-    node.key().first = priority;
-    queue_.insert(std::move(node));
-    return true;
-  }
-  return false;
-}
-
 uint64_t Pool::wait_finished(uint64_t seen, double timeout_s) {
   const double deadline_s = monotonic_s() + timeout_s;
   Guard guard(mutex_);

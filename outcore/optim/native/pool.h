@@ -39,7 +39,6 @@ class Pool {
   // The ticket (from 1 on), or 0 after stop().
   uint64_t submit(int64_t priority, const Types& types, const Job* jobs, int64_t num_jobs, const Hyper& hyper,
                   int32_t work, bool notify_chunks);
-  bool reprioritise(uint64_t ticket, int64_t priority);
   // Waits until more than `seen` units have finished, or the timeout; the number finished so far.
   uint64_t wait_finished(uint64_t seen, double timeout_s);
   // Takes up to `capacity` finished units out of the pool.
