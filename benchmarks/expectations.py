@@ -60,6 +60,7 @@ MADE = {
     "tiling-h200.json": "H200, 23 November",
     "expectations-h100-10b.json": "H100, 25 November",
     "expectations-h100-64k.json": "H100, 24 November",
+    "ranks-h100x2-10b-split8.json": "two H100s, 25 November",
 }
 """Raw result -> card and day (2026) of its run; the commit that brought it: git log --diff-filter=A."""
 
@@ -188,12 +189,16 @@ def words(plan: Plan) -> str:
 
 
 def two_cards() -> Verdict:
+    name = "ranks-h100x2-10b-split8.json"
+    (run,), tokens = raw(name)["runs"], raw(name)["tokens"]
     plan = plan_of(TEN_B, RunRequest(engine="stream"), vram_bytes=11 * GIB, ram_bytes=240 * GIB, num_gpus=2)
     found = (
-        f"{words(plan)}: {plan.used_bytes('vram') / GIB:.1f} GiB on each card, "
-        f"{plan.tier('ram').used_bytes / GIB:.0f} GiB of RAM with lossless states"
+        f"8-bit moments, {tokens:,} tokens a step, eager: {run['step_s']:.1f} s, {max(run['vram_bytes']) / GIB:.1f} GiB "
+        f"of each card in all, {run['ram_bytes'] / GIB:.0f} GiB of RAM; with lossless states it {words(plan)}, "
+        f"{plan.tier('ram').used_bytes / GIB:.0f} GiB of RAM (forecast)"
     )
-    return Verdict("10 B, hidden size 4,096, on two cards of 11 GB", FORECAST, found)
+    holds = run["ranks"] == 2 and max(run["vram_bytes"]) < 11e9 and run["losses"][-1] < run["losses"][0]
+    return Verdict("10 B, hidden size 4,096, on two cards of 11 GB", judged(holds), found, (name,))
 
 
 def by_kind(kind: str, request: RunRequest, rank: int) -> Verdict:
