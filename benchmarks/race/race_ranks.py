@@ -76,17 +76,19 @@ def arguments() -> argparse.Namespace:
     options.lora = "lora" in ways
     homes = {"states": "split8"} if "split8" in ways else {}
     homes |= {"nvme_path": options.nvme, "state_ram_bytes": 0} if "nvme" in ways else {}
-    options.settings = {"staging_bytes": staging_bytes(options.shape), **homes, **options.settings}
+    tokens = options.micro_batches * options.mb * options.seq
+    options.settings = {"staging_bytes": staging_bytes(options.shape, tokens), **homes, **options.settings}
     return options
 
 
-def staging_bytes(shape: str) -> int:
-    """Pinned memory for parameters, gradients and slots, as a run takes it where the machine has it."""
+def staging_bytes(shape: str, tokens: int) -> int:
+    """Pinned memory for parameters, gradients, slots and checkpoints of so many tokens' activations, as a run takes it
+    where the machine has it."""
     hidden, layers, intermediate, heads, kv_heads, vocabulary = SHAPES[shape]
     head = hidden // heads
     layer = hidden * (2 * hidden + 2 * kv_heads * head + 3 * intermediate)
     ends = 2 * vocabulary * hidden
-    return 4 * (layers * layer + ends) + 8 * ends + (2 << 30)
+    return 4 * (layers * layer + ends) + 8 * ends + 2 * layers * hidden * tokens + (2 << 30)
 
 
 def pss_bytes() -> int:
