@@ -193,8 +193,8 @@ def two_cards() -> Verdict:
     (run,), tokens = raw(name)["runs"], raw(name)["tokens"]
     plan = plan_of(TEN_B, RunRequest(engine="stream"), vram_bytes=11 * GIB, ram_bytes=240 * GIB, num_gpus=2)
     found = (
-        f"8-bit moments, {tokens:,} tokens a step, eager: {run['step_s']:.1f} s, {max(run['vram_bytes']) / GIB:.1f} GiB "
-        f"of each card in all, {run['ram_bytes'] / GIB:.0f} GiB of RAM; with lossless states it {words(plan)}, "
+        f"8-bit moments, {tokens:,} tokens a step, eager: {run['step_s']:.1f} s, {max(run['vram_bytes']) / GIB:.1f} "
+        f"GiB of each card in all, {run['ram_bytes'] / GIB:.0f} GiB of RAM; with lossless states it {words(plan)}, "
         f"{plan.tier('ram').used_bytes / GIB:.0f} GiB of RAM (forecast)"
     )
     holds = run["ranks"] == 2 and max(run["vram_bytes"]) < 11e9 and run["losses"][-1] < run["losses"][0]
