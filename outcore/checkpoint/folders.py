@@ -8,8 +8,7 @@ of a save: one pass over the states; of a load: one for the checksums, one to re
 it is never taken for a checkpoint.
 
 A run that goes back to an earlier checkpoint leaves later ones behind, so the newest is not the one of the highest
-step: a manifest counts (`order`) when its checkpoint was written or gone back to.
-"""
+step: a manifest counts (`order`) when its checkpoint was written or gone back to."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def save_checkpoint(
     `on_file(path, crc32)` tells the checksum of a file just written, so that it need not be read again. Called on every
     rank; only the writer touches manifest and names. After the rename the oldest checkpoints beyond `keep` are removed
     (`rotate`); what fails from then on is said, and the save stands. Any failure before leaves the earlier checkpoints
-    as they were and removes the half-written folder. FileError names phase and path.
-    """
+    as they were and removes the half-written folder. FileError names phase and path."""
     final = run_folder / step_folder(step)
     aside = run_folder / f".{step_folder(step)}.part"
     phase = f"saving the checkpoint of step {step}"
@@ -250,8 +248,7 @@ def mend_export(checkpoint: Checkpoint, write: Callable[[Path], None]) -> Checkp
 def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None) -> list[Path]:
     """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, and the best are never removed. OSError.
 
-    Later ones, which a run that went back has left behind, count as older than all others.
-    """
+    Later ones, which a run that went back has left behind, count as older than all others."""
     by_age = sorted(list_checkpoints(run_folder), key=lambda path: _step_of(path) <= step)
     old = [path for path in by_age[: -max(keep, 1)] if _step_of(path) != best_step]
     for path in old:
@@ -265,8 +262,7 @@ def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None)
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """A complete checkpoint, every listed file's size and CRC-32 checked.
 
-    Raises CheckpointError naming the file that is missing, cut short, damaged or cannot be read.
-    """
+    Raises CheckpointError naming the file that is missing, cut short, damaged or cannot be read."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint folder.")
     if not _has_manifest(path):
@@ -309,8 +305,7 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """The newest checkpoint of a run that verifies; others are reported through `on_bad` and passed over.
 
-    `before`: only those that are older than this one.
-    """
+    `before`: only those that are older than this one."""
     with file_errors("looking for checkpoints", run_folder):
         finish_replacing(run_folder)
     found = list_checkpoints(run_folder)

@@ -3,8 +3,7 @@
 Nothing outside it is read, and no name in it may lead out of the folder. Files below `export/` can be made again from
 the model, so damage there is told and mended when a run resumes, and stops nothing.
 
-Version 1 (to November 2026) had no checksum over itself and no hash of the model's configuration; it is read still.
-"""
+Version 1 (to November 2026) had no checksum over itself and no hash of the model's configuration; it is read still."""
 
 from __future__ import annotations
 

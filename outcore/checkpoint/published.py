@@ -3,8 +3,7 @@
 transformers fuses some weights while it loads (the experts of a mixture into one tensor) and renames others; inference
 servers and converters know the published ones only. What a weight becomes is asked of transformers' own
 `revert_weight_conversion`, first with tensors that have no data: names and shapes are known before anything is read.
-Memory: what is converted together (one fused tensor, or a layer where several make one), and its result.
-"""
+Memory: what is converted together (one fused tensor, or a layer where several make one), and its result."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 def published(base: nn.Module, tensors: Tensors) -> Tensors:
     """Yield the weights as a published checkpoint of `base`'s architecture holds them; get them in their order.
 
-    As they are for a model that is not one of transformers', or that it loads without a change.
-    """
+    As they are for a model that is not one of transformers', or that it loads without a change."""
     from transformers import PreTrainedModel
 
     if not isinstance(base, PreTrainedModel):

@@ -89,8 +89,7 @@ def _way_on(name: str) -> str:
 def changed_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
     """A line for people for each of `settings`, which a run may change on its way, that the checkpoint had otherwise.
 
-    What an older version did not write down is not compared.
-    """
+    What an older version did not write down is not compared."""
     theirs = checkpoint.trainer_state().get("settings", {})
     lines = []
     for name, value in settings.items():

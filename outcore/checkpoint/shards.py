@@ -5,8 +5,7 @@ ahead and the tensors then follow in that order. Each file is written beside its
 CRC-32 taken while writing. Cost: one pass over the bytes. Nothing here reads or writes pickle. What a reader takes from
 a checkpoint's folder is what the manifest lists, and nothing else.
 
-Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON header, data).
-"""
+Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON header, data)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def plan_shards(
 ) -> list[tuple[str, list[TensorPlan]]]:
     """Split tensors, in order, over files `stem-00001-of-0000N.safetensors` of at most `max_shard_bytes`.
 
-    A tensor larger than that gets a file of its own.
-    """
+    A tensor larger than that gets a file of its own."""
     groups: list[list[TensorPlan]] = [[]]
     filled_bytes = 0
     for plan in plans:
@@ -88,8 +86,7 @@ def write_shard(
     returns its CRC-32.
 
     The file appears under its name only when it is whole and on the drive.
-    Raises FileError when the drive refuses, ValueError when a tensor is not as planned, and what `value` raises.
-    """
+    Raises FileError when the drive refuses, ValueError when a tensor is not as planned, and what `value` raises."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for plan in plans:
@@ -160,8 +157,7 @@ class _NewFile:
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, checked against the file's size, and where its data begins.
 
-    Raises CheckpointError for a file that is missing, cut short or not safetensors.
-    """
+    Raises CheckpointError for a file that is missing, cut short or not safetensors."""
     try:
         size_bytes = path.stat().st_size
         with open(path, "rb") as file:

@@ -2,8 +2,7 @@
 
 A rename is atomic but neither durable nor ordered after the bytes of what it renames: without a sync a crash can leave
 the new name with an empty file. So whatever is published here is synced with every folder that holds it, renamed, and
-the folder above synced last. Errors leave as they come, with their path; `common.system_errors` explains them.
-"""
+the folder above synced last. Errors leave as they come, with their path; `common.system_errors` explains them."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def write_json(path: Path, value: Any) -> None:
 def publish_folder(aside: Path, final: Path) -> None:
     """Give a finished folder its name, in place of an older one; every byte is on the drive before.
 
-    A crash between the two renames leaves the older folder as `.NAME.old`, which `finish_publishing` brings back.
-    """
+    A crash between the two renames leaves the older folder as `.NAME.old`, which `finish_publishing` brings back."""
     fsync_tree(aside)
     old = _old_of(final)
     if final.exists():

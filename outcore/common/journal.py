@@ -1,8 +1,7 @@
 """Lines that survive a crash: a header that names what they belong to, then JSON values, each with a checksum.
 
 Held by one process at a time. What a crash tore off is dropped when the file is opened again: neither that line nor
-what follows it was ever told as done.
-"""
+what follows it was ever told as done."""
 
 from __future__ import annotations
 

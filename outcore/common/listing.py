@@ -1,8 +1,7 @@
 """Listings of files: each with its size and CRC-32, the listing itself with a checksum, no name leading out of it.
 
 A checkpoint's manifest is one, and so are the checksums beside an exported model (`CHECKSUMS`), which whoever trains or
-serves that model again verifies.
-"""
+serves that model again verifies."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ def write_checksums(folder: Path, known: Mapping[Path, int]) -> None:
 def damaged_weights(folder: Path) -> tuple[list[str], list[str]]:
     """(damaged weights, other files that changed) of a folder with `CHECKSUMS`, in words; nothing without.
 
-    A person may edit a configuration or a chat template; weights and their index change by damage only.
-    DamagedListing.
+    A person may edit a configuration or a chat template; weights and their index change by damage only. DamagedListing.
     """
     path = folder / CHECKSUMS
     if not path.is_file():

@@ -52,7 +52,6 @@ class _Output:
 def watch_reader(*, ends: bool) -> None:
     """From now on a reader that leaves ends this program quietly (`ends`), or what is printed goes nowhere.
 
-    Does nothing where somebody else has taken standard output (a test, a notebook).
-    """
+    Does nothing where somebody else has taken standard output (a test, a notebook)."""
     if sys.stdout is sys.__stdout__:
         sys.stdout = _Output(sys.stdout, ends=ends)

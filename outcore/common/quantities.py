@@ -1,8 +1,7 @@
 """Bytes, rates and times as people read them; GiB (2**30) and GB (10**9) are never mixed.
 
 Names of quantities carry their unit: `_bytes`, `_gib`, `_gb`, `_s`, `_gb_per_s`.
-Memory (RAM, VRAM, pinned) is shown in GiB as the tools of the field do, drives and links in GB as their makers do.
-"""
+Memory (RAM, VRAM, pinned) is shown in GiB as the tools of the field do, drives and links in GB as their makers do."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 0.19.8 creates /dev/shm/deepspeed_allreduce_buffer_<user>_<address>_<port>_<rank> (csrc/cpu/comm/shm.cpp) and never
 removes it. A name that is gone takes nothing from ranks that map the buffer, so it goes as soon as all of them do: not
-even a killed run leaves it behind.
-"""
+even a killed run leaves it behind."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Every OSError that a user reads comes from here. `file_errors` surrounds work on files and turns a bare error into a
 `FileError`; libraries in Rust (tokenizers, safetensors) raise plain exceptions that only quote the system's number, and
-these are understood as well. `explain_error` is the last resort for an error that nobody has turned into words yet.
-"""
+these are understood as well. `explain_error` is the last resort for an error that nobody has turned into words yet."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ def system_number(error: BaseException) -> int | None:
 def as_file_error(error: BaseException, phase: str, path: str | os.PathLike[str] | None = None) -> FileError | None:
     """The error as a FileError; None where it is no error of the system, or already says what it is about.
 
-    `path` is used where the error names none itself.
-    """
+    `path` is used where the error names none itself."""
     if is_explained(error):
         return None
     number = system_number(error)
@@ -132,8 +130,7 @@ def file_errors(phase: str, path: str | os.PathLike[str] | None = None) -> Itera
 def explain_error(error: BaseException, phase: str) -> str | None:
     """Words for an error that reached the end of the program; None where it is none of the system's.
 
-    `phase`: what the program was doing.
-    """
+    `phase`: what the program was doing."""
     if is_explained(error):
         return str(error)
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):

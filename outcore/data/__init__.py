@@ -1,7 +1,6 @@
 """The data room: sources, shapes, tokenizers, the token cache, packing, and the streams of micro-batches.
 
-Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStream` / `EvalStream`.
-"""
+Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStream` / `EvalStream`."""
 
 from __future__ import annotations
 

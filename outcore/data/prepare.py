@@ -2,8 +2,7 @@
 
 source -> documents of tokens on the drive (token_cache) -> split, windows, packing (layout, cached beside) ->
 RowDataset. Several processes may call it at once with the same settings: one builds, the others wait, all get the
-same rows.
-"""
+same rows."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def prepare_data(
 
     `packing_allowed`: False for models that cannot keep packed documents apart. A tokenizer
     without a chat template is given the default one. Raises DataError (data, settings) and CacheError (folder,
-    drive, lock).
-    """
+    drive, lock)."""
     say = say or logging.getLogger(__name__).info
     kind = _kind(settings, encoder_decoder, packing_allowed)
     template_note = ensure_chat_template(tokenizer)

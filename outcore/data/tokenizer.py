@@ -1,8 +1,7 @@
 """Tokenizers: loaded through transformers with errors in words, or a byte-level BPE trained once on the data itself.
 
 The trained one splits text like GPT-2 (bytes, so nothing is unknown), has ChatML tokens, and is kept in the cache
-folder under a key of the texts' identity: about 5 s for the built-in text on two cores, then never again.
-"""
+folder under a key of the texts' identity: about 5 s for the built-in text on two cores, then never again."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *
     """A PreTrainedTokenizerFast of exactly `vocab_size` tokens at most, trained on the first `max_chars` of `texts`.
 
     EOS and BOS are <|endoftext|> (never added by itself), PAD is <|pad|>, with ChatML tokens and template.
-    Deterministic.
-    """
+    Deterministic."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

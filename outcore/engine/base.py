@@ -1,8 +1,7 @@
 """What the training loop knows of an engine: seven verbs, and nothing of who moves the bytes.
 
 Every engine trains the same mathematics: AdamW, exact global-norm clipping, and a loss averaged over all unmasked
-tokens of the global batch (all micro-batches of all ranks). The loop owns the schedule and passes the learning rate.
-"""
+tokens of the global batch (all micro-batches of all ranks). The loop owns the schedule and passes the learning rate."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ class Engine(Protocol):
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write weights and optimizer states as safetensors shards into `folder`; returns the engine's JSON state.
 
-        `on_file(path, crc32)` is called (on rank 0) for each finished file.
-        """
+        `on_file(path, crc32)` is called (on rank 0) for each finished file."""
         ...
 
     def facts(self) -> EngineFacts:

@@ -3,8 +3,7 @@
 `decide` settles everything that can be settled without weights (flags, files, drive, RAM); `open_engine` loads the
 model, once, and makes the engine. `auto` streams a decoder-only model on the ranks of one host
 (`outcore.sizing.engine_rule`); what the streaming engine cannot do goes to DeepSpeed, with the reason in words.
-`--engine stream` where it cannot is a ConfigError with the same reason.
-"""
+`--engine stream` where it cannot is a ConfigError with the same reason."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def ask_model(
 ) -> EngineChoice:
     """The choice after a tiny copy of the model was tried; costs a fraction of a second and reads no weights.
 
-    `loaded`: a model_module's own model, which is there already.
-    """
+    `loaded`: a model_module's own model, which is there already."""
     if choice.name != "stream":
         return choice
     if loaded is not None:

@@ -133,8 +133,7 @@ def softmax_of(device: str) -> dict[str, str]:
     """Precision in which the harness's backend turns logits into log-probabilities and sums them, by its own option.
 
     Left alone it takes the model's: in bf16 a sum of 300 nat is rounded to 2, and in fp32 on a CPU torch's log-softmax
-    over 49,152 words is off by 8e-6 a token, always to the same side.
-    """
+    over 49,152 words is off by 8e-6 a token, always to the same side."""
     return {"softmax_dtype": "float32" if device.startswith("cuda") else "float64"}
 
 

@@ -4,8 +4,7 @@
 
 `Flow` runs passes forward and keeps no gradient, optimizer or request. Below it: `parts` takes a model apart, `weights`
 are their homes and arrival, `layers` runs a part, `tiles` those that do not fit whole, `check` tries a model on a tiny
-copy, `trace` tells what happened when.
-"""
+copy, `trace` tells what happened when."""
 
 from outcore.flow.call import Call, OnPart, Output, Want
 from outcore.flow.device_memory import let_segments_grow

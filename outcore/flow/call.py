@@ -1,7 +1,6 @@
 """What goes into a pass and what comes out: calls, hooks between parts, outputs.
 
-B: rows, T: tokens of a row, H: hidden size, V: vocabulary, N = B x T.
-"""
+B: rows, T: tokens of a row, H: hidden size, V: vocabulary, N = B x T."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Calls through a model whose weights arrive part by part: each part takes all calls before the next one comes.
 
 So the weights cross the link once a pass, whatever the number of calls. Flow keeps no gradient, optimizer or request;
-who trains listens to the same forward loop (`PassWatch`), and goes back through the parts himself.
-"""
+who trains listens to the same forward loop (`PassWatch`), and goes back through the parts himself."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class HookWatch(PassWatch):
 class Flow:
     """One model's parts in passage through one device. One pass at a time, from one thread.
 
-    The model should be in evaluation mode for `run`.
-    """
+    The model should be in evaluation mode for `run`."""
 
     def __init__(self, runner: PartRunner, head: Head, arrival: WeightArrival, device: torch.device) -> None:
         self.runner, self.head, self.arrival, self.device = runner, head, arrival, device
@@ -95,8 +93,7 @@ class Flow:
         """One pass of all calls; an output for each, in their order.
 
         The pass begins when the first output is asked for. The iterator must be exhausted or closed before the next
-        pass; a failure or a close aborts the pass, and the flow can be used again.
-        """
+        pass; a failure or a close aborts the pass, and the flow can be used again."""
         needs_head = any(call.want != "nothing" for call in calls)
         ends = [self.units.head] if needs_head else []
         try:

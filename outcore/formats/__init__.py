@@ -1,8 +1,7 @@
 """Packed weights: bits, block, bytes per row, an exact reference in torch, forms for the GPU and the CPU.
 
 `packed_format(name)` gives a format, `PackedSpec` its size for one weight and `expand`, from packed bytes to the 16-bit
-values; `open_packed` reads published checkpoints. `docs/formats.md` is the guide.
-"""
+values; `open_packed` reads published checkpoints. `docs/formats.md` is the guide."""
 
 from outcore.formats.feed import PackedWeights, open_packed
 from outcore.formats.packed import PackedFormat, PackedSpec, PackedTensor, Plane

@@ -35,8 +35,7 @@ def open_packed(skeleton: Any, files: list[Path], quantization: Mapping[str, Any
 class PackedWeights:
     """The `WeightFeed` of a packed checkpoint. `skeleton`: the plain transformers model on the meta device, tied.
 
-    RuntimeError for weights that are missing or do not fit.
-    """
+    RuntimeError for weights that are missing or do not fit."""
 
     def __init__(self, skeleton: Any, checkpoint: PackedCheckpoint) -> None:
         self.notes = (f"packed as published ({checkpoint.method})", *checkpoint.notes)

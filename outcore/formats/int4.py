@@ -2,8 +2,7 @@
 
 AWQ, GPTQ and compressed-tensors keep the same numbers in three orders; here they lie along a row, two in a byte, the
 first in the low half. A value is (code - zero) * scale, rounded once. Symmetric ones have the zero 8 and no plane for
-it. `outcore.formats.checkpoint` puts the three orders into this one without changing a number.
-"""
+it. `outcore.formats.checkpoint` puts the three orders into this one without changing a number."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ that any run of blocks can be expanded alone. `unpack_blocks` in torch is the ex
 on a GPU it is compiled into one kernel that reads the packed bytes and writes the 16-bit values.
 
 Every product of a scale and a code is exact in fp32 (at most 24 significant bits) or is the only rounding before the
-last one, so that a compiler's fused multiply-add changes no bit.
-"""
+last one, so that a compiler's fused multiply-add changes no bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The installer behind `python setup.py`: detect, install, build, verify. Standard library only.
 
 Kept free of imports so that `outcore.install.bootstrap` works in a bare and even too old interpreter; the two names
-below are what the training script needs to find the extensions that the set-up has built.
-"""
+below are what the training script needs to find the extensions that the set-up has built."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

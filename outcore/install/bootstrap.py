@@ -1,8 +1,7 @@
 """First call of every root script: run in an interpreter that has outcore's dependencies, or say how to get one.
 
 `python train_model.py` started with a bare interpreter runs again inside `.venv` with the same arguments. Written in
-the syntax of any Python, so that one too old for the rest of outcore gets as far as the one line that says so.
-"""
+the syntax of any Python, so that one too old for the rest of outcore gets as far as the one line that says so."""
 
 import os
 import subprocess
@@ -18,8 +17,7 @@ def ensure_environment(script):
     """Return when this interpreter can run `script` (its `__file__`); else re-execute it in `.venv` or exit.
 
     Exits with one line for people when Python is too old, or when there is no environment to change to. Also puts the
-    interpreter's own folder on PATH, because DeepSpeed looks there for `ninja`.
-    """
+    interpreter's own folder on PATH, because DeepSpeed looks there for `ninja`."""
     if sys.version_info < MINIMUM_PYTHON:
         sys.exit(
             "outcore needs Python 3.11, 3.12 or 3.13, this is {}.{}: start it with a newer one, "
@@ -59,8 +57,7 @@ def add_to_path(directory):
     """Make a folder the first of this process's PATH.
 
     First, not just somewhere: DeepSpeed's extensions are checked by the `ninja` that PATH finds, and another version
-    than the one that built them takes them for outdated and compiles for minutes.
-    """
+    than the one that built them takes them for outdated and compiles for minutes."""
     entries = os.environ.get("PATH", "").split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join([directory] + [e for e in entries if e and e != directory])
 

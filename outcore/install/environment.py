@@ -1,8 +1,7 @@
 """The virtual environment that the packages go into: found, made, repaired, and stamped when it is complete.
 
 The stamp is removed before pip touches anything and written only after all of it succeeded, so that an interrupted
-installation is never taken for a finished one.
-"""
+installation is never taken for a finished one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 They are cached in the environment (`<prefix>/torch_extensions`), where DeepSpeed finds them through its own
 TORCH_EXTENSIONS_DIR; a key beside each says which Python, torch, DeepSpeed and CPU it was built for. Each is built by a
-child of the environment's interpreter: about 20 s per source file of torch headers, 4-5 min in all on two cores.
-"""
+child of the environment's interpreter: about 20 s per source file of torch headers, 4-5 min in all on two cores."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def extension_environment(
     """Variables a process needs to load (or build) the extensions: update `os.environ` with them before DeepSpeed.
 
     TORCH_EXTENSIONS_DIR unless the user set it, PATH with the environment's `ninja`, MAX_JOBS by RAM, DS_ACCELERATOR
-    on a machine without a GPU ('cpu'), and a TORCH_CUDA_ARCH_LIST that DeepSpeed's builder can parse.
-    """
+    on a machine without a GPU ('cpu'), and a TORCH_CUDA_ARCH_LIST that DeepSpeed's builder can parse."""
     root = Path(prefix if prefix is not None else sys.prefix)
     scripts = str(root / ("Scripts" if os.name == "nt" else "bin"))
     path = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry and entry != scripts]
@@ -95,8 +93,7 @@ def extension_environment(
 def build_key(environment: Environment, accelerator: str, root: str | Path = "/") -> dict[str, str]:
     """What a built extension depends on; when any of it changes, it is built again.
 
-    The CPU belongs to it because DeepSpeed compiles for exactly this one (-march=native).
-    """
+    The CPU belongs to it because DeepSpeed compiles for exactly this one (-march=native)."""
     installed = environment.installed()
     cpu = detect_cpu(Path(root))
     return {

@@ -228,8 +228,7 @@ class InstallJob:
         """Traced only with --coverage: the whole suite must reach 80 % of the package then, a chosen part need not.
 
         Without a GPU the whole suite runs in a process per core (at most `TEST_PROCESSES`), a file in one of them;
-        tests of a GPU measure its memory and must be alone on it.
-        """
+        tests of a GPU measure its memory and must be alone on it."""
         coverage = ["--cov=outcore", "--cov-report=term"] if self.options.coverage else []
         if self.options.rest:
             return [*coverage, *self.options.rest]

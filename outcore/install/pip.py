@@ -1,8 +1,7 @@
 """pip, started as a child of the environment's own interpreter, with its failures turned into one clear error each.
 
 The whole output goes to logs/setup_pip.log; people see which package is being fetched and for how long. torch is
-installed first, then DeepSpeed against it (its source package asks the installed torch what it is), then the rest.
-"""
+installed first, then DeepSpeed against it (its source package asks the installed torch what it is), then the rest."""
 
 from __future__ import annotations
 

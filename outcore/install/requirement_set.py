@@ -1,8 +1,7 @@
 """Which pinned packages this machine gets, and why: a pure function of the machine (requirements/*.txt hold the pins).
 
 CUDA 13 needs driver 580 and a GPU of compute capability 7.5 (CUDA 13 dropped older ones); CUDA 12 needs driver 525.
-torch is installed first and alone, so that nothing that depends on it can pull another one.
-"""
+torch is installed first and alone, so that nothing that depends on it can pull another one."""
 
 from __future__ import annotations
 

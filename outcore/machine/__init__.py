@@ -2,8 +2,7 @@
 
 `detect_machine()` reads /proc and /sys and asks nvidia-smi (about 0.1 s without a GPU, under 1 s with one);
 `Machine.load("rtx4070-laptop")` gives a shipped profile of a machine that is not here. What cannot be read is None
-and named in `Machine.notes`; nothing is guessed.
-"""
+and named in `Machine.notes`; nothing is guessed."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ def remove_stale_lock(folder: Path, proc: Path = Path("/proc")) -> bool:
     """Remove the lock of a build that was killed; True when one was removed.
 
     A living build keeps its lock open, and has its `ninja` and compilers working in the folder: then the lock stays.
-    Windows refuses to remove a file that is open.
-    """
+    Windows refuses to remove a file that is open."""
     lock = folder / LOCK
     try:
         made = lock.stat().st_ino
@@ -29,8 +28,7 @@ def remove_stale_lock(folder: Path, proc: Path = Path("/proc")) -> bool:
 def remove_stale_locks(root: Path, proc: Path = Path("/proc")) -> list[str]:
     """Remove those of every extension below `root`, torch's folder of built extensions; names of the extensions.
 
-    Below torch's own default folder there is one more level, for Python and CUDA.
-    """
+    Below torch's own default folder there is one more level, for Python and CUDA."""
     locks = sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
     return [lock.parent.name for lock in locks if remove_stale_lock(lock.parent, proc)]
 

@@ -1,8 +1,7 @@
 """Whole disks and what they are, from /sys: through partitions, device mapper, RAID, bcache and btrfs members.
 
 The kernel's rotational flag is believed only where a real disk stands behind it; virtual disks, USB bridges and cloud
-volumes are named as what they are.
-"""
+volumes are named as what they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which drive lies under a path: mountinfo -> block device -> whole disks -> what they are, all from /proc and /sys.
 
 No tool is started and nothing is written. Where the kernel does not say (virtual disks, network shares, containers)
-the answer is 'virtual', 'network' or 'unknown' with the reason, never a guess. Outside Linux only sizes are known.
-"""
+the answer is 'virtual', 'network' or 'unknown' with the reason, never a guess. Outside Linux only sizes are known."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def drive_of(path: str | os.PathLike[str], *, sys_root: str | Path = "/", usage:
     """The drive under `path`, which need not exist yet (its nearest existing parent decides).
 
     `sys_root` is where `proc` and `sys` are looked for and `usage` how space is asked for: tests replace both.
-    Raises ValueError for an empty path.
-    """
+    Raises ValueError for an empty path."""
     asked = os.fspath(path)
     if not str(asked).strip():
         raise ValueError("no path given: name the folder whose drive is meant")

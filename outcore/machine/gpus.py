@@ -1,8 +1,7 @@
 """GPUs and the CUDA that their driver can run, from `nvidia-smi` (nothing needs to be installed for that).
 
 NVML would tell the same but is not there before the installer has run. A driver without its tool, a tool that cannot
-reach its driver and fields the driver does not know ([N/A]) each end in a note, not in an exception.
-"""
+reach its driver and fields the driver does not know ([N/A]) each end in a note, not in an exception."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Operating system, CPU and RAM of this computer, from /proc and /sys; the standard library's answers elsewhere.
 
 Where a control group limits memory or cores (containers, SLURM jobs, systemd slices, WSL2 distributions) that limit
-counts, not what the host has.
-"""
+counts, not what the host has."""
 
 from __future__ import annotations
 

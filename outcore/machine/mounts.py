@@ -50,8 +50,7 @@ def read_mounts(root: Path) -> list[Mount]:
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
     """The mount that serves an absolute path: the longest mount point above it, the latest of equals.
 
-    None when nothing covers it (a chroot whose root is no mount point).
-    """
+    None when nothing covers it (a chroot whose root is no mount point)."""
     best: Mount | None = None
     for mount in mounts:
         point = mount.mount_point.rstrip("/") + "/"

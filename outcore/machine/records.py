@@ -2,8 +2,7 @@
 this runs before any install).
 
 A `Machine` is detected, saved beside a run, and loaded again as a profile, so that a plan can be made for a computer
-that is not here. Unknown keys and missing fields are refused when loading: a profile that half fits plans nonsense.
-"""
+that is not here. Unknown keys and missing fields are refused when loading: a profile that half fits plans nonsense."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sample text while training: one whole forward per token, no cache, the same on every rank.
 
 Meant for a short look at what the model says, not for serving: cost grows with the square of the length. Works with
-partitioned weights (ZeRO-3): all ranks call it together, run the same number of forwards and draw the same tokens.
-"""
+partitioned weights (ZeRO-3): all ranks call it together, run the same number of forwards and draw the same tokens."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def generate_tokens(
     temperature 0: the likeliest token each time; above: drawn with `seed` on the CPU, from the `top_k` likeliest if
     given. Only the last `context_length` tokens are looked at (None: `context_length_of` the model). After the end
     token the forwards go on (ranks must stay in step), their tokens are dropped. The model's training mode and RNG
-    streams are left as they were.
-    """
+    streams are left as they were."""
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"generate_tokens continues one prompt [1, T] of at least one token, got {list(input_ids.shape)}."

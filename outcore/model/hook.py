@@ -5,8 +5,7 @@
         return model, loss                       # loss(logits, labels) -> the loss of each token, or
                                                  # loss(model, batch) -> mean, or (sum, n_tokens)
 
-The file is run as Python code: it is yours. See `examples/my_model.py` and docs/models.md.
-"""
+The file is run as Python code: it is yours. See `examples/my_model.py` and docs/models.md."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ from outcore.model.source import windows_path_hint
 def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[nn.Module, Any]:
     """Load the file, call its function, check what comes back: a model, and its loss (of either kind) or None.
 
-    ValueError says which part of the contract failed.
-    """
+    ValueError says which part of the contract failed."""
     spec = str(settings.model_module)
     file_name, _, function_name = spec.rpartition(":")
     module = _load_file(file_name, spec)

@@ -3,8 +3,7 @@
 From scratch: the architecture without values, then our own initial weights (equal for every engine and ZeRO stage).
 Trained weights: transformers' loader (safetensors only), straight into the parameters. Never two copies in RAM: under
 ZeRO-3 each weight is partitioned as soon as it exists. Lazy: parameters are stand-ins without memory, and their values
-come later, a layer at a time, from a feed (`outcore.model.weights.feed`), for models that do not fit in RAM.
-"""
+come later, a layer at a time, from a feed (`outcore.model.weights.feed`), for models that do not fit in RAM."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def load_model(
 
     Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
     cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
-    possible.
-    """
+    possible."""
     began_s = time.perf_counter()
     if settings.model_module is not None:
         loaded = _load_own(settings, tokenizer, device)
@@ -163,8 +161,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
     """Recompute every layer in the backward pass (torch's non-reentrant checkpoint, RNG state kept for dropout).
 
     Also needed with adapters only: the non-reentrant form lets gradients pass frozen layers. ValueError where the
-    model has no support for it.
-    """
+    model has no support for it."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     arguments: dict[str, Any] = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
     if enable is None:  # transformers before 5.20 and remote code
@@ -330,8 +327,7 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
 def _add_noise(model: nn.Module, settings: ModelSettings) -> None:
     """NEFTune's noise on what the input embedding gives in training. ValueError for a model that does not name it.
 
-    It is drawn from torch's default generators, which engines seed or save, so a resumed run draws the same.
-    """
+    It is drawn from torch's default generators, which engines seed or save, so a resumed run draws the same."""
     if settings.neftune_noise_alpha is None:
         return
     from transformers.integrations.neftune import activate_neftune

@@ -11,8 +11,7 @@ Logits [B*T, V] are never held whole: the decoder runs once, then the head, chun
 checkpoint that recomputes each chunk in the backward pass (about a third more head FLOPs), with one gradient of the
 head's weight for all chunks (`head_gradient`). The number of chunks does not depend on the data, so that ranks that
 gather the head together (ZeRO-3) stay in step. Models that cannot be taken apart (encoder-decoders, own modules) run
-whole, with the cross-entropy alone in chunks.
-"""
+whole, with the cross-entropy alone in chunks."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, head_loss: HeadLoss
     """Loss summed over the unmasked targets (fp32 scalar): cross-entropy, or the user's `head_loss` of each token.
 
     The user's function sees a token id everywhere (0 where there is no target); what it returns there counts nothing.
-    RuntimeError when it does not return one number for each token.
-    """
+    RuntimeError when it does not return one number for each token."""
     logits, targets = logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if head_loss is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
@@ -119,8 +117,7 @@ def chunked_ce_sum(
     """Summed cross-entropy or `head_loss` (fp32 scalar) of hidden [N, H] against targets [N], in `num_chunks` chunks.
 
     `logits_of`: hidden [1, n, H] -> logits [1, n, V]. With gradients on, each chunk is recomputed in the backward.
-    `head`: the module of the projection in it, whose weight then gets one gradient for all chunks where possible.
-    """
+    `head`: the module of the projection in it, whose weight then gets one gradient for all chunks where possible."""
     num_chunks = min(num_chunks, hidden.shape[0])
     recompute = torch.is_grad_enabled() and num_chunks > 1
     if recompute and head is not None and has_one_gradient(head):
@@ -163,8 +160,7 @@ class TokenLoss:
 
         `chunked`: False runs the model's whole forward (see `outcore.model.trial.abilities`). `num_chunks`: head chunks
         per micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal
-        numbers, so give one there if the micro-batches of the ranks differ in length.
-        """
+        numbers, so give one there if the micro-batches of the ranks differ in length."""
         base = unwrap(model)
         self.config = getattr(base, "config", None)
         self.encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -294,8 +290,7 @@ class LossModule(nn.Module):
         """-> (objective for backward, detached fp32 cross-entropy sum, number of unmasked tokens).
 
         A "batch" without labels is taken as arguments of the network's own forward, which is run and its output
-        returned: sampling goes through the same root module as training, as ZeRO-3's bookkeeping wants it.
-        """
+        returned: sampling goes through the same root module as training, as ZeRO-3's bookkeeping wants it."""
         if "labels" not in batch:
             return self.network(**batch)
         result = self.token_loss(self.network, batch)

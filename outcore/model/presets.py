@@ -1,8 +1,7 @@
 """Shapes by name: real models to plan for or train from scratch, and tiny ones that learn on two CPU cores.
 
 A preset is a transformers model type and the fields that differ from that type's defaults. The sizes of real models
-are those of the config.json their makers publish; `num_parameters` is checked against the meta device by the tests.
-"""
+are those of the config.json their makers publish; `num_parameters` is checked against the meta device by the tests."""
 
 from __future__ import annotations
 
@@ -231,8 +230,7 @@ def preset_config(name: str, vocab_size: int | None = None):
     """The transformers config of a preset.
 
     `vocab_size` is the tokenizer's: tiny shapes take it as it is, real shapes keep the published size and only grow
-    (to a multiple of 64) when the tokenizer has more entries.
-    """
+    (to a multiple of 64) when the tokenizer has more entries."""
     from transformers import AutoConfig
 
     preset = check_preset_name(name)

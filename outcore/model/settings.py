@@ -1,8 +1,7 @@
 """Which model to train, at what precision, and how it is adapted: the model's part of the configuration.
 
 Everything that can be judged without touching the disk or the network is judged here, when the settings are made;
-the rest (does the folder hold a model, does the hub answer) by `outcore.model.source` before any weight is read.
-"""
+the rest (does the folder hold a model, does the hub answer) by `outcore.model.source` before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From the settings to a transformers config and class, with the questions asked that can be asked before any weight.
 
 Folder without a model, a Windows spelling under Linux, a hub that does not answer, a gated repository, a sequence
-longer than the model's positions, a misspelt override: each ends here with words that say what to do.
-"""
+longer than the model's positions, a misspelt override: each ends here with words that say what to do."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
     """The final config of a model that transformers builds.
 
     `tokenizer` (optional): its length and special tokens go into a config from scratch. Raises ValueError for bad
-    settings and RuntimeError when the hub cannot give what was asked. Not for model_module: its hook builds alone.
-    """
+    settings and RuntimeError when the hub cannot give what was asked. Not for model_module: its hook builds alone."""
     if settings.model_module is not None:
         raise ValueError("model_module builds its own model; there is no config to resolve.")
     vocab_size = settings.vocab_size or (len(tokenizer) if tokenizer is not None else None)

@@ -1,8 +1,7 @@
 """What the machine feels, and what the run says about itself: samplers, metrics.jsonl, loggers, progress, warnings.
 
 Nothing here may stop or slow a run: missing sensors are null and explained once, failing loggers are switched off with
-one sentence; only metrics.jsonl raises (MetricsLogError), because a run without its log should stop cleanly.
-"""
+one sentence; only metrics.jsonl raises (MetricsLogError), because a run without its log should stop cleanly."""
 
 from __future__ import annotations
 

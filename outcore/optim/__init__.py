@@ -2,8 +2,7 @@
 
 `OptimizerPool` updates units of `ChunkJob`s in the background; `StateFormat` (fp32, split, fp32_m8, split8, fp24_m8)
 says how a chunk's states lie in one buffer, `ChunkState` reads and writes them by name. A small C++ extension, built
-once by `build_extension`, does the work at DRAM speed; without a compiler torch gives the same bits, slower.
-"""
+once by `build_extension`, does the work at DRAM speed; without a compiler torch gives the same bits, slower."""
 
 from __future__ import annotations
 

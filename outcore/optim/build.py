@@ -9,8 +9,7 @@ Built aside and renamed into place, under a lock that the kernel frees when its 
 may call it at once.
 
 No -march=native and no fast-math: the kernels are compiled once per instruction set and chosen at run time, so the file
-works on any processor of the architecture, and neither rounding nor NaN are optimised away. Standard library only.
-"""
+works on any processor of the architecture, and neither rounding nor NaN are optimised away. Standard library only."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def build_extension(
 
     Without a compiler a library built earlier from the same source and flags is taken. Raises CompilerMissing,
     BuildFailed (both ExtensionUnavailable), or TimeoutError when another process builds for longer than
-    `lock_timeout_s`.
-    """
+    `lock_timeout_s`."""
     cache = cache_dir(prefix)
     source_key = _source_key()
     found = find_compiler(compiler)

@@ -33,6 +33,5 @@ def grad_sumsq_and_finite(grad: torch.Tensor, num_threads: int = 1, backend: Bac
     """(sum of squares in double precision, whether every element is finite) of a bf16, fp16 or fp32 gradient.
 
     The sum is of blocks of 4096 in a fixed order, so it depends neither on threads nor on the processor. Give `backend`
-    when calling often: opening one takes some milliseconds. ValueError for a tensor that is not dense on the CPU.
-    """
+    when calling often: opening one takes some milliseconds. ValueError for a tensor that is not dense on the CPU."""
     return (backend or open_backend()).grad_sumsq_and_finite(grad, num_threads)

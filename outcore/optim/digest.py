@@ -1,8 +1,7 @@
 """Digests of memory that goes to a drive and comes back: 64 bits for each block, without the GIL.
 
 CRC-32C by the processor's own instruction (about 20 GB/s a core); where it or the extension is missing, zlib's CRC-32
-(1 to 4 GB/s). They live as long as the process and are never written down, so they need not agree between machines.
-"""
+(1 to 4 GB/s). They live as long as the process and are never written down, so they need not agree between machines."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 gradient, states and parameter wait in RAM.
 
 Muon is torch's own (`torch.optim.Muon`), a matrix at a time in fp32 with its Newton-Schulz products in bf16, and its
-`match_rms_adamw`: with that a learning rate of AdamW's fits both.
-"""
+`match_rms_adamw`: with that a learning rate of AdamW's fits both."""
 
 from __future__ import annotations
 

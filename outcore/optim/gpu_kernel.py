@@ -2,8 +2,7 @@
 
 Each operation is rounded once: no product is fused with a sum, and division and root are the correctly rounded ones, in
 PTX of their own, because the library's flush denormals. Values are stored as bit patterns, so a NaN is the canonical
-one. Imported on a GPU only.
-"""
+one. Imported on a GPU only."""
 
 from __future__ import annotations
 

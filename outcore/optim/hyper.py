@@ -12,8 +12,7 @@ same but may fuse a multiplication with an addition where the processor can):
 The scalars are computed in double precision and rounded to fp32 once, as torch does. Two additions to torch's formula:
 every NaN becomes the same quiet NaN, and moments below 2^-126 become 0 (8-bit ones below 2^-112 and 2^-93), since they
 would stay denormals for ever, for which many processors take a slow path. The root of such a v is below 1e-19 (1e-14),
-nothing beside the usual eps; an eps that does not dwarf it is refused.
-"""
+nothing beside the usual eps; an eps that does not dwarf it is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What one call hands to the optimizer: the chunks of a unit, checked once, as the array the C++ side reads.
 
 A `JobBatch` may be submitted many times; `with_grads` gives one with other gradients (a ring of gradient slots) without
-checking the states again. The batch keeps its tensors alive; a pool keeps the batch until its unit has finished.
-"""
+checking the states again. The batch keeps its tensors alive; a pool keeps the batch until its unit has finished."""
 
 from __future__ import annotations
 

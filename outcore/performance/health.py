@@ -1,7 +1,6 @@
 """Is this machine fit for a long run: what is looked at before the trial, and what its steps showed.
 
-Every check stands alone: one that cannot be made is a note with the reason, never a failure of the test.
-"""
+Every check stands alone: one that cannot be made is a note with the reason, never a failure of the test."""
 
 from __future__ import annotations
 

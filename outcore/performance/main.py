@@ -1,7 +1,6 @@
 """What `performance_test.py` calls: look at the machine, try the run, compare, judge, report; the exit code.
 
-Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage, 130 interrupted.
-"""
+Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage, 130 interrupted."""
 
 from __future__ import annotations
 

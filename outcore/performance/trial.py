@@ -7,8 +7,7 @@ follows its assembly is another goal.
 Timeline: what every tier holds within a step, looked at some fifty times a second by a thread.
 
 Cheap readings only: the allocator's own counters, /proc/self/statm, the block device's counters. Cost per look about
-50 us of a thread that sleeps otherwise.
-"""
+50 us of a thread that sleeps otherwise."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     answer.plan.fits, answer.plan.time.step_s, answer.plan.to_dict()
 
 Pure functions of (model shape, run settings, machine); every constant has its source in `outcore.plan.constants`. All
-times are forecasts.
-"""
+times are forecasts."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Every layout worth considering is planned (a few hundred, microseconds each) and the fastest that fits is taken; of
 plans within a few per cent the one that writes less to the drive. When none fits, the one that is short by least is
-shown, and requests are changed one at a time, mildest first, until one fits.
-"""
+shown, and requests are changed one at a time, mildest first, until one fits."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ plan_vs_measured-h200-second.json, after which the constants were set once more;
 changed: plan_vs_measured-h200-host.json; (T) the twelve of plan_vs_measured-h200-third.json, the first with the host's
 own rate beside them; (E) eager layers with and without CUDA graphs in one call, 16,384 tokens a step in micro-batches
 of 4,096: stream_race-h200-eager-graphs.json; (M) six runs before all of these. What was measured there and is scaled
-to another machine is a forecast, and shown as one.
-"""
+to another machine is a forecast, and shown as one."""
 
 from __future__ import annotations
 
@@ -70,15 +69,14 @@ DEFAULT_SEQ_LENGTH = 1024
 ATTENTION_BACKWARD = 2.5
 """Times attention's forward: five matrix products for two, as flash-attention's own benchmark counts."""
 ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
-"""Share of the rate of a layer's matrix products that attention reaches, by the causal FLOPs of whole rows. Without
-a mask
-0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 346 TFLOPS, of FlashAttention-2 on an H100);
-with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
+"""Share of the rate of a layer's matrix products that attention reaches, by the causal FLOPs of whole rows. Without a
+mask 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 346 TFLOPS, of FlashAttention-2 on an
+H100); with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
 micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
 before the first packed row, 0.32 s after it; half: counted in the benchmark's text. Both engines go by documents'
-borders instead of masks (outcore/model/packed/attention.py); that a row of several documents then takes less
-than a row of one is not counted, because their lengths are not known. Heads of 128 and older chips do better
-(FlashAttention-2: 50 to 73 % of an A100's peak, where products of matrices reach 80)."""
+borders instead of masks (outcore/model/packed/attention.py); that a row of several documents then takes less than a row
+of one is not counted, because their lengths are not known. Heads of 128 and older chips do better (FlashAttention-2: 50
+to 73 % of an A100's peak, where products of matrices reach 80)."""
 LOSS_BYTES_PER_LOGIT = 30
 """Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 

@@ -1,8 +1,7 @@
 """The numbers of a machine that a plan is computed from: capacities in bytes, links in GB/s (10**9), each sourced.
 
 Made from a `Machine` (outcore/machine) and its links: measured by the probe, or nominal from data sheets where the
-caller allows that. Overrides win over both.
-"""
+caller allows that. Overrides win over both."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ class Hardware:
 
         The cores need their measured time whatever else goes on, the memory the bytes of both: the longer of the two.
         Where no rate was measured, the memory alone; fp24_m8, which older profiles lack, at most split8's rate: its
-        arithmetic is that of split8 and a rounding.
-        """
+        arithmetic is that of split8 and a rounding."""
         memory_s = self.copies_s(k.OPTIMIZER_DRAM_BYTES[states] * params + copied_bytes)
         rates = self.optimizer_gparams_per_s
         rate = rates.get(states, rates.get("split8") if states == "fp24_m8" else None)
@@ -192,8 +190,7 @@ def hardware_of(
     allow_nominal: links nobody measured get data-sheet rates, noted one by one; otherwise they are an error.
 
     Raises:
-        ProfileError: fewer GPUs than asked for, or links that were never measured.
-    """
+        ProfileError: fewer GPUs than asked for, or links that were never measured."""
     overrides = overrides or Overrides()
     is_cpu = not machine.gpus and overrides.vram_gib is None
     if is_cpu and overrides.num_gpus > 1:

@@ -6,8 +6,7 @@
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
 
-Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile.
-"""
+Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which machine to plan for: a named profile or file, else this computer as the probe measured it.
 
 A profile that is missing, of another machine, damaged or incomplete is an error with words; data-sheet rates are used
-only when the user says so (`--nominal`), and then every fallback is noted.
-"""
+only when the user says so (`--nominal`), and then every fallback is noted."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def load_hardware(
     """The machine called `machine` (shipped profile or file), or this one when None.
 
     Raises:
-        ProfileError: see the module docstring.
-    """
+        ProfileError: see the module docstring."""
     if machine is not None:
         try:
             profile = Machine.load(machine)

@@ -4,5 +4,4 @@ Two halves. The *ladder* (`facts`, `verdict`, `ladder`) finds out whether GPUDir
 says why not; the *benchmarks* (`*_bench`) measure every link, `recommend` turns the figures into settings and `report`
 writes them down. `optimizer` runs all of it behind `gds_optimizer.py`.
 
-Nothing heavy is imported here, so that the child process of the decisive test starts quickly.
-"""
+Nothing heavy is imported here, so that the child process of the decisive test starts quickly."""

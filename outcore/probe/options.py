@@ -47,8 +47,7 @@ class ProbeOptions:
 def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
     """Options from the command line; `root` is the repository (default place of the configuration).
 
-    Raises `UsageError`; argparse itself exits with code 2 for an unknown flag.
-    """
+    Raises `UsageError`; argparse itself exits with code 2 for an unknown flag."""
     args = _parser(root).parse_args(list(argv))
     config_path = Path(args.config)
     try:

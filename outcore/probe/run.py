@@ -1,8 +1,7 @@
 """The run behind `gds_optimizer.py`: the stages in order, each with its share of the time, each able to be left out.
 
 A stage that cannot run here (no GPU, no kvikio, out of time) leaves a sentence in `skipped`; it never leaves a made-up
-number. The test files are removed when `run` ends, for whatever reason.
-"""
+number. The test files are removed when `run` ends, for whatever reason."""
 
 from __future__ import annotations
 

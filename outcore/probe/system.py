@@ -1,8 +1,7 @@
 """What the ladder may ask of the computer, behind one small interface, so that tests can put another computer there.
 
 `RealSystem` reads files, looks for programs and modules, and runs children with a time limit. A child gets its own
-process group: when it hangs, or when the user interrupts us, the whole group is killed and nothing is left behind.
-"""
+process group: when it hangs, or when the user interrupts us, the whole group is killed and nothing is left behind."""
 
 from __future__ import annotations
 

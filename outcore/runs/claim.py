@@ -53,8 +53,7 @@ def take_run(config: TrainConfig, say: Callable[[str], None]) -> TakenRun:
 
     A new run never writes into an older one: without `run_name` it takes the next free number; with one that is in
     use it is refused. `auto` resumes the newest run of the name that has a complete checkpoint.
-    Raises ConfigError, CheckpointError or RunInUse with what to do.
-    """
+    Raises ConfigError, CheckpointError or RunInUse with what to do."""
     base = config.run_name or default_name(config)
     wanted = config.resume_from_checkpoint
     if wanted == "auto":

@@ -2,8 +2,7 @@
 
 The lock is `flock` on `.<run>.lock` beside the run's folders, one in each parent folder that the run writes to, so that
 two runs that share only their logs are kept apart as well. The files are no sign of a run: a `kill -9` leaves them
-behind, free. Children that a run forks do not hold its lock. Cost: a file or three, no waiting.
-"""
+behind, free. Children that a run forks do not hold its lock. Cost: a file or three, no waiting."""
 
 from __future__ import annotations
 

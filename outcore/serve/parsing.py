@@ -1,8 +1,7 @@
 """What an answer holds besides words: reasoning and calls of tools, told apart while it arrives; log-probabilities.
 
 Marks are those that most open models write: <think>...</think>, and <tool_call>{"name": ..., "arguments": {...}}
-</tool_call>. Only marks that the model's own chat template names are looked for.
-"""
+</tool_call>. Only marks that the model's own chat template names are looked for."""
 
 from __future__ import annotations
 
@@ -104,9 +103,8 @@ class AnswerParser:
 
 
 class TemplateParser:
-    """Parser like `AnswerParser`, for a tokenizer that says itself how its answers are written
-    (`response_template`): read by
-    transformers' own parser, special marks included. `prompt`: what the answer goes on from."""
+    """Parser like `AnswerParser`, for a tokenizer that says itself how its answers are written (`response_template`):
+    read by transformers' own parser, special marks included. `prompt`: what the answer goes on from."""
 
     def __init__(self, name: str, template: Any, prompt: str, tools: list[Any]) -> None:
         from transformers.utils.chat_parsing import ResponseParser

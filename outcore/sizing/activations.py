@@ -1,8 +1,7 @@
 """What a micro-batch takes on the device while it is computed: activations of a layer, masks, logits.
 
 Notation: T tokens of a micro-batch, h hidden width, q / kv widths of queries / keys, f feed-forward width that one
-token goes through, e bytes of an element. Attention is fused (no T x T scores) unless the shape says otherwise.
-"""
+token goes through, e bytes of an element. Attention is fused (no T x T scores) unless the shape says otherwise."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def layer_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens: i
 
     Per token: two norms (fp32 copy, normed, output: 4h + 2eh each), the residual stream (2eh), queries before and after
     rotation, attention output twice (4eq), keys and values (3e kv), gated feed-forward (gate, its activation, up,
-    product: 4ef; plain: 3ef), copies for experts (2eh each); in flight: 2ef + 2eh.
-    """
+    product: 4ef; plain: 3ef), copies for experts (2eh each); in flight: 2ef + 2eh."""
     h, f = shape.hidden_size, shape.ffn_width
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     per_token = 2 * (4 * h + 2 * e * h) + 2 * e * h + e * (4 * q + 3 * kv)
@@ -55,8 +53,7 @@ def layer_backward_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int
     Per token: two norms (4h + 2eh each), rotated queries and attention's output (2eq), keys and values (2e kv), gate,
     its activation and up (3ef), and gradients of the product and of both its factors (3ef). What
     `layer_activation_bytes` has beyond that is not kept for the backward: residual stream, queries and keys before
-    their rotation. Layers of other kinds: as that has them.
-    """
+    their rotation. Layers of other kinds: as that has them."""
     if not shape.gated_ffn or shape.is_moe or not shape.fused_attention:
         return layer_activation_bytes(shape, e, seq_length, tokens)
     h = shape.hidden_size

@@ -1,8 +1,7 @@
 """The rule of engine auto, once: the planner forecasts by it and the training run follows it.
 
 The ranks of one host, a decoder-only model and zero_stage infinity, 3 or unset: the streaming engine. An explicit stage
-none, 1 or 2, several hosts, or a model that cannot be streamed: DeepSpeed.
-"""
+none, 1 or 2, several hosts, or a model that cannot be streamed: DeepSpeed."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ an update, and parameters are read twice more by every micro-batch but the first
 
 The ring keeps chunks from one update to the next (`states/ring/schedule`), so memory for it is worth as much as memory
 for states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far
-as the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`.
-"""
+as the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`."""
 
 from __future__ import annotations
 
@@ -170,8 +169,7 @@ def _param_staging(facts: StagedFacts, param_bytes: int) -> tuple[int, int]:
     """Pinned bytes for parameters from the drive, and how many of them for reading ahead.
 
     DeepSpeed may hold `max_live_parameters` on the device and fetch a prefetch bucket more; each keeps its staging
-    memory until it is released. At least three of the largest: one in use, one on its way, one ahead.
-    """
+    memory until it is released. At least three of the largest: one in use, one on its way, one ahead."""
     ahead_bytes = max(facts.largest_bytes, AHEAD_BYTES)
     wanted_bytes = min(facts.live_bytes + ahead_bytes, param_bytes + facts.largest_bytes)
     return round_up(max(3 * facts.largest_bytes, min(wanted_bytes, facts.allowed_bytes)), 4096), ahead_bytes

@@ -1,7 +1,6 @@
 """Formats of optimizer states and of a packed base: bytes per parameter, in RAM and on a drive.
 
-Their layouts are outcore/optim/formats and outcore/formats.
-"""
+Their layouts are outcore/optim/formats and outcore/formats."""
 
 from __future__ import annotations
 

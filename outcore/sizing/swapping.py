@@ -15,8 +15,7 @@ What the sizes follow from (deepspeed/runtime/swap_tensor, runtime/zero/partitio
 - A weight that persists on the GPU must not live on NVMe: all of those are read at once after a step. Nor may
   `stage3_module_granularity_threshold` group modules: the group is read at once.
 All of this was tried with a small model on the CPU accelerator; tests/engine/deepspeed/test_config_training.py repeats
-the good half.
-"""
+the good half."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def nvme_bytes(
     """Bytes on the drive for the whole model.
 
     Optimizer: with stock DeepSpeed fp32 master, two fp32 moments and the fp32 gradients it parks there, 16 B per
-    trainable parameter. Parameters: their 2 (fp32: 4) B, also of weights that are made before they are tied.
-    """
+    trainable parameter. Parameters: their 2 (fp32: 4) B, also of weights that are made before they are tied."""
     total = 0
     if optimizer:
         total += int(model.trainable * optimizer_bytes_per_param)

@@ -6,8 +6,7 @@ is more than the device has, it holds less, the cheapest saving first: gradients
 through buffers of a layer's size, two layers are there at a time instead of three, gradients leave through one buffer
 instead of two. None of these changes a bit of any result, and none lengthens a step whose computing hides its copies.
 Then embedding and head are tiled (their logits are computed twice), then one layer at a time is held (its upload waits
-for the one before), and only then layers are tiled, the largest first. Pure, and without torch.
-"""
+for the one before), and only then layers are tiled, the largest first. Pure, and without torch."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ def choose_holding(
 ) -> Holding:
     """The first way of holding units that fits; when none does, the one that takes least.
 
-    `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device.
-    """
+    `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device."""
     share = WEIGHTS_SHARE if work is None else USABLE_SHARE
     ways = list(_ways(model, layer_buffers, may_tile))
     needed = [

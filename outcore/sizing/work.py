@@ -45,8 +45,7 @@ def step_work(
     `accumulation` micro-batches of `tokens` tokens of `e` bytes an element. `checkpoints_home`: 'vram', or elsewhere.
 
     `tile_bytes`: of a tile, where units are tiled; `chunk_bytes`: intermediates of an MLP that a tiled layer may hold.
-    `masks`: packed rows have masks.
-    """
+    `masks`: packed rows have masks."""
     hidden = shape.hidden_size
     batch_hidden = tokens * accumulation * hidden * e
     # With another home: those of the last layers, whose backward comes at once, and one layer's on its way.

@@ -1,8 +1,7 @@
 """How fast is the drive behind this folder?
 
 Writes one file and reads it back past the page cache through `outcore.storage`, in blocks of 8 MiB over several
-threads as training does; bounded in bytes, seconds and share of the free space; the file is removed.
-"""
+threads as training does; bounded in bytes, seconds and share of the free space; the file is removed."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def check_nvme_performance(
     space; blocks of 8 MiB over `num_threads` threads, the pattern of the training's own transfers.
 
     Raises:
-        OSError: the folder cannot be written or read; ValueError: sizes or times out of range, unusable path.
-    """
+        OSError: the folder cannot be written or read; ValueError: sizes or times out of range, unusable path."""
     chunk_bytes = 8 * MIB * num_threads
     if test_bytes < 8 * MIB or max_s <= 0 or num_threads < 1:
         raise ValueError(

@@ -2,8 +2,7 @@
 
 `placement` cuts states into chunks and says which live on NVMe, `buffers` holds them, `homes` are those of a model's
 parts beside the parameters, `ring` takes chunks on NVMe past the optimizer, `window` reads and writes them for
-checkpoints.
-"""
+checkpoints."""
 
 from outcore.states.homes import Homes, StateBuffers, open_store
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatable, cut_states, spill

@@ -10,8 +10,7 @@ that have all of it in RAM are updated in place (`jobs`); the others flow throug
 the states when they live on NVMe, and the parameter piece when that does (`param_piece` is then None, `param_place`
 says where): read first where the format needs it (split), written back always (`ring/slots`).
 
-Optimizer states chunk by chunk: those in RAM in a buffer each, those on NVMe behind a window of one chunk.
-"""
+Optimizer states chunk by chunk: those in RAM in a buffer each, those on NVMe behind a window of one chunk."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class Homes:
 
     `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. Where other processes keep
     the rest of them, these are this one's, and `adopted` waits until all weights are there. `backend`: of the
-    optimizer; None: the best there is.
-    """
+    optimizer; None: the best there is."""
 
     def __init__(
         self,

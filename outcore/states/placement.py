@@ -154,8 +154,7 @@ def cut_states(
 def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool = False) -> None:
     """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM.
 
-    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`).
-    """
+    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`)."""
     in_ram = spread([chunk.state_format.chunk_bytes(chunk.numel) for chunk in chunks], ram_bytes)
     for chunk, stays in zip(chunks, in_ram, strict=True):
         chunk.on_nvme = not stays
@@ -166,8 +165,7 @@ def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool
 def spread(sizes_bytes: Sequence[int], ram_bytes: int | None) -> list[bool]:
     """Which of these pieces stay in RAM: together at most `ram_bytes`, and no further piece would fit.
 
-    Up to any piece, those in RAM are `ram_bytes / total` of the bytes so far, to within a piece or two.
-    """
+    Up to any piece, those in RAM are `ram_bytes / total` of the bytes so far, to within a piece or two."""
     total_bytes = sum(sizes_bytes)
     if ram_bytes is None or ram_bytes >= total_bytes:
         return [True] * len(sizes_bytes)

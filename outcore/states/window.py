@@ -6,8 +6,7 @@ load, which sets both moments of a chunk together. What was written goes back wh
 `flush`, which must come before the chunks are updated: what is in memory would be old then.
 
 Compressed moments are expanded where they were read and compressed before they are written, so callers see the plain
-format. Both go back together, as they share heads and tail.
-"""
+format. Both go back together, as they share heads and tail."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class StateWindow:
 
     `backend`: of the optimizer, which compresses and expands.
 
-    EngineError where the drive gives back other bytes than were written, as far as that shows.
-    """
+    EngineError where the drive gives back other bytes than were written, as far as that shows."""
 
     def __init__(self, store: TensorStore, backend: Backend) -> None:
         self._store, self._backend = store, backend

@@ -10,8 +10,7 @@ buffered, said once per filesystem by a `BufferedFallbackWarning`, and the pages
 
 A file whose size is not a multiple of the block is padded on the drive while it is written and has its exact size again
 after `sync()` and `close()`. Block-edge locks belong to the BlockFile object: write unaligned pieces of one file
-through one BlockFile, not through two.
-"""
+through one BlockFile, not through two."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class BlockFile:
 
     `mode`: "r" reads an existing file, "rw" reads and writes an existing file, "create" makes or empties it.
     `size_bytes`: with "create" the space to reserve at once; otherwise the size that the file must have.
-    `direct=False` asks for buffered transfers. Raises `StorageError` for everything the system refuses.
-    """
+    `direct=False` asks for buffered transfers. Raises `StorageError` for everything the system refuses."""
 
     def __init__(
         self, path: str | os.PathLike[str], mode: Mode = "r", size_bytes: int | None = None, direct: bool = True
@@ -139,8 +137,7 @@ class BlockFile:
     def write_from(self, buffer: Any, offset: int) -> None:
         """Write all of `buffer` at byte `offset`; blocks until the drive or (buffered) the page cache has it.
 
-        A write beyond the end makes the file larger. Durable only after `sync()`. Raises StorageError.
-        """
+        A write beyond the end makes the file larger. Durable only after `sync()`. Raises StorageError."""
         view = host_bytes(buffer, writable=False)
         check_offset(offset)
         if not self.writable:
@@ -195,8 +192,7 @@ class BlockFile:
         """Make the file at least `size_bytes` long with its blocks reserved, so that a full drive is found now.
 
         Where the filesystem cannot reserve (some network shares), zeros are written instead, which takes as long as
-        writing. Raises StorageError (ENOSPC, EFBIG, EDQUOT, ...) and then leaves the file at its former size.
-        """
+        writing. Raises StorageError (ENOSPC, EFBIG, EDQUOT, ...) and then leaves the file at its former size."""
         if not self.writable:
             raise StorageError("preallocate", path=self.path, wanted=size_bytes, reason="opened read-only")
         self.enter("preallocate")
@@ -229,8 +225,7 @@ class BlockFile:
     def sync(self) -> None:
         """Make everything written so far survive a power cut (fsync) and give the file its exact size.
 
-        Raises StorageError, also when the file was made shorter behind our back.
-        """
+        Raises StorageError, also when the file was made shorter behind our back."""
         self.enter("sync")
         try:
             self._trim()
@@ -275,8 +270,7 @@ class BlockFile:
     def close(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait for transfers under way, restore the exact size, close. Later transfers raise. Twice is harmless.
 
-        TimeoutError when a transfer does not end: the file then stays open until the process ends.
-        """
+        TimeoutError when a transfer does not end: the file then stays open until the process ends."""
         with self._state:
             if self._closed:
                 return

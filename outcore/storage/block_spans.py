@@ -12,8 +12,7 @@ Byte ranges of one file that writers hold: whole-block writers share, a read-mod
 A write that covers part of a block must read the block, change some bytes and write it back. While it does so, nobody
 else may write the block, or their bytes would be lost. Writers of whole blocks never conflict with each other (what
 happens to overlapping bytes is the caller's affair, as with any file). Cost: a scan over the handful of ranges in
-flight, about a microsecond.
-"""
+flight, about a microsecond."""
 
 from __future__ import annotations
 

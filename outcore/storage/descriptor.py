@@ -1,8 +1,7 @@
 """`Descriptor`: one open file, direct or buffered, and calls on it that move everything or say why not.
 
 The kernel may move fewer bytes than asked, be interrupted, be short of resources for a moment, or refuse direct I/O
-only at the first transfer. All of that is settled here: the layers above see whole spans or a `StorageError`.
-"""
+only at the first transfer. All of that is settled here: the layers above see whole spans or a `StorageError`."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ class Descriptor:
     def read_span(self, span: np.ndarray, at: int, needed: int) -> int:
         """Read at least `needed` bytes into `span`, fewer only at the file's end; returns how many.
 
-        In direct mode `span` and `at` must be whole blocks. Raises StorageError.
-        """
+        In direct mode `span` and `at` must be whole blocks. Raises StorageError."""
         done = furthest = stalls = busy = 0
         while done < needed:
             try:

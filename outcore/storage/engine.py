@@ -17,8 +17,7 @@ class StorageEngine(Protocol):
 
     `submit_*` return at once. The buffer belongs to the engine until the transfer is done. Lower `priority` numbers go
     first, equal ones in order of submission. `close` finishes what was submitted, or with `cancel` what has begun;
-    TimeoutError when nothing has moved for `stall_s`.
-    """
+    TimeoutError when nothing has moved for `stall_s`."""
 
     @property
     def name(self) -> str: ...
@@ -67,8 +66,7 @@ def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
     favours it.
 
     `settings` go to the engine's constructor. Raises ValueError for an unknown name and RuntimeError, with the reason,
-    for an engine that this machine cannot run.
-    """
+    for an engine that this machine cannot run."""
     if name in ("auto", "posix"):
         return PosixEngine(**settings)
     if name == "kvikio":

@@ -16,8 +16,7 @@ class StorageError(OSError):
     """A transfer or file operation that did not do what was asked.
 
     Attributes: `path`, `offset` (bytes from the start of the file, None where it does not apply), `wanted` and `got`
-    (bytes, None likewise), `errno` (the system's number or None, e.g. for the end of the file), `action`, `reason`.
-    """
+    (bytes, None likewise), `errno` (the system's number or None, e.g. for the end of the file), `action`, `reason`."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Direct I/O needs offsets and sizes in multiples of the drive's logical block (512 or 4096 bytes). Linux >= 6.1 tells the
 exact numbers per file (statx, STATX_DIOALIGN); older kernels through /sys; else 4096 is assumed, which is right for
-every common drive because it is a multiple of 512.
-"""
+every common drive because it is a multiple of 512."""
 
 from __future__ import annotations
 

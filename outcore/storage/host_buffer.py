@@ -1,8 +1,7 @@
 """Host memory as the storage room sees it: a flat run of bytes with a known address.
 
 `host_bytes` turns a contiguous CPU tensor (any dtype, pinned or not) or any object with the buffer protocol into a
-1-D numpy `uint8` view without copying. `aligned_bytes` makes page-aligned memory that O_DIRECT accepts everywhere.
-"""
+1-D numpy `uint8` view without copying. `aligned_bytes` makes page-aligned memory that O_DIRECT accepts everywhere."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def host_bytes(buffer: Any, *, writable: bool) -> np.ndarray:
     """A `uint8` view [n_bytes] of `buffer`'s own memory.
 
     Raises ValueError for a CUDA or non-contiguous tensor, and for read-only memory when `writable` is asked for.
-    The view keeps the buffer alive; the caller must not resize it while a transfer runs.
-    """
+    The view keeps the buffer alive; the caller must not resize it while a transfer runs."""
     if isinstance(buffer, torch.Tensor):
         if buffer.device.type != "cpu":
             raise ValueError(
@@ -60,8 +58,7 @@ def aligned_bytes(n_bytes: int) -> np.ndarray:
     """Fresh zeroed memory [n_bytes], page-aligned, returned to the system when the array is dropped.
 
     From 2 MiB on it asks for huge pages: the kernel pins every page of an O_DIRECT request, 512 times fewer of them.
-    Private, because Python's default (shared) is never backed by huge pages.
-    """
+    Private, because Python's default (shared) is never backed by huge pages."""
     if n_bytes <= 0:
         return np.empty(0, dtype=np.uint8)
     if not hasattr(mmap, "MAP_PRIVATE"):

@@ -2,8 +2,7 @@
 
 A transfer ends exactly once, with its byte count or with an exception, and by then nobody touches its buffer any more.
 The exception is raised on the thread that waits, every time it waits. A transfer that is never waited for and failed is
-logged, so that no failure passes unseen.
-"""
+logged, so that no failure passes unseen."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def gather(
     """One transfer that ends when all `parts` have; the first failure is its failure.
 
     `after_each[i]` runs on the thread that finished part i, if that went well and before the whole counts as done: the
-    place for checksums. What it raises fails the whole.
-    """
+    place for checksums. What it raises fails the whole."""
     total = Transfer(sum(part.n_bytes for part in parts), what, parts[-1]._is_alive if parts else None)
     if not parts:
         total.finish()

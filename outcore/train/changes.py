@@ -23,8 +23,7 @@ def settle_changes(checkpoint: Checkpoint, fingerprint: dict[str, Any], *, on_pu
 def changed_by_version(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
     """A line for what this version does otherwise than the one that made the checkpoint, whose settings are the same.
 
-    Until the schedule's end was a setting, a cosine ended at a tenth of the peak, and no checkpoint wrote it down.
-    """
+    Until the schedule's end was a setting, a cosine ended at a tenth of the peak, and no checkpoint wrote it down."""
     was, now = checkpoint.trainer_state()["fingerprint"].get("schedule", {}), fingerprint["schedule"]
     if was.get("kind") != "cosine" or "min_ratio" in was or now["kind"] != "cosine":
         return []

@@ -3,8 +3,7 @@
 Everything the run needs is handed in (`trainer_parts`); the loop owns the schedule, the data position and what is
 written to disk. On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and
 the setting. A model whose last training or validation loss is not finite is never saved: it would take a good
-checkpoint's place.
-"""
+checkpoint's place."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ class Trainer:
         """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen; True when they are the best
         so far and the run keeps the best.
 
-        NonFiniteLossError when the loss is not finite.
-        """
+        NonFiniteLossError when the loss is not finite."""
         p = self.parts
         if p.eval_batches is None:
             return False

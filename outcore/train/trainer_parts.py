@@ -1,7 +1,6 @@
 """What the training loop is handed: the engine, the data, the schedule, how long the run is, and where it reports.
 
-The best evaluation so far: which step had it, and how many evaluations since were no better.
-"""
+The best evaluation so far: which step had it, and how many evaluations since were no better."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ weights are loaded beside those.
 A LoRA checkpoint merged into its base, without a run: the base is read from where it came from.
 
 RAM: the base in the precision that it is stored in. Merged weights are computed one layer at a time, as they are
-written (`export_model`).
-"""
+written (`export_model`)."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     """Copy a verified checkpoint's weights, configuration and tokenizer to `target`, which must not exist yet.
 
     A LoRA checkpoint gives its adapter in peft's format. CheckpointError when it cannot be exported or the drive is too
-    full; `target` appears only when it is whole.
-    """
+    full; `target` appears only when it is whole."""
     if target.exists():
         raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
     files = checkpoint.path / FOLDER

@@ -2,8 +2,7 @@
 
 Every rank calls `export_model` (gathering a partitioned weight needs all of them); rank 0 writes, into a folder aside
 that takes the final name only when it is whole. Memory: one tensor at a time. LoRA: merged weights are computed per
-layer (W + scale * B A) while they are written, or the adapter alone in peft's format.
-"""
+layer (W + scale * B A) while they are written, or the adapter alone in peft's format."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def _buffers(network: nn.Module, name_of: Callable[[str], str]) -> Tensors:
 def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, bool]:
     """The base model's tensors by their own names, adapters merged in; computed in fp32, rounded once.
 
-    Also whether tied weights are there under each of their names, because not all uses of one have the same adapter.
-    """
+    Also whether tied weights are there under each of their names, because not all uses of one have the same adapter."""
     layers = adapted_layers(network)
     untied = bool(tied_apart(network))
     tensors: Tensors = {}
@@ -160,8 +158,7 @@ def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> N
 def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
     """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them.
 
-    `untied`: embedding and head are tied in `network` and not in what is written.
-    """
+    `untied`: embedding and head are tied in `network` and not in what is written."""
     config: Any = getattr(network, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return  # a user's own module: the weights are there, its code builds it

@@ -1,8 +1,7 @@
 """`--push_to_hub ORG/NAME`: the finished model to the Hugging Face hub, through huggingface_hub's own client.
 
 The login is looked at before training, so that nobody trains for a day to learn that a token is missing. A failed
-upload loses nothing: the model is in `final_model/`, and the message says how to send it.
-"""
+upload loses nothing: the model is in `final_model/`, and the message says how to send it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`DataSettings`: which data, read how, cut to what length. Wrong values fail here, before any file is opened.
 
-What can be wrong with data, in words: every message says what happened, where, why, and what to do.
-"""
+What can be wrong with data, in words: every message says what happened, where, why, and what to do."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Text is cut into pieces of at most 256 Ki characters before tokenising, preferably behind a line break that is followed
 by a visible character, where the usual pre-tokenizers cut anyway; pieces are tokenised in parallel by fast tokenizers
-and a large file never sits in RAM. A document ends with EOS, and begins with BOS where the tokenizer adds one.
-"""
+and a large file never sits in RAM. A document ends with EOS, and begins with BOS where the tokenizer adds one."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ class DocumentEncoder:
     def encode(self, example: Example, notices: Counter[str] | None = None) -> np.ndarray:
         """One document's tokens with loss bits; encoder-decoder: source tokens (no loss), then target tokens (loss).
 
-        `notices` counts what of a conversation the chat template does not write. Raises RowError.
-        """
+        `notices` counts what of a conversation the chat template does not write. Raises RowError."""
         encoded = self.encode_many([example], notices)[0]
         if isinstance(encoded, RowError):
             raise encoded

@@ -29,8 +29,7 @@ def open_or_build(
     """(the arrays in `path`, whether they were there already); built under the lock if missing or damaged.
 
     `build` fills the writer and returns the meta to store. Raises CacheError (folder, drive, lock) and what `build`
-    raises.
-    """
+    raises."""
     try:
         return open_arrays(path), True
     except FileNotFoundError:
@@ -58,8 +57,7 @@ def build_lock(path: Path, timeout_s: float, say: Callable[[str], None], what: s
     """Holds `path` while the body runs.
 
     Waits up to `timeout_s` for another process (saying so after two seconds), then raises CacheError. Where the file
-    system has no locks (some network mounts) the existence of the file is the lock.
-    """
+    system has no locks (some network mounts) the existence of the file is the lock."""
     with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):

@@ -4,8 +4,7 @@ Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `i
 text, which may be cut into windows), `first_loss` int64 [documents] (position in the document of the first token that
 carries loss, the first token apart; the document's length if none does). The length of rows does not enter here but in
 the layout, so that another seq_length does not tokenise again. Memory while building does not grow with the data: a
-batch of 1 Mi characters is under way at a time.
-"""
+batch of 1 Mi characters is under way at a time."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def open_token_cache(
 ) -> TokenCache:
     """The cache of `source`, built if it is not there or damaged; only one process builds, the others wait for it.
 
-    Raises DataError (malformed row, no such column, nothing to train on) or CacheError (folder, drive, lock).
-    """
+    Raises DataError (malformed row, no such column, nothing to train on) or CacheError (folder, drive, lock)."""
     description = {
         "version": CACHE_VERSION,
         "source": source.identity(),

@@ -3,8 +3,7 @@
 The template tells which characters those are: by its own {% generation %} marks, or by the marks that template.py gives
 it. The whole text is tokenised once; a token carries loss from the one that holds a span's first character to the one
 that holds its last, as in transformers. What cannot be marked is an error: a guessed mask would train on the user's
-words.
-"""
+words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How a chat template begins and ends what the assistant writes, learned once from a few small conversations.
 
 The header of a turn is what the generation prompt and every rendered turn have in common: the model is given it, so it
-carries no loss. What follows (reasoning, words, tool calls, end) the model has to write itself.
-"""
+carries no loss. What follows (reasoning, words, tool calls, end) the model has to write itself."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The template is compiled a second time, with marks that its loops over the messages write: one where a message's turn of
 the loop begins, one where it ends. Taken out again, the marks leave the very text that the template itself renders;
-that is checked for every conversation (template.py). No template has to be rewritten by hand.
-"""
+that is checked for every conversation (template.py). No template has to be rewritten by hand."""
 
 from __future__ import annotations
 

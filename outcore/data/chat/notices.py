@@ -23,8 +23,7 @@ def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str])
     """Sentences that are the same for every conversation, so that they can be counted.
 
     `read` are the words of the template's source. Raises RowError when words or a tool call would be missing from what
-    is trained.
-    """
+    is trained."""
     text, notices = rendering.text, []
     messages = example.messages
     last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)

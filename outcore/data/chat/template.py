@@ -1,7 +1,6 @@
 """One chat template of one tokenizer: a conversation's text, and the characters in it that the assistant wrote.
 
-The form in which a chat template reads messages: text or parts, tool arguments as objects or as JSON text.
-"""
+The form in which a chat template reads messages: text or parts, tool arguments as objects or as JSON text."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Packed rows have T = seq_length, positions restarting at 0 in every document, no attention mask; what a row has left at
 its end is one more document, of padding tokens without loss. Rows that are not packed are padded on the right to the
-longest of the micro-batch (a multiple of 8) with an attention mask. Reading a row touches its pages of the map only.
-"""
+longest of the micro-batch (a multiple of 8) with an attention mask. Reading a row touches its pages of the map only."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A weight is how often a source's rows are seen in an epoch: 1 each row once, 0.3 three tenths of them (chosen by the
 seed), 2 each row twice. Row r of the mixture belongs to the source into whose share it falls; `BatchStream` shuffles
-the rows of all sources together, so the mixture is as even, as repeatable and as exactly resumable as one source.
-"""
+the rows of all sources together, so the mixture is as even, as repeatable and as exactly resumable as one source."""
 
 from __future__ import annotations
 

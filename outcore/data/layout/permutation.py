@@ -2,8 +2,7 @@
 
 A Feistel network over the next even power of two, stepping on until the value is below n (cycle walking, on average
 under four steps), its rounds keyed by splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-2014). The same on every platform and library version, so a resumed run sees the same order.
-"""
+2014). The same on every platform and library version, so a resumed run sees the same order."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Best-fit-decreasing packing of segments into rows of a fixed capacity.
 
 Within a buffer of segments, longest first, each goes where it leaves the least space. Finding that row is a bisection
 over the spaces that occur: about 1 us a segment. A buffer of 65,536 segments keeps memory bounded; its unfilled rows
-are closed with it, which costs less than a part in a thousand.
-"""
+are closed with it, which costs less than a part in a thousand."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def pack(lengths: np.ndarray, capacity: int, buffer_segments: int = BUFFER_SEGME
 
     `lengths` [segments], each from 1 to `capacity`. Returns (`order` int64 [segments]: segment numbers row after row,
     `row_ends` int64 [rows + 1]: row r is order[row_ends[r]:row_ends[r + 1]]). Every segment is in exactly one row, and
-    no row exceeds the capacity. Deterministic; ties go to the earlier segment. ValueError for a length out of range.
-    """
+    no row exceeds the capacity. Deterministic; ties go to the earlier segment. ValueError for a length out of range."""
     if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > capacity):
         raise ValueError(f"segments must have 1 to {capacity} tokens, got {int(lengths.min())} to {int(lengths.max())}")
     order: list[int] = []
@@ -116,8 +114,7 @@ def text_windows(offsets: np.ndarray, documents: np.ndarray, window: int) -> Seg
     """Consecutive windows of each document.
 
     All are `window` tokens long but the document's last. A single token left over would have nothing before it to be
-    predicted from, so it takes the last token of the window before it along.
-    """
+    predicted from, so it takes the last token of the window before it along."""
     starts, ends = offsets[documents], offsets[documents + 1]
     counts = -(-(ends - starts) // window)
     first = np.cumsum(counts) - counts
@@ -136,8 +133,7 @@ def supervised_segments(
     """A conversation or completion a segment; one longer than `seq_length` as `long_rows` says.
 
     keep_start and keep_end cut it off, drop leaves it out, split makes windows of it. What is left without loss is
-    left out and counted as dropped.
-    """
+    left out and counted as dropped."""
     starts, lengths = cache.offsets[documents], cache.offsets[documents + 1] - cache.offsets[documents]
     is_long = lengths > seq_length
     if long_rows == "drop":

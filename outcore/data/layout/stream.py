@@ -9,8 +9,7 @@ valid for. Grouped by length (`grouping`), an epoch's order also depends on the 
 Rows of about the same length together, as transformers' `group_by_length` puts them: less padding, still shuffled.
 
 An epoch's random order is cut into pieces of up to 50 batches; each is sorted, longest first, and the longest row of
-all comes first, so that what needs too much memory fails in the first step (`get_length_grouped_indices`).
-"""
+all comes first, so that what needs too much memory fails in the first step (`get_length_grouped_indices`)."""
 
 from __future__ import annotations
 
@@ -159,8 +158,7 @@ class EvalStream:
     """Finite iterator: every row exactly once over all ranks, in order, the same number of micro-batches on each rank.
 
     Where a rank has no row left in the last global batch, it gets a filler without loss (all labels -100); the last
-    real micro-batch may be short. Can be iterated again and again.
-    """
+    real micro-batch may be short. Can be iterated again and again."""
 
     def __init__(self, dataset: Rows, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         _check(dataset, micro_batch_size, rank, world_size)

@@ -1,8 +1,7 @@
 """Lists of messages as people store them (OpenAI, ShareGPT, JSON text in a cell), brought to one form.
 
 Out comes `role` and `content` (text), tool calls as OpenAI writes them, and which assistant messages the row itself
-keeps out of the loss (`weight: 0`, `train: false`).
-"""
+keeps out of the loss (`weight: 0`, `train: false`)."""
 
 from __future__ import annotations
 

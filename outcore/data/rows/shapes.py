@@ -4,8 +4,7 @@ Columns named in the settings decide; otherwise the first rows' column names and
 other row must have the shape of the first: one that has not is a bad row, with the reason. A column that a shape does
 not use is counted and named, never dropped without a word.
 
-A source's rows with the shape of the file that they stand in: the files of one folder may be of different shapes.
-"""
+A source's rows with the shape of the file that they stand in: the files of one folder may be of different shapes."""
 
 from __future__ import annotations
 
@@ -205,8 +204,7 @@ TEXT = Shape("text", ("text",))
 def shaped_records(source: Source, settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
     """Every record with the shape that the first rows of its file show.
 
-    Raises DataError when a file's rows have no known shape, or settings name columns of a text that has none.
-    """
+    Raises DataError when a file's rows have no known shape, or settings name columns of a text that has none."""
     if source.is_text:
         _check_text(source, settings)
         return ((record, TEXT) for record in source.records())

@@ -1,7 +1,6 @@
 """Rows as one HTML page without scripts: tokens that bear loss are coloured, each tells its number when pointed at.
 
-One sample with its loss mask, as text for people: what is between ⟦ and ⟧ is what the model learns to write.
-"""
+One sample with its loss mask, as text for people: what is between ⟦ and ⟧ is what the model learns to write."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def render_sample(
 ) -> str:
     """The tokens of one row or document decoded, runs that carry loss in brackets, long runs shortened in the middle.
 
-    `input_ids`, `labels`: 1-D, of one length, labels not shifted, -100 = no loss.
-    """
+    `input_ids`, `labels`: 1-D, of one length, labels not shifted, -100 = no loss."""
     ids, has_loss = np.asarray(input_ids), np.asarray(labels) != IGNORE_INDEX
     if ids.shape != has_loss.shape or ids.ndim != 1:
         raise ValueError(f"input_ids and labels must be 1-D and of one length, got {ids.shape} and {has_loss.shape}")

@@ -1,8 +1,7 @@
 """The built-in text: the running interpreter's own standard library, real prose and code that needs no download.
 
 Every .py file of the library in path order, tests and generated tables left out, up to about 12 MB; a file is a
-document, so that the train/validation split is by file. About 0.1 s to read.
-"""
+document, so that the train/validation split is by file. About 0.1 s to read."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Downloaded once into the library's own cache by default; with streaming (or by itself when the data set is larger than a
 quarter of the free RAM) read over the network while it is tokenised. Everything that can go wrong on the way there
-becomes one error that names what works without a network.
-"""
+becomes one error that names what works without a network."""
 
 from __future__ import annotations
 

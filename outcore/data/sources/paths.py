@@ -1,8 +1,7 @@
 """Paths as people write them: spaces, ~, Windows drives and UNC shares on Linux and WSL2, or a hub id after all.
 
 On WSL2 `C:\\data\\x.jsonl` is translated to /mnt/c/data/x.jsonl and `\\\\wsl$\\Ubuntu\\home\\me` to /home/me. Anything
-else spelled the Windows way is refused with the spelling that works. Nothing is opened here.
-"""
+else spelled the Windows way is refused with the spelling that works. Nothing is opened here."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def is_windows_spelling(text: str) -> bool:
 def translate(text: str, *, on_wsl: bool | None = None, mount_root: Path = Path("/mnt")) -> Path:
     """The local path that `text` means.
 
-    Raises DataError for a Windows or UNC spelling that has no meaning on this system, saying which one has.
-    """
+    Raises DataError for a Windows or UNC spelling that has no meaning on this system, saying which one has."""
     if os.name == "nt":
         return Path(text).expanduser()
     on_wsl = running_on_wsl() if on_wsl is None else on_wsl

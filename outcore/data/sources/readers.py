@@ -3,8 +3,7 @@ a time.
 
 json: an array is parsed element by element from a growing buffer; an object is read whole (it must be small) and its
 one list of rows taken; objects line by line are recognised as jsonl. A malformed row is yielded as BadRow with file and
-line, and reading goes on behind it wherever the format allows that.
-"""
+line, and reading goes on behind it wherever the format allows that."""
 
 from __future__ import annotations
 

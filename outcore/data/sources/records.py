@@ -1,7 +1,6 @@
 """What a source yields: records with the place they came from, or the reason why a row is none.
 
-Sources are iterated once per cache build and hold one row, or one block of a large text, at a time.
-"""
+Sources are iterated once per cache build and hold one row, or one block of a large text, at a time."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def without_filled_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a file with typed columns, without the nulls that such a file fills in.
 
     There every object of a column has the keys of all of them, so that one row's tool arguments appear as nulls in the
-    others. The row's own columns stay, null or not.
-    """
+    others. The row's own columns stay, null or not."""
     return {column: _without_nulls(value) for column, value in row.items()}
 
 

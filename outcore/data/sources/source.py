@@ -66,8 +66,7 @@ class FilesSource:
 def open_source(settings: DataSettings, *, evaluation: bool = False) -> Source:
     """The training source, or with `evaluation` that of `eval_dataset` / `eval_split`.
 
-    Raises DataError: nothing there (with the nearest name), unknown kind of file, empty folder, hub out of reach.
-    """
+    Raises DataError: nothing there (with the nearest name), unknown kind of file, empty folder, hub out of reach."""
     name = settings.eval_dataset if evaluation and settings.eval_dataset else settings.dataset
     split = settings.eval_split if evaluation and settings.eval_split else settings.dataset_split
     if name == EMBEDDED:

@@ -1,8 +1,7 @@
 """Text out of files: UTF-8 with or without BOM, CRLF, gzip and zstd, read in blocks so that no file is held whole.
 
 A byte that is not UTF-8 is an error with the file and the byte's offset, never a replacement character: silently
-damaged text would be trained on. Offsets in compressed files count uncompressed bytes.
-"""
+damaged text would be trained on. Offsets in compressed files count uncompressed bytes."""
 
 from __future__ import annotations
 

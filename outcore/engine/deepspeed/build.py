@@ -119,8 +119,7 @@ def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
 def init_process_group(has_cuda: bool, local_rank: int) -> None:
     """Join this run's ranks (a group of one without a launcher). Must come before anything of DeepSpeed's.
 
-    The group lives as long as the process: DeepSpeed keeps references to it that a new group would not replace.
-    """
+    The group lives as long as the process: DeepSpeed keeps references to it that a new group would not replace."""
     prepare_environment(has_cuda, local_rank)
     remove_stale_builds(os.environ)
     # DeepSpeed's INFO lines and torch's notes on collectives that DeepSpeed still calls by their old names.

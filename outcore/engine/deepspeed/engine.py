@@ -3,8 +3,7 @@
 The loss is a sum over unmasked tokens divided by the token count of the whole global batch, so the result does not
 depend on how tokens fall over micro-batches and ranks; DeepSpeed's own division by accumulation steps is switched off
 and its average over ranks is undone by a factor of world_size. Checkpoints go parameter by parameter through
-`StateAccess`, so that any stage and number of ranks can resume them.
-"""
+`StateAccess`, so that any stage and number of ranks can resume them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """DeepSpeed is told through environment variables which accelerator it has and who its peers are: set here, once.
 
 Under the `deepspeed` launcher they are there already and are kept; a plain `python train_model.py` becomes a group of
-one. Without a CUDA GPU DeepSpeed's CPU accelerator is used.
-"""
+one. Without a CUDA GPU DeepSpeed's CPU accelerator is used."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def accelerator() -> Any:
 def remove_stale_builds(environ: Mapping[str, str], say: Callable[[str], None] = print) -> None:
     """Remove the locks that killed builds of extensions left: torch would wait for them, for ever and without a word.
 
-    Rank 0 of each host does it; the others wait for what it then builds.
-    """
+    Rank 0 of each host does it; the others wait for what it then builds."""
     if environ.get("LOCAL_RANK", "0") != "0":
         return
     root = environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
@@ -51,8 +49,7 @@ def prepare_environment(
 ) -> dict[str, str]:
     """Set what DeepSpeed reads, leaving what a launcher has set; returns what was added.
 
-    TORCH_CUDA_ARCH_LIST entries such as '9.0a' break DeepSpeed's extension builder and lose their letter.
-    """
+    TORCH_CUDA_ARCH_LIST entries such as '9.0a' break DeepSpeed's extension builder and lose their letter."""
     env = os.environ if environ is None else environ
     wanted = {
         "RANK": "0",

@@ -7,8 +7,7 @@
     save_infinity_config(config, "my_config.json")
 
 The training script itself uses `builder.build_config`, which resolves the whole configuration for a model and a run;
-the functions here are for notebooks, other scripts and the settings panel.
-"""
+the functions here are for notebooks, other scripts and the settings panel."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def nvme_space_parts_gb(
     """GB (10**9 bytes) per offloaded part, without a safety factor; parts that stay in RAM are 0.
 
     Raises:
-        ValueError: `total_params` is not a whole number of 0 or more.
-    """
+        ValueError: `total_params` is not a whole number of 0 or more."""
     if isinstance(total_params, bool) or not isinstance(total_params, int) or total_params < 0:
         raise ValueError(f"total_params must be a whole number of 0 or more, got {total_params!r}.")
     chosen = {"parameters": offload_params, "optimizer": offload_optimizer, "gradients": offload_gradients}
@@ -81,8 +79,7 @@ def estimate_nvme_space_required(
     DeepSpeed's own numbers (`swapping.nvme_bytes`); this estimate is the one by parts, for planning.
 
     Raises:
-        ValueError: a negative count, or a factor below 1 or not finite.
-    """
+        ValueError: a negative count, or a factor below 1 or not finite."""
     if isinstance(safety_factor, bool) or not isinstance(safety_factor, (int, float)):
         raise ValueError(f"safety_factor must be a number of 1 or more, got {safety_factor!r}.")
     if not 1 <= safety_factor < math.inf:
@@ -113,8 +110,7 @@ def build_infinity_config(
     locked RAM; give the facts of your model for tight ones. The path is not touched; `validate_nvme_path` checks it.
 
     Raises:
-        ValueError: an unusable spelling of the path, values out of range, contradictory keys in `base_config`.
-    """
+        ValueError: an unusable spelling of the path, values out of range, contradictory keys in `base_config`."""
     folder = resolve_nvme_path(nvme_path)
     facts = model or WeightCounts(ASSUMED_LARGEST_WEIGHT_NUMEL * 16, ASSUMED_LARGEST_WEIGHT_NUMEL)
     asked = TrainConfig(
@@ -161,8 +157,7 @@ def save_infinity_config(config: Mapping[str, Any], path: str | os.PathLike[str]
 
     Raises:
         ValueError: the configuration is not plain JSON (for instance NaN or a tensor in it).
-        OSError: the file cannot be written.
-    """
+        OSError: the file cannot be written."""
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
     try:
         text = json.dumps(config, indent=2, allow_nan=False) + "\n"

@@ -3,8 +3,7 @@
 A thread looks twice a second whether the launcher is still this process's parent, and whether the `deepspeed` command
 is still the launcher's. If not, the process gets SIGTERM: the run finishes its step and saves. It is ended for good
 after GRACE_S, should it hang in a collective whose peers are gone. A run that nobody launched has nobody to watch:
-`nohup python train_model.py &` outlives its shell.
-"""
+`nohup python train_model.py &` outlives its shell."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def _command(process: psutil.Process) -> list[str]:
 def watch_launcher(local_rank: int, end: Callable[[], None] | None = None) -> threading.Thread | None:
     """Start watching when a launcher started this process; None when nobody did.
 
-    `local_rank`: what the `deepspeed` launcher passes; torchrun is known by its environment.
-    """
+    `local_rank`: what the `deepspeed` launcher passes; torchrun is known by its environment."""
     if os.name == "nt" or (local_rank < 0 and "TORCHELASTIC_RUN_ID" not in os.environ):
         return None
     watched = launchers()

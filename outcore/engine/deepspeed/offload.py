@@ -1,8 +1,7 @@
 """Homes of optimizer states and parameters: what was asked for, the drive's state and free RAM.
 
 An unusable drive means RAM (or an error with `strict_offload`); states that do not fit the RAM spill to the drive when
-there is one (residency auto).
-"""
+there is one (residency auto)."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def place(
     budget, the drive must have room for all that may go there.
 
     Raises:
-        ValueError: gradients on a drive that has no states, or an unusable drive under `strict_offload`.
-    """
+        ValueError: gradients on a drive that has no states, or an unusable drive under `strict_offload`."""
     wanted, stage = settings.offload, STAGES[settings.zero_stage]
     optimizer, params = wanted.optimizer, wanted.params
     if settings.zero_stage == "infinity" and "nvme" not in (optimizer, params):

@@ -1,8 +1,7 @@
 """What the DeepSpeed configuration builder is told beside `RunSettings`, and what it gives back.
 
 `RunFacts` describes the processes (`WeightCounts` the model), `BuiltConfig` is the resolved configuration with one
-note per decision.
-"""
+note per decision."""
 
 from __future__ import annotations
 

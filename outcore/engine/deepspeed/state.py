@@ -4,8 +4,7 @@ Every stage keeps the fp32 master weights and Adam's two moments in flat buffers
 hides which: `get` gathers one parameter's full tensor on every rank, `set` gives each rank its share of one. All
 ranks call together. Cost: one parameter at a time, so memory never holds more than the largest tensor.
 
-Tested with DeepSpeed 0.19.8 (ZeRO stages 0-3, bf16, fp16 and fp32, optimizer on the device or in RAM).
-"""
+Tested with DeepSpeed 0.19.8 (ZeRO stages 0-3, bf16, fp16 and fp32, optimizer on the device or in RAM)."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class StateAccess:
 
         Its C++ object keeps beta**step as a running fp32 product (and as pow() when several flat buffers share a step,
         csrc/includes/cpu_adam.h, IncrementStep), which a resumed process would not have: the same calls are made again
-        on a buffer of one element. With several buffers only the last step matters.
-        """
+        on a buffer of one element. With several buffers only the last step matters."""
         if type(self.inner).__name__ != "DeepSpeedCPUAdam":
             return
         group = self.inner.param_groups[0]
@@ -209,8 +207,7 @@ class StagedState(Stage3State):
     """Access to the staged optimizer's states: shares are read and written directly, no flat fp32 buffers between.
 
     Several ranks: a full tensor is gathered from the ranks' shares, one parameter at a time, so any number of ranks can
-    resume. Writing the master writes the 16-bit parameter as well (its rounding), whatever the format of the states.
-    """
+    resume. Writing the master writes the 16-bit parameter as well (its rounding), whatever the format of the states."""
 
     def prepare(self, step: int) -> None:
         """`step` updates are on the clock; the states exist from the start."""

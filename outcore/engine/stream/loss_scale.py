@@ -1,8 +1,7 @@
 """Dynamic loss scaling for fp16, with DeepSpeed's rules, so that either engine goes on from the other's state.
 
 Rules (deepspeed/runtime/fp16/loss_scaler.py): an overflow uses up one of `hysteresis` allowances, then halves the
-scale; `window` steps without one double it and restore the allowances.
-"""
+scale; `window` steps without one double it and restore the allowances."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Random numbers by place, not by order: dropout in a recomputed layer repeats what its forward drew.
 
 Every call of a unit on a micro-batch starts the generators from a seed made of (run seed, step, micro-batch, unit), so
-the numbers depend neither on the schedule nor on residency nor on prefetching.
-"""
+the numbers depend neither on the schedule nor on residency nor on prefetching."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ gives loss and gradient chunk by chunk; backward goes down the layers, each reco
 all micro-batches added up on the device and sent down as soon as a unit's are complete (tied weights: once, after the
 embedding's backward). Weights arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
 what happens to gradients is the caller's (`on_gradient`). Bytes over the link per step: twice the 16-bit parameters up,
-the gradients down, independent of the number of micro-batches.
-"""
+the gradients down, independent of the number of micro-batches."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Families: `model` (trainable weights as the forward uses them, and persistent buffers), `master`, `exp_avg` and
 `exp_avg_sq` (fp32). The same files as `outcore.engine.deepspeed.engine` writes, so that either engine resumes the
 other's. Whatever their format, and wherever they live, states are written as fp32 and read back bit by bit. One tensor
-and, of states on NVMe, one chunk in memory at a time.
-"""
+and, of states on NVMe, one chunk in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class StreamState:
     """Reads and writes the homes of one model. No update may be under way.
 
     With several `ranks` all call together: rank 0 writes, and each tensor of states is put together in `buffer`, which
-    they share, from what each rank keeps of it.
-    """
+    they share, from what each rank keeps of it."""
 
     def __init__(
         self, loaded: LoadedModel, homes: Homes, ranks: Ranks | None = None, buffer: torch.Tensor | None = None

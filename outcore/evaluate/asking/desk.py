@@ -3,8 +3,7 @@
 A portion is cut from the questions alone, never from what is known already: one that a kill left half-noted is asked
 again whole, so the same rows meet in the same calls and the scores are the same to the last bit.
 
-Answers as they come, by the content of their questions, so that a killed evaluation asks nothing twice.
-"""
+Answers as they come, by the content of their questions, so that a killed evaluation asks nothing twice."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Tokens are cut as the harness's own Hugging Face backend cuts them (where the start token goes, what is left out of a
 prompt that is too long), so that scores can be compared document by document. Its windows are one token shorter than
-the model's context.
-"""
+the model's context."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Where a document is right or wrong, the paired test is McNemar's, exact: of the documents that changed, how likely is a
 split at least as uneven if either way were equally likely. Other metrics: a paired test of the mean difference, by the
-normal distribution.
-"""
+normal distribution."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The history: `evaluations.db` (SQLite, WAL) and, beside it, a folder for each evaluation with its whole result.
 
 The database answers questions; the folders are what it can be made from again (`rebuild`), so a damaged one loses
-nothing. Several processes may write: each waits for the other. A file that is no whole database is never written to.
-"""
+nothing. Several processes may write: each waits for the other. A file that is no whole database is never written to."""
 
 from __future__ import annotations
 
@@ -220,8 +219,7 @@ class History:
     def _check_size(self) -> None:
         """Tell a file that was cut off: SQLite takes an empty one for a new database, and finds others late.
 
-        A checkpoint of the log writes the header before the last pages: while there is a log, SQLite itself knows.
-        """
+        A checkpoint of the log writes the header before the last pages: while there is a log, SQLite itself knows."""
         log, size = self.path.with_name(f"{self.path.name}-wal"), 0
         for _ in range(LOOKS):
             has_log = False

@@ -1,8 +1,7 @@
 """Evaluations over HTTP: created, watched, cancelled and compared by id. Needs the server's packages.
 
 Jobs run one after the other on a thread of their own, over the model that is loaded, and share its passes with everyone
-else's requests. One that a server left unfinished goes on with its next start.
-"""
+else's requests. One that a server left unfinished goes on with its next start."""
 
 from __future__ import annotations
 

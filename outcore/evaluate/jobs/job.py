@@ -1,7 +1,6 @@
 """A job: one suite on one model. It can be killed at any moment and gone on with; the scores are the same.
 
-What is evaluated: an opened model, who it is, and how it is laid out on this machine.
-"""
+What is evaluated: an opened model, who it is, and how it is laid out on this machine."""
 
 from __future__ import annotations
 

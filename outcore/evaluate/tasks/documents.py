@@ -2,8 +2,7 @@
 
 Endings: sentences of the standard library's docstrings, each cut in two; the wrong endings are those of other sentences
 of similar length. Files: source of the library, cut to a size that a small machine scores in seconds. Sums: drawn from
-a fixed seed.
-"""
+a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Names of tasks: our own, which need nothing from a hub, and the harness's, which it takes seconds to index.
 
-Whether lm-evaluation-harness is here, and how it is kept from the network.
-"""
+Whether lm-evaluation-harness is here, and how it is kept from the network."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 By their borders (`outcore.model.packed.attention`), documents cost what they would cost alone and there is no mask of
 T x T; this needs sdpa attention in a model that passes two trials (`outcore.model.packed.trial`). Everything else goes
-on with masks, with the reason said once. On the CPU the same borders become masks within each layer.
-"""
+on with masks, with the reason said once. On the CPU the same borders become masks within each layer."""
 
 from __future__ import annotations
 

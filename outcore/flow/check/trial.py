@@ -2,8 +2,7 @@
 
 The structure is taken apart on the model itself (`discovery`); whether the parts put together are the model is a
 question of numbers, for padded and (where the model trains on them) packed rows. What is compared is a `Trial`: the
-logits here; whoever trains compares gradients. No list of model names is kept. Cost: a fraction of a second.
-"""
+logits here; whoever trains compares gradients. No list of model names is kept. Cost: a fraction of a second."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ weight's, and the scale is on the thin side. Going back
 
     dL/dx = W' g + s A' (B' g),  dL/dA = s (B' g) x',  dL/dB = s g (A x)',  with g = dL/dy
 
-of which the first is the same operation again. The numbers are peft's up to rounding.
-"""
+of which the first is the same operation again. The numbers are peft's up to rounding."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class _Adapted(torch.autograd.Function):
     """`adapted_linear`, differentiable in all but the weight, also for `torch.func`.
 
     The gradient of x is the same operation with everything transposed; the thin ones are the compiler's, so that x can
-    go before the gradient of x comes.
-    """
+    go before the gradient of x comes."""
 
     @staticmethod
     def forward(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float) -> torch.Tensor:
@@ -98,8 +96,7 @@ def with_added_adapters(layer: nn.Module) -> nn.Module:
 class AddedAdapter(Stand):
     """Stands for peft's module around one linear layer with one adapter at work; shares its parameters.
 
-    `forward(x)`: x [..., in] -> [..., out].
-    """
+    `forward(x)`: x [..., in] -> [..., out]."""
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)

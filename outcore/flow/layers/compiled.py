@@ -5,8 +5,7 @@ Without compiler support for a model the layers run eagerly, with the reason sai
 two roles would draw different numbers from one seed.
 Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
 several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
-Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
-"""
+Cost: seconds to a minute at the first step, and a recompilation for a new sequence length."""
 
 from __future__ import annotations
 

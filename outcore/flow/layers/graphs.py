@@ -14,8 +14,7 @@ workspaces of the two threads that launch, 0.067; and intermediate results, 0.47
 logits.
 
 Results are those of the captured kernels: the same bits as without graphs. When a capture fails, layers run without
-graphs and the reason is said once.
-"""
+graphs and the reason is said once."""
 
 from __future__ import annotations
 

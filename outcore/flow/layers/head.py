@@ -1,7 +1,6 @@
 """The head, forward: the decoder's result, logits of some positions, and the loss of all, chunk by chunk of its logits.
 
-The logits of one chunk are all that is ever held; over a vocabulary in tiles (`tiled_head`) not even these.
-"""
+The logits of one chunk are all that is ever held; over a vocabulary in tiles (`tiled_head`) not even these."""
 
 from __future__ import annotations
 

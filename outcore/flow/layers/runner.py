@@ -3,8 +3,7 @@
 They run by the model's own code with the slab's views bound in place of its parameters. The head has a file of its own
 (`head`). `apply_layer` runs under autograd, too: whoever differentiates a layer binds leaves in place of the views.
 
-Router logits of a mixture of experts, seen while its layers run: by what the model says of itself.
-"""
+Router logits of a mixture of experts, seen while its layers run: by what the model says of itself."""
 
 from __future__ import annotations
 

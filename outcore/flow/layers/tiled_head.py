@@ -3,8 +3,7 @@
 The model's own head runs with a tile of the weight (and of a bias) in place of the whole, which gives a tile of the
 logits, soft-capping and scaling included. One pass over the tiles gathers the log-sum-exp of each token's logits online
 (running maximum and sum) and the target's logit. It takes all batches and chunks of tokens before the next tile, so the
-weight comes up once. Cost: the last hidden states of all batches are kept.
-"""
+weight comes up once. Cost: the last hidden states of all batches are kept."""
 
 from __future__ import annotations
 

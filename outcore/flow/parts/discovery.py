@@ -5,8 +5,7 @@ the first layer gets is the embedding unit's result; what happens to the last on
 to which is read off autograd's graph of a run on two tokens (no gradient is computed), so no name matters and tied
 weights are seen as what they are: one home that two parts share. Values do not matter, so a model that was loaded
 lazily is traced with its stand-ins. Cost: one embedding, layer and head evaluation of two tokens on the CPU. A model
-that does not work this way is refused with the reason (`StreamUnsupported`).
-"""
+that does not work this way is refused with the reason (`StreamUnsupported`)."""
 
 from __future__ import annotations
 

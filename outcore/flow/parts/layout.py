@@ -7,8 +7,7 @@ Gaps hold zeros; their gradient is zero, so they stay zero.
 
 At home (RAM, NVMe) and on the way a slab may be smaller: frozen parameters that are packed come last, as their packed
 bytes, and are expanded on the device into the slab that layers use. Up to them both are the same, element by element;
-where nothing is packed the home is the slab.
-"""
+where nothing is packed the home is the slab."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class Slot:
 class SlabLayout:
     """The static layout of one unit's slab. `packed`: frozen parameters that are packed at home, by name.
 
-    ValueError for parameters that do not fit into one slab.
-    """
+    ValueError for parameters that do not fit into one slab."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], packed: Mapping[str, PackedSpec] | None = None
@@ -152,8 +150,7 @@ class SlabLayout:
     def expand(self, home: torch.Tensor, slab: torch.Tensor) -> None:
         """Fill `slab` (at least `numel` elements) from the bytes of its home, uint8 and on the same device.
 
-        On a GPU the work is queued on the current stream.
-        """
+        On a GPU the work is queued on the current stream."""
         slab[: self.plain_numel].copy_(home.view(self.dtype)[: self.plain_numel])
         for slot in self.packed_slots:
             assert slot.packed is not None

@@ -2,8 +2,7 @@
 
 With `quantize` those of linear layers (Conv1D too) and stacked experts, as bitsandbytes chooses them: embedding, head,
 norms, biases and what routes between experts stay in 16 bits, and so does a matrix whose rows do not divide into the
-format's blocks. A checkpoint that is packed as published says it by name.
-"""
+format's blocks. A checkpoint that is packed as published says it by name."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def packing_of(loaded: LoadedModel) -> Packing:
 def saved_bytes(model: nn.Module, quantize: str) -> int:
     """Bytes less that the frozen matrices of this model (or of its skeleton without memory) take when they are packed.
 
-    Counts every linear layer but the head; a few may lie outside the layers and stay as they are.
-    """
+    Counts every linear layer but the head; a few may lie outside the layers and stay as they are."""
     rule, head = _rule(quantize, {}), getattr(model, "get_output_embeddings", lambda: None)()
     owners: dict[nn.Parameter, list[Owner]] = {}
     for module in model.modules():

@@ -4,8 +4,7 @@ A *shell* is a second module object that shares all weights and submodules with 
 replaced; the model itself is never touched. Before the layers: each layer is a `Recorder`, which notes what the decoder
 calls it with (masks by kind of layer, rotary tables, positions: whatever the model's own code makes) and passes the
 hidden states on; the last one ends the run. After the layers: each layer is a `Relay` that returns the given hidden
-states, and the modules of the embedding are `Blank`, so that their weights need not be on the device.
-"""
+states, and the modules of the embedding are `Blank`, so that their weights need not be on the device."""
 
 from __future__ import annotations
 
@@ -216,8 +215,7 @@ class ShapeNote(Stand):
 class Blank(Stand):
     """Returns zeros of the shape that the embedding module returned; they reach nothing that is used.
 
-    `has_memory`: the model may write to them. Otherwise they are one zero, expanded.
-    """
+    `has_memory`: the model may write to them. Otherwise they are one zero, expanded."""
 
     def __init__(self, original: nn.Module, shape: torch.Size, like: torch.Tensor, *, has_memory: bool) -> None:
         super().__init__(original)

@@ -4,8 +4,7 @@ Two layers are alike when every submodule has the same class and the same plain 
 objects and parameters (names, shapes, types, trainable or not). An attribute named after the layer's number may differ
 when it *is* the layer's own number: it tells a cache where to store, and nothing is cached in training. So may a text
 that ends with the layer's number and the submodule's path within the layer: peft's adapters keep their names. Layers
-with buffers are alike to none. Whether sharing changes any number is tried on a tiny copy (`check.sharing_holds`).
-"""
+with buffers are alike to none. Whether sharing changes any number is tried on a tiny copy (`check.sharing_holds`)."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ wait drains the queue of work that keeps the GPU busy, at every micro-batch's em
 transformers without that function works as it did, with the waits.
 
 Where documents begin is known on the host as well, and where attention takes their borders (`packed_rows`) it gets
-these instead of masks.
-"""
+these instead of masks."""
 
 from __future__ import annotations
 
@@ -168,8 +167,7 @@ class ModelParts:
         """Run what comes before the layers (with whatever is bound to the embedding's parameters).
 
         `with_masks` False: the layers' masks are not wanted, so documents are not told apart for them. `inputs`: given
-        to the decoder beside what the batch gives.
-        """
+        to the decoder beside what the batch gives."""
         log = CallLog()
         decoder = self.parts.decoder
         shell = shell_of(

@@ -3,8 +3,7 @@
 A candidate is a child of the layer that holds weights in tiles and is called with nothing but hidden states [B, T, H].
 Whether it treats each token by itself is tried on two tokens the first time (attention, called with more, never gets
 here). Each chunk is recomputed in backward, so that one chunk's intermediates are all that is held. Cost: the module's
-weights come up once for each chunk, in each of forward, recomputation, recomputation of the chunk, and backward.
-"""
+weights come up once for each chunk, in each of forward, recomputation, recomputation of the chunk, and backward."""
 
 from __future__ import annotations
 

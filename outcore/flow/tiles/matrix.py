@@ -2,8 +2,7 @@
 
 A *matrix* is a large weight (or one expert of a stacked one) that stays in its home; a *tile* is a block of its rows,
 contiguous there, so that a tile is one range of the unit's slab and of its gradient. Norms, biases and small weights
-are *resident*: they come up together, in a slab with a layout of its own. Pure bookkeeping, no memory is taken here.
-"""
+are *resident*: they come up together, in a slab with a layout of its own. Pure bookkeeping, no memory is taken here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How a model's units are held on the device, and which in tiles: the rule of `sizing.tiles` asked about them.
 
 Tiling costs time (weights cross the link more often, see `weight` and `layers/tiled_head`), so nothing is tiled that
-fits. Pure, but for `free_device_bytes`.
-"""
+fits. Pure, but for `free_device_bytes`."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def plan_tiles(
     """`device_bytes` None: unknown, nothing needs to be tiled. `tile_bytes` None: from `device_bytes`. `work_of`: what
     a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown.
 
-    StreamUnsupported when a unit that must be tiled cannot be.
-    """
+    StreamUnsupported when a unit that must be tiled cannot be."""
     if tile_bytes is None:
         tile_bytes = tile_bytes_of(device_bytes)
     if device_bytes is not None:  # one packed unit at a time is expanded beside the buffers, which hold packed bytes

@@ -2,8 +2,7 @@
 
 A pass acquires a part's slab and hands it to the runner, tiled or not: `TiledParts` tells the runner what to bind in
 place of a part's parameters; `TiledArrival` stands before the prefetcher, looks after tiled parts and passes everything
-else on.
-"""
+else on."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ torch hands such calls over (`__torch_function__`), so that no module is known b
 of rows there are two products: x W^T gives a block of the result's columns per tile (rounded as untiled), x W sums over
 the tiles, in fp32, rounded once at the end. Each is the backward of the other, and the tile of the weight's gradient is
 a product of its block of one side with all of the other, as untiled. Anything else that is done with it is refused.
-Cost: each product brings the weight up once; backward brings it up again.
-"""
+Cost: each product brings the weight up once; backward brings it up again."""
 
 from __future__ import annotations
 

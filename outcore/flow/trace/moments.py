@@ -50,8 +50,7 @@ class HostTime:
     """Turns moments into host seconds (time.perf_counter), by a straight line through two calibrations.
 
     A calibration records an event on an idle stream between two looks at the host's clock; the closest of a few tries
-    counts. Its error is half of that distance, some 10 us; two of them cancel the drift of the clocks.
-    """
+    counts. Its error is half of that distance, some 10 us; two of them cancel the drift of the clocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

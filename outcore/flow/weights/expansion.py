@@ -13,8 +13,7 @@ class Expansion:
     """Slabs of parts on a device, one at a time.
 
     A packed part is expanded again for each use, on the compute stream, also in recomputation: nothing that autograd
-    keeps can be overwritten behind its back, because a backward pass ends before the next part is expanded.
-    """
+    keeps can be overwritten behind its back, because a backward pass ends before the next part is expanded."""
 
     def __init__(self, parts: Iterable[Part], device: torch.device) -> None:
         parts = list(parts)

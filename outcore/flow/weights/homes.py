@@ -9,8 +9,7 @@ optimizer states, so a chunk's parameters are in one place; those on NVMe are wr
 
 Frozen parameters may be packed (`SlabLayout`): each is packed as its value comes, and expanded when it is asked for.
 A module's parameter is a view of its home where that is RAM and not packed, else a stand-in of the right shape without
-memory: who needs values asks here, by name. Offsets and lengths are elements of the home.
-"""
+memory: who needs values asks here, by name. Offsets and lengths are elements of the home."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class WeightHomes:
     start as the norms of another's rows, as `dora_lengths` tells them. `owned`: indices of units whose values this
     process writes (None: all), because the memory of the others is shared with a process that does.
 
-    EngineError when the drives have no room.
-    """
+    EngineError when the drives have no room."""
 
     def __init__(
         self,

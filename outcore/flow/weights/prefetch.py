@@ -95,8 +95,7 @@ class WeightPrefetcher:
     `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
     `drive_lane`: for what lives on NVMe; this prefetcher's alone. `resident`: the bytes of a part's home where they are
     on the device already, asked when a pass begins. `expansion`: shared with whoever keeps other parts, of which
-    one is used at a time.
-    """
+    one is used at a time."""
 
     def __init__(
         self,
@@ -254,8 +253,7 @@ def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:
 def settle(transfers: Iterable[Any], deadline: Deadline | None = None) -> bool:
     """After a failure elsewhere: wait until these have ended, well or badly; their own errors are only logged.
 
-    Without `deadline` as long as their lane's limit. False when one did not end: the others are then not waited for.
-    """
+    Without `deadline` as long as their lane's limit. False when one did not end: the others are then not waited for."""
     num_hanging = 0
     for transfer in transfers:
         try:

@@ -1,8 +1,7 @@
 """Ranges of a unit's slab on their way up: from RAM, from NVMe, or a part from each.
 
 Tiles are ranges of slabs. What of a slab lives on NVMe comes through a lane of its own: whole units' reads are queued
-in another one long before their buffers are free, and a tile behind them would wait for a layer that waits for it.
-"""
+in another one long before their buffers are free, and a tile behind them would wait for a layer that waits for it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ space reserved, so a full drive is found before training and not in mid-step; wh
 behind is removed when the next one starts there, what this one made when it ends, unless the drive hangs: then the
 files stay for the next one. Checkpoints hold full copies of their own, so nothing here has to survive a crash.
 
-Whether what scratch files give back is verified, and the words for it: `--nvme_checksums auto|on|off|sampled`.
-"""
+Whether what scratch files give back is verified, and the words for it: `--nvme_checksums auto|on|off|sampled`."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class Scratch:
     says. `checksums`: whether what comes back is verified (`choose_verification`). `rank`: each of the host's
     `num_ranks` has folders of its own; rank 0 removes what a killed run with more ranks left.
 
-    EngineError when a folder cannot be made, or another run uses it.
-    """
+    EngineError when a folder cannot be made, or another run uses it."""
 
     def __init__(
         self,
@@ -145,8 +143,7 @@ class Scratch:
     def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:
         """A new store called `kind` for these tensors, zeros at first; one of that name from before is removed.
 
-        EngineError with the bytes that are missing when the drives have no room for it.
-        """
+        EngineError with the bytes that are missing when the drives have no room for it."""
         self.drop(kind)
         folders = [folder / kind for folder in self.folders]
         if link := next((folder for folder in folders if folder.is_symlink()), None):
@@ -187,8 +184,7 @@ class Scratch:
         """Wait for what is under way and remove everything; safe to call twice.
 
         False when a transfer did not end (which one is logged): its store, the folder and its lock then stay until the
-        process ends, what has not begun never does, and the memory that it moves must stay as well.
-        """
+        process ends, what has not begun never does, and the memory that it moves must stay as well."""
         deadline = Deadline(timeout_s)
         for kind, store in list(self._stores.items()):
             try:

@@ -32,8 +32,7 @@ class PackedCheckpoint:
 def open_safetensors(files: Iterable[Path], quantization: dict[str, Any]) -> PackedCheckpoint:
     """Index the files of a checkpoint whose config.json has this `quantization_config`.
 
-    RuntimeError for a method that is not known, naming those that are, and for files that are damaged.
-    """
+    RuntimeError for a method that is not known, naming those that are, and for files that are damaged."""
     if why := why_not_read(quantization):
         raise RuntimeError(why)
     method = method_of(quantization)

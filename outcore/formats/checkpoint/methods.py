@@ -1,8 +1,7 @@
 """Ways in which published safetensors checkpoints are quantized, by the `quantization_config` of their config.json.
 
 Each takes the tensors that belong to it out of the places that are left and gives entries. Numbers are rearranged,
-never changed: what a plane holds is what the checkpoint holds.
-"""
+never changed: what a plane holds is what the checkpoint holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Places where the tensors of a published checkpoint lie: file, byte offset, type, shape; read from the headers alone.
 
 A safetensors file begins with 8 bytes (length of the header), the header as JSON, then the tensors' bytes. Reading a
-tensor is one read of exactly its bytes into memory of its own: no mapping, so nothing piles up in the page tables.
-"""
+tensor is one read of exactly its bytes into memory of its own: no mapping, so nothing piles up in the page tables."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def open_gguf(file: Path, config: Any, names: list[str]) -> PackedCheckpoint:
     """Index a GGUF file for a model with this config and these parameters (as `named_parameters` calls them).
 
-    Tied weights may be missing. GgufRefused for an architecture that is not known, RuntimeError for a damaged file.
-    """
+    Tied weights may be missing. GgufRefused for an architecture that is not known, RuntimeError for a damaged file."""
     import gguf
 
     try:

@@ -1,8 +1,7 @@
 """How llama.cpp names and keeps the weights of each architecture that is known here.
 
 Names come from the `gguf` package's own table. Its converter turns the rows of Llama's query and key projections from
-half-split to interleaved rotary order; everything else of these architectures is kept as it is.
-"""
+half-split to interleaved rotary order; everything else of these architectures is kept as it is."""
 
 from __future__ import annotations
 

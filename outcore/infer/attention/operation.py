@@ -1,7 +1,6 @@
 """Paged attention as one operation of torch, which the compiler does not look into.
 
-Where a pass is, and which pages it reads, is known when compiled code runs, not when it is made.
-"""
+Where a pass is, and which pages it reads, is known when compiled code runs, not when it is made."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A page is a record in a store of the storage room, checksummed there: its key, t
 own tokens, then keys and values of all attentions. It counts only when those tokens are what was asked for, read from
 the record itself; a record that is damaged or another's is forgotten, and said. All space is reserved when the first
 page is kept, so the budget is never exceeded; the least recently used ends of chains go first. A list of pages lies
-beside the store and is replaced whole after every commit: what a kill loses is what was kept in the last minute.
-"""
+beside the store and is replaced whole after every commit: what a kill loses is what was kept in the last minute."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class KeptPrefixes:
     """Pages of one model in `folder` / a name that `identity` gives: whatever changes keys and values must be in it.
 
     `page_bytes`: keys and values of all attentions. One process at a time. ValueError, in words, for a
-    folder that is in use, damaged, or on a drive without room.
-    """
+    folder that is in use, damaged, or on a drive without room."""
 
     def __init__(
         self, folder: Path, budget_bytes: int, identity: Mapping[str, Any], page_tokens: int, page_bytes: int

@@ -3,8 +3,7 @@ RAM.
 
 Page-locked RAM has an address on the GPU. A tensor made over that address is one of the GPU's to torch: the kernel that
 gathers pages reads them over PCIe, and none is copied twice. Where memory cannot be page-locked, pages are gathered by
-the CPU and sent, several times slower; `note` says so.
-"""
+the CPU and sent, several times slower; `note` says so."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Who uses which page: pages of keys and values have a fixed size, so none is ever between two others for nothing.
 
 A page may have several users (answers that share a prompt, the prefix index); it is free again when the last one gives
-it back. Shared pages are full and never written to again, so no user sees another.
-"""
+it back. Shared pages are full and never written to again, so no user sees another."""
 
 from __future__ import annotations
 

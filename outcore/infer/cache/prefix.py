@@ -2,8 +2,7 @@
 
 A page is found by a chain of hashes over all tokens up to its end, and its own tokens are compared before it is used: a
 collision costs a miss, never a wrong answer. The index is one more user of each page; pages that nobody else uses go,
-least recently used first, when room is needed.
-"""
+least recently used first, when room is needed."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     {"prompt": "..."}  or  {"messages": [...]}, with sampling fields beside it
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-A line that cannot be answered gets a result that says why; the job goes on.
-"""
+A line that cannot be answered gets a result that says why; the job goes on."""
 
 from __future__ import annotations
 

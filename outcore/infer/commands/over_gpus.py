@@ -2,8 +2,7 @@
 Weights in RAM are one copy for all; the output is that of one process, byte by byte (seen on the CPU).
 
 Each process writes a journal of its own beside the job's. The starting process gathers them, before and after, so a
-job that was killed goes on with any number of GPUs.
-"""
+job that was killed goes on with any number of GPUs."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from outcore.sizing.inference import pairs
 class AgainstPlan:
     """Hears of every pass of the engine from its making on. `plan` None: this machine was not measured, or `why_not`.
 
-    Seconds in which graphs were captured count for neither side: each size is captured once.
-    """
+    Seconds in which graphs were captured count for neither side: each size is captured once."""
 
     def __init__(self, opened: OpenedModel, plan: InferencePlan | None, why_not: str = "") -> None:
         self._opened, self.plan, self.why_not = opened, plan, why_not

@@ -3,8 +3,7 @@
 Before a pass of the large model it writes a few tokens for each answer in which the text itself suggests none, drawing
 them with the same numbers (seed, position): where both models agree on a token's likelihood they draw the same one. The
 large model judges guesses as any others, so what is said does not change. How many are written, or none, follows from
-the measured share that was right and the measured seconds of both models' passes; after a pause it is tried again.
-"""
+the measured share that was right and the measured seconds of both models' passes; after a pause it is tried again."""
 
 from __future__ import annotations
 

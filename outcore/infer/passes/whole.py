@@ -2,8 +2,7 @@
 
 Recurrent states, convolutions and biases by position belong to one sequence and cannot be cut into pages. Weights still
 come once a pass for all sequences; each is a call of its own. A sequence's states are kept whole beside its pages,
-which only count: they hold nothing. Prompts are not cut: many of these models begin anew with every chunk.
-"""
+which only count: they hold nothing. Prompts are not cut: many of these models begin anew with every chunk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Random numbers as a pure function of (seed, position): nothing is kept, so nothing depends on the order of requests.
 
-Two rounds of SplitMix64's finalizer mix the key; 53 bits become a float in [0, 1). The same on every machine.
-"""
+Two rounds of SplitMix64's finalizer mix the key; 53 bits become a float in [0, 1). The same on every machine."""
 
 from __future__ import annotations
 

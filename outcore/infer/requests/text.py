@@ -2,8 +2,7 @@
 
 Tokens are pieces of bytes: a letter may need several, and a tokenizer joins words by what stood before. So the tokens
 since the last settled place are decoded together with those just before them, and text ends where a letter is not whole
-yet. What could be the beginning of a stop text is held back until it is known.
-"""
+yet. What could be the beginning of a stop text is held back until it is known."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The verification: rows of the host, plus what two children of the environment's interpreter found, side by side.
 
 A child that crashes (a segmentation fault in an extension, say) costs the row of the part it was trying, which is
-named, and marks what came after it as not tried.
-"""
+named, and marks what came after it as not tried."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ outcore.install.verify.probe`.
     deepspeed RESULTS ACCELERATOR NAME,NAME OFFLOAD_DIR   load the built extensions, take one ZeRO-3 step
 
 Each finding is a line of JSON in the file RESULTS, written before and after its trial, so that a part that brings the
-process down is known by name. Costs 8-12 s of imports each; the two checks run side by side.
-"""
+process down is known by name. Costs 8-12 s of imports each; the two checks run side by side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The verification as people and programs read it: a table (rich when there, else plain) and JSON.
 
 `python -m outcore.install.verify.report FILE` prints the table of a saved report; the installer calls it that way with
-the environment's interpreter, because the one that runs setup.py need not have rich.
-"""
+the environment's interpreter, because the one that runs setup.py need not have rich."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 `validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what
 kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes: O_DIRECT in multiples of 1 KiB, whose
 result it never checks, so that a drive which refuses them would silently corrupt training. Nothing is left on the
-drive.
-"""
+drive."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def resolve_nvme_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         NvmePathError: empty text, a NUL byte, or a Windows spelling on another system; but a UNC path means the folder
-            where this system has that share mounted, if it has.
-    """
+            where this system has that share mounted, if it has."""
     text = os.fspath(path)
     if not text or not text.strip():
         raise NvmePathError("The NVMe path is empty. Give a folder on an NVMe drive, for instance /mnt/nvme/outcore.")
@@ -78,8 +76,7 @@ def resolve_nvme_path(path: str | os.PathLike[str]) -> Path:
 def resolve_nvme_paths(text: str | os.PathLike[str]) -> tuple[Path, ...]:
     """The folders of 'A,B', one for each drive; a folder that exists by that name, comma and all, is one.
 
-    NvmePathError as `resolve_nvme_path`, and for the same folder twice.
-    """
+    NvmePathError as `resolve_nvme_path`, and for the same folder twice."""
     whole = os.fspath(text)
     parts = [whole] if "," not in whole or os.path.isdir(os.path.expanduser(whole)) else whole.split(",")
     folders = tuple(resolve_nvme_path(part.strip()) for part in parts)
@@ -108,8 +105,7 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
         (ok, message): '' when all is well. When not ok the message says why and what to do; when ok it is a warning
         (a slow or volatile kind of drive). `describe_folder` says what is there.
     Raises:
-        ValueError: `required_space_gb` is negative or not a number.
-    """
+        ValueError: `required_space_gb` is negative or not a number."""
     if isinstance(required_space_gb, bool) or not isinstance(required_space_gb, (int, float)):
         raise ValueError(f"required_space_gb must be a number of GB, got {required_space_gb!r}.")
     if not math.isfinite(required_space_gb) or required_space_gb < 0:
@@ -190,8 +186,7 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
     Stock DeepSpeed makes such transfers and ignores their result. The folder must exist.
 
     Returns:
-        (ok, reason): reason is '' when ok.
-    """
+        (ok, reason): reason is '' when ok."""
     flag = getattr(os, "O_DIRECT", None)
     folder = resolve_nvme_path(path)
     if flag is None:

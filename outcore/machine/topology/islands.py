@@ -10,8 +10,7 @@ hosts:
     islands: [[0, 1, 2, 3], [4, 5, 6, 7]]
     numa_nodes: [0, 1]                  # one for each island; may be left out
   - name: node2
-    gpus: 4                             # all in one island
-"""
+    gpus: 4                             # all in one island"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 peft adds s B_e A_e to every expert before any token comes: a whole stack more in memory, and its gradient again. Here
 the stack's place is taken by an `AdaptedWeight`, to which the model's own code hands its tokens: a product with it is
 the product with the frozen weight plus a thin one, expert after expert or grouped. Whatever else is done with it
-happens to the merged stack, as in peft. The numbers are peft's up to rounding.
-"""
+happens to the merged stack, as in peft. The numbers are peft's up to rounding."""
 
 from __future__ import annotations
 

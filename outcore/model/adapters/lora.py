@@ -5,8 +5,7 @@ DoRA: a trained length for each row of an adapted weight, whose direction the ad
 Modules that are trained whole beside adapters (peft's `modules_to_save`): an embedding, a head, norms.
 
 peft trains a copy of each beside the frozen original, which nothing uses then. Here the module itself is trained: the
-same numbers, without a second home and a second way over the link. An exported adapter holds them where peft looks.
-"""
+same numbers, without a second home and a second way over the link. An exported adapter holds them where peft looks."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
 
     A ~ uniform as peft draws it (kaiming, a = sqrt 5) but by (seed, name); B = 0, so training starts at the base
     model. ValueError when no module matches `target_modules` or `modules_to_save`. DoRA's lengths are those of the
-    weights that the model holds: of one loaded lazily they are set with its weights (`dora_lengths`).
-    """
+    weights that the model holds: of one loaded lazily they are set with its weights (`dora_lengths`)."""
     peft_model: Any = with_adapters(model, settings)
     if gather is not None and peft_model.peft_config["default"].target_parameters:
         raise ValueError(

@@ -87,8 +87,7 @@ def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
     """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing.
 
     ValueError for sdpa where the model caps attention's logits: torch's kernels cannot, and transformers 5.17
-    leaves the cap out without a word (Gemma 2).
-    """
+    leaves the cap out without a word (Gemma 2)."""
     parts = (config, config.get_text_config(decoder=True), config.get_text_config(encoder=True))
     cap = max(getattr(part, "attn_logit_softcapping", None) or 0.0 for part in parts)
     if wanted == "sdpa" and cap:
@@ -113,8 +112,7 @@ def skeleton_and_tied(model_class: type[Any], config: Any) -> tuple[nn.Module, t
     """The model on the meta device, and the elements of each weight that its constructor makes and then ties away.
 
     Whoever takes weights as they are made (ZeRO-3 partitions them so) has these too: a decoder makes its head before it
-    ties it, T5 the embeddings of encoder and decoder and the head.
-    """
+    ties it, T5 the embeddings of encoder and decoder and the head."""
     made: list[nn.Parameter] = []
     hook = register_module_parameter_registration_hook(lambda module, name, parameter: made.append(parameter))
     try:

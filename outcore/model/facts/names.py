@@ -14,8 +14,7 @@ def checkpoint_name(name: str) -> str:
 
     `network.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` (LoRA in a loss module) becomes
     `model.layers.0.self_attn.q_proj.weight`; the adapter beside it `model.layers.0.self_attn.q_proj.lora_A.weight`.
-    Of adapters on several parameters of one module, which peft nests, the inner ones keep their `base_layer`.
-    """
+    Of adapters on several parameters of one module, which peft nests, the inner ones keep their `base_layer`."""
     stripped = True
     while stripped:
         stripped = False

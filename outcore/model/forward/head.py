@@ -3,8 +3,7 @@
 The head is everything the model's own forward does after its decoder: projection, bias, scaling, soft-capping. It is
 run on any slice of hidden states by calling that very forward on a shell: a second object that shares every weight
 and submodule with the model, but whose decoder is a stub returning the given hidden states. The model itself is
-never touched, so hooks (ZeRO-3), adapters and checkpoints see nothing of it.
-"""
+never touched, so hooks (ZeRO-3), adapters and checkpoints see nothing of it."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class DecoderStub(nn.Module):
 
     Some models call an inner part of their decoder (OPT: `self.model.decoder(...)`): the decoder's own children are
     the stub again. Some read what it holds (Falcon-H1: `self.model.lm_head_multiplier`): plain attributes and buffers
-    are the decoder's own; its parameters and methods are not here.
-    """
+    are the decoder's own; its parameters and methods are not here."""
 
     def __init__(self, output: DecoderOutput, decoder: nn.Module):
         super().__init__()

@@ -4,8 +4,7 @@ Autograd multiplies out each chunk's gradient and then adds it to the sum so far
 hidden. Here each chunk's backward adds its product to one buffer as it multiplies (addmm: one rounding a chunk instead
 of two), and a node that all chunks hang on by a scalar hands the buffer to the weight once they are through. The head
 keeps its own code and hooks (ZeRO-3 gathers its weight around them): only `nn.Linear.forward` is replaced, for the time
-of a chunk. Anything but a plain, trained `nn.Linear`, and a head under autocast, is left to autograd.
-"""
+of a chunk. Anything but a plain, trained `nn.Linear`, and a head under autocast, is left to autograd."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ block-diagonal mask from them when there is no cache and no 2-D mask (isolation 
 comes from elsewhere get an explicit 4-D mask ("mask_4d", T x T bytes per sample), or one for each kind of layer
 ("mask_map": GPT-OSS, whose own masks overlook the documents). FlashAttention finds documents only
 in a batch of one, so packed batches are laid end to end for it. Which of them holds for a model is found out by
-`outcore.model.trial.abilities`, numerically, before training.
-"""
+`outcore.model.trial.abilities`, numerically, before training."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def document_mask(
 ) -> torch.Tensor:
     """The causal mask [B, 1, T, T] that keeps documents apart: bool for sdpa, additive in `dtype` otherwise.
 
-    `window`: a token sees itself and the window - 1 tokens before it (sliding attention).
-    """
+    `window`: a token sees itself and the window - 1 tokens before it (sliding attention)."""
     documents = document_numbers(position_ids)
     index = torch.arange(position_ids.shape[-1], device=position_ids.device)
     near = index[:, None] >= index[None, :]

@@ -9,8 +9,7 @@ the same switch for a deterministic backward (`torch.use_deterministic_algorithm
 The function and its mask function are registered with transformers as `outcore_sdpa`. Whatever has no borders (rows of
 one document, padded rows, sampling) goes to transformers' sdpa as it is, bit by bit. Where the kernel cannot be used
 (CPU, fp32, dropout within attention, heads wider than 256) the mask is made from the borders, in each layer anew, and
-sdpa does the rest: the same bits as with transformers' own mask. `packed_trial` decides who uses this.
-"""
+sdpa does the rest: the same bits as with transformers' own mask. `packed_trial` decides who uses this."""
 
 from __future__ import annotations
 

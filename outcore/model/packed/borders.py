@@ -6,8 +6,7 @@ take them: a 1-D int32 tensor, told from every other mask by its type and shape.
 The total is repeated at the end, which adds documents of no length, so that shapes are few: compiled layers and CUDA
 graphs see one, or two, for a run. The number of entries depends on the micro-batch alone, never on what came before.
 
-`borders_known` makes them known to the mask function (`packed_attention`) for the time of a call.
-"""
+`borders_known` makes them known to the mask function (`packed_attention`) for the time of a call."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ _KNOWN: ContextVar[torch.Tensor | None] = ContextVar("borders of the micro-batch
 def borders_of(position_ids: torch.Tensor) -> torch.Tensor | None:
     """position_ids [B, T] on the CPU -> borders; None for documents so short that a mask serves better.
 
-    A document begins at every row and wherever the position does not go up by one, as transformers sees it.
-    """
+    A document begins at every row and wherever the position does not go up by one, as transformers sees it."""
     begins = torch.ones(position_ids.shape, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff(dim=-1) != 1
     starts = begins.flatten().nonzero().flatten()
@@ -79,8 +77,7 @@ def known_borders() -> torch.Tensor | None:
 def mask_of(borders: torch.Tensor, rows: int, length: int, window: int | None = None) -> torch.Tensor:
     """The boolean mask [B, 1, T, T] that borders stand for: causal, within documents and, if given, the window.
 
-    `window`: a token sees itself and the window - 1 tokens before it. Costs B*T*T bytes; asks nothing of the device.
-    """
+    `window`: a token sees itself and the window - 1 tokens before it. Costs B*T*T bytes; asks nothing of the device."""
     places = torch.arange(rows * length, dtype=torch.int32, device=borders.device)
     documents = torch.searchsorted(borders, places, right=True).view(rows, 1, length)
     index = torch.arange(length, device=borders.device)

@@ -3,8 +3,7 @@
 Two questions. Does borders' attention mean to this model what its masks mean: a tiny copy of it is run on the CPU with
 both (a model that cuts rows into chunks, or bends its mask in its own code, does not pass). And, on a GPU, does torch's
 kernel compute it there: random queries, keys and values with the model's own heads, forward and backward, beside the
-masked result in fp32. A fraction of a second each.
-"""
+masked result in fp32. A fraction of a second each."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ torch's AdamW leaves a parameter without a gradient alone. An engine that keeps 
 there, and would shrink it by weight decay. So such parameters are found on the tiny copy, by one backward pass, and
 frozen in the model: they cost no gradient and no states either. Names are compared with their numbers left out, and all
 that share such a pattern must be without a gradient: an expert that got no token in the trial is trained as its
-siblings are.
-"""
+siblings are."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def check_abilities(
 ) -> Abilities:
     """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no.
 
-    `build`: what makes the model from a config, where that is not the config's own class.
-    """
+    `build`: what makes the model from a config, where that is not the config's own class."""
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder runs whole and one sample per row"
         routers = bool(getattr(config, "output_router_logits", False))

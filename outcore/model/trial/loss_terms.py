@@ -2,8 +2,7 @@
 
 A mixture of experts adds a balancing loss times a coefficient; its name differs from model to model, so it is asked of
 the model first. Whether nothing else is added is tried on a tiny copy: the loss that its own forward gives with labels
-must be cross-entropy plus that. What does not add up is named by the field of the config that switches it off.
-"""
+must be cross-entropy plus that. What does not add up is named by the field of the config that switches it off."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Widths, counts of heads and experts, windows and the vocabulary shrink; what decides the code path (activation,
 normalisation, scaling, soft-capping, kinds of layers, shared or untied weights) stays. Sizes that must agree (heads
 and their width, a state-space mixer and its expansion, parts of a latent head) agree afterwards. Nested configs of
-other parts (a vision tower) are made tiny, too.
-"""
+other parts (a vision tower) are made tiny, too."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ def embedding_rows(model: nn.Module | None, config: Any | None) -> int | None:
     """Entries of the largest table that token ids can index, or None when the model tells nothing of it.
 
     A transformers config says it. Of an own module nothing is known but its matrices: whichever holds the tokens,
-    it has no more rows than the tallest of them.
-    """
+    it has no more rows than the tallest of them."""
     if config is not None:
         rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         if isinstance(rows, int):

@@ -4,8 +4,7 @@
 parameters their homes runs through the feed once and puts each weight away as it comes, so memory is at most the homes
 and one group. Values are those of a whole load, bit by bit: from scratch the same initialiser runs region by region;
 trained weights go through transformers' own renaming and conversion (fused experts, old names), one group of
-checkpoint keys at a time. The shards are opened for a group and closed behind it, so mapped pages do not add up.
-"""
+checkpoint keys at a time. The shards are opened for a group and closed behind it, so mapped pages do not add up."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class InitialWeights:
 class TrainedWeights:
     """From safetensors shards, by transformers' rules for this architecture.
 
-    `skeleton`: the plain transformers model on the meta device, tied; it is used to convert and left as it was.
-    """
+    `skeleton`: the plain transformers model on the meta device, tied; it is used to convert and left as it was."""
 
     def __init__(self, skeleton: Any, files: list[Path], dtype: torch.dtype) -> None:
         self._skeleton, self._dtype = skeleton, dtype

@@ -9,8 +9,7 @@ are made ahead by several threads (the same values, since every module has its o
 or `AHEAD_BYTES`, whichever is more.
 
 Cost: about 100 M normal numbers a second and core. Parameters that `_init_weights` leaves alone keep what the
-model's constructor gave them.
-"""
+model's constructor gave them."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def init_regions(skeleton: nn.Module) -> list[InitRegion]:
 
     Within a region modules are initialised children first, as transformers does, so that a parent's correction of a
     child (GPT-2's scaled projections) comes last. A parent above a module list sees its own parameters and those of
-    its childless children, which covers tied embeddings and heads.
-    """
+    its childless children, which covers tied embeddings and heads."""
     regions: list[InitRegion] = []
     _walk(skeleton, "", _initialiser_of(skeleton, None), regions)
     return [region for region in regions if region.parameter_names()]
@@ -179,8 +177,7 @@ class InitPlan:
     """The regions of a skeleton in order, and which of them hands out each parameter.
 
     A shared (tied) parameter is handed out once, under its first name, by the last region that has it: as in
-    transformers the last initialiser wins. Until then its value is kept.
-    """
+    transformers the last initialiser wins. Until then its value is kept."""
 
     def __init__(self, skeleton: nn.Module):
         self.regions = init_regions(skeleton)
@@ -258,8 +255,7 @@ def initialise_weights(model: nn.Module, skeleton: nn.Module, seed: int, gather:
 
     `gather(parameters)`: context in which partitioned parameters are whole, written back on exit from the first rank
     (ZeRO-3); every rank calls this function, only the first one draws numbers. Returns the names that no initialiser
-    set and that therefore keep their constructor's values.
-    """
+    set and that therefore keep their constructor's values."""
     from outcore.model.weights.zero3 import is_first_rank
 
     parameters = dict(model.named_parameters(remove_duplicate=False))

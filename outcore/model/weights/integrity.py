@@ -1,8 +1,7 @@
 """Whether a folder of weights is what was written: no shard outside it, and checksums where an export left them.
 
 outcore's exports carry `outcore-checksums.json`; reading every byte once against it costs a second for some GB. A
-configuration or a chat template may have been edited since: that is said, damaged weights are refused.
-"""
+configuration or a chat template may have been edited since: that is said, damaged weights are refused."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Initialisers of models call `weight.normal_()` and the like without a generator, so two of them can run at the same
 time only if each is given one of its own on the way. `RandomStream(seed)` does that for every draw made in its thread
 while it is entered: the numbers are those that the default generator gives after `torch.manual_seed(seed)`, bit by bit.
-Draws that take no generator (`torch.rand(n)`) raise `SharedStreamNeeded` before anything is drawn.
-"""
+Draws that take no generator (`torch.rand(n)`) raise `SharedStreamNeeded` before anything is drawn."""
 
 from __future__ import annotations
 

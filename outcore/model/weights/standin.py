@@ -27,8 +27,7 @@ def without_memory(build: Callable[[], Any]) -> Any:
     """`build()`'s module with stand-ins for parameters and with real buffers.
 
     While it is built, each parameter is real only for the moment of its making, untouched, which costs address space
-    and no memory; then it is on the meta device, where a constructor may write to it without effect.
-    """
+    and no memory; then it is on the meta device, where a constructor may write to it without effect."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,8 +1,7 @@
 """Everything here that knows DeepSpeed, imported only when a ZeRO-3 run asks for it.
 
 transformers partitions weights as they are made or read while an HfDeepSpeedConfig object is alive; this room keeps
-one alive around loading and leaves initial values to `outcore.model.weights.initialise`.
-"""
+one alive around loading and leaves initial values to `outcore.model.weights.initialise`."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def settle(engine: Any) -> None:
     """After evaluation or sampling with a DeepSpeed engine, before anything is gathered by hand (saving, export).
 
     A forward without backward leaves prefetched parameters in flight, and gathering those fails with "Cannot partition
-    a param in flight". Every rank calls it; nothing happens without ZeRO-3.
-    """
+    a param in flight". Every rank calls it; nothing happens without ZeRO-3."""
     release = getattr(getattr(engine, "optimizer", None), "empty_partition_cache", None)
     if release is not None:
         release()
@@ -58,8 +56,7 @@ def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[Non
     """Within this context transformers partitions every model it makes or reads (ZeRO-3), without drawing initial
     weights.
 
-    `zero3_config`: a complete DeepSpeed configuration with stage 3 (no "auto" values); None: nothing happens.
-    """
+    `zero3_config`: a complete DeepSpeed configuration with stage 3 (no "auto" values); None: nothing happens."""
     if zero3_config is None:
         yield
         return

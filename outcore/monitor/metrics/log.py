@@ -6,8 +6,7 @@ rewriting the file aside and renaming it, so each step is there once. JSON knows
 written as null and named in the line's "nonfinite" object ({"loss": "nan"}); read_metrics puts it back.
 
 Lines: line 0 {"event": "header", ...}; steps have no "event"; {"event": "eval", "step": n, ...};
-{"event": "resume", "step": n, ...} marks where a later process went on.
-"""
+{"event": "resume", "step": n, ...} marks where a later process went on."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class MetricsLog:
         fsync_interval_s: at most so many seconds of lines can be lost to a power cut (kill -9 loses none).
 
     Raises:
-        MetricsLogError: the file cannot be opened or rewritten.
-    """
+        MetricsLogError: the file cannot be opened or rewritten."""
 
     def __init__(
         self, path: Path | str, *, resume_step: int | None = None, fsync_interval_s: float = FSYNC_INTERVAL_S
@@ -104,8 +102,7 @@ class MetricsLog:
         """Drop the lines of later steps: the run goes on from an older checkpoint than the log was opened for.
 
         Raises:
-            MetricsLogError: the file cannot be rewritten.
-        """
+            MetricsLogError: the file cannot be rewritten."""
         self.close()
         try:
             truncate_after(self.path, step)
@@ -129,8 +126,7 @@ class MetricsLog:
 
         Raises:
             MetricsLogError: the line could not be written; the file is as it was before.
-            ValueError: no step, or a value that JSON cannot hold.
-        """
+            ValueError: no step, or a value that JSON cannot hold."""
         if not isinstance(record.get("step"), int):
             raise ValueError(f"A metrics line needs an integer 'step', got {record.get('step')!r}")
         self._write(record)
@@ -228,8 +224,7 @@ def encode_line(record: dict[str, Any]) -> bytes:
     """One line of metrics.jsonl: strict JSON; numbers that are not finite become null and are named in "nonfinite".
 
     Raises:
-        ValueError: a value that JSON cannot hold, with its name.
-    """
+        ValueError: a value that JSON cannot hold, with its name."""
     nonfinite: dict[str, str] = {}
     clean = {name: _clean(value, name, nonfinite) for name, value in record.items()}
     if nonfinite:
@@ -260,8 +255,7 @@ def truncate_after(path: Path, step: int) -> tuple[int, int]:
     """Drop lines of steps after `step`, repeated steps but the last, and damaged lines; atomic.
 
     Returns:
-        Number of lines dropped (0: the file was not touched), and of those that were damaged.
-    """
+        Number of lines dropped (0: the file was not touched), and of those that were damaged."""
     keep: set[int] = set()
     last_of_step: dict[int, int] = {}
     num_lines = num_damaged = 0

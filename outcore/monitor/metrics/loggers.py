@@ -2,8 +2,7 @@
 
 Every logger has log_header, log_step, log_eval and close; LoggerGroup may be empty, so callers never test for None. A
 logger that fails (full disk, no network) is switched off with one sentence and the run goes on: metrics.jsonl is the
-record. Nothing is sent anywhere unless the user names the service in report_to.
-"""
+record. Nothing is sent anywhere unless the user names the service in report_to."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class TensorBoardLogger:
     """Scalars in TensorBoard's event files under `folder` (through tensorboard's own writer; no TensorFlow, no torch).
 
     After a resume the newest event file carries on; TensorBoard drops older points of repeated steps by itself
-    (`purge_step`, written as a session start).
-    """
+    (`purge_step`, written as a session start)."""
 
     def __init__(self, folder: Path | str, *, purge_step: int | None = None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -148,8 +146,7 @@ class LoggerGroup:
 
     Args:
         loggers: by name.
-        say: takes the sentence about a logger that failed.
-    """
+        say: takes the sentence about a logger that failed."""
 
     def __init__(self, loggers: dict[str, Logger], say: Callable[[str], None]) -> None:
         self._loggers = dict(loggers)
@@ -193,8 +190,7 @@ def check_report_to(report_to: str | Iterable[str]) -> tuple[str, ...]:
     """The names in `report_to` ("tensorboard,wandb", a list, "all", "none"), checked.
 
     Raises:
-        ValueError: a name that does not exist (with the nearest that does), or a tool that is not installed.
-    """
+        ValueError: a name that does not exist (with the nearest that does), or a tool that is not installed."""
     names = report_to.split(",") if isinstance(report_to, str) else list(report_to)
     names = list(dict.fromkeys(name.strip().lower() for name in names if name.strip()))
     if names in ([], ["none"]):
@@ -233,8 +229,7 @@ def make_loggers(
         say: takes one sentence for a logger that fails, now or later.
 
     Raises:
-        ValueError: see check_report_to.
-    """
+        ValueError: see check_report_to."""
     names = check_report_to(report_to)
     run_dir = Path(run_dir)
     group = LoggerGroup({}, say)

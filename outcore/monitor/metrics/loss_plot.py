@@ -3,8 +3,7 @@
 Training loss raw (faint) and smoothed (bold), evaluation loss as marked points, the learning rate in a small strip
 below; resumes are marked, missing steps leave gaps. Drawn with matplotlib's Agg canvas without pyplot, so it needs no
 display, touches no global state and may run on any thread; written aside and renamed, so a viewer never sees half a
-picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and highest of each bin are kept).
-"""
+picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and highest of each bin are kept)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | No
 
     Raises:
         FileNotFoundError: no metrics.jsonl.
-        OSError: the picture cannot be written.
-    """
+        OSError: the picture cannot be written."""
     metrics = read_metrics(metrics_path)
     points = [(step["step"], step["loss"]) for step in metrics.steps if isinstance(step.get("loss"), (int, float))]
     if not points:
@@ -53,8 +51,7 @@ def smooth(losses: list[float], span: int) -> list[float]:
     """Centred mean over `span` points of the running median of 5, so neither lag nor single spikes show.
 
     Values that are not finite are skipped. At the left end the window shrinks to both sides alike (the loss is steep
-    there), at the right end only its right side does (it is flat and noisy there).
-    """
+    there), at the right end only its right side does (it is flat and noisy there)."""
     finite = [(index, loss) for index, loss in enumerate(losses) if math.isfinite(loss)]
     values = [loss for _, loss in finite]
     medians = [sorted(values[max(0, at - 2) : at + 3])[(min(len(values), at + 3) - max(0, at - 2)) // 2]

@@ -17,8 +17,7 @@ class Metrics:
     """The lines of one metrics.jsonl by kind.
 
     Raises (by `poll`):
-        FileNotFoundError: no such file; the message says where it was sought.
-    """
+        FileNotFoundError: no such file; the message says where it was sought."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -106,8 +105,7 @@ def read_metrics(path: Path | str) -> Metrics:
     """The whole file as it is now.
 
     Raises:
-        FileNotFoundError: no such file.
-    """
+        FileNotFoundError: no such file."""
     metrics = Metrics(path)
     metrics.poll()
     return metrics

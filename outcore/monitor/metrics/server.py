@@ -44,8 +44,7 @@ class MetricsServer:
         say: takes one sentence: where it serves, or why it does not.
 
     Raises:
-        ValueError: a port out of range.
-    """
+        ValueError: a port out of range."""
 
     def __init__(
         self, port: int, host: str = "127.0.0.1", *, run: str = "", say: Callable[[str], None] = print

@@ -4,8 +4,7 @@ of the first step.
 Parts: `imports`, `settings` (flags, files, tokenizer, engine choice), `data`, `plan` (the forecast's look at model and
 machine), `model_load`, `engine_init` (pinned memory, homes, first weights), `logs` (sensors, log files); then
 `first_step`, and `compile`, the part of it that torch.compile took. Written to plan.json and, with the first step, to
-metrics.jsonl.
-"""
+metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """RunFrame: one picture of a run for the terminal, made from metrics.jsonl only.
 
 Loss as a sparkline, speed and where the time of a step goes, how full each tier is, the links against their measured
-limits, temperatures, time left. Rows without data are left out; everything fits the width it is given.
-"""
+limits, temperatures, time left. Rows without data are left out; everything fits the width it is given."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class RunFrame:
     Args:
         metrics: the run's lines.
         name: the run's name.
-        idle_s: seconds since the file was last written.
-    """
+        idle_s: seconds since the file was last written."""
 
     def __init__(self, metrics: Metrics, name: str, idle_s: float) -> None:
         self._metrics = metrics

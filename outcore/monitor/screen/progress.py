@@ -2,8 +2,7 @@
 
 On a terminal rich redraws it once a second on its own thread (about 2 ms each) and lets other output scroll above it.
 In a file, a pipe or a service log one plain line appears every N steps or seconds, also within a long step, without
-colour codes or carriage returns. Fields that do not fit the width are left out, the less important first.
-"""
+colour codes or carriage returns. Fields that do not fit the width are left out, the less important first."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class RunProgress:
             and the last step always get one.
         limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
             `Sampler.describe()` gives them.
-        enabled: False shows nothing at all (ranks other than 0).
-    """
+        enabled: False shows nothing at all (ranks other than 0)."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ def tiers_of(record: dict[str, Any], limits: dict[str, Any]) -> list[Tier]:
 
     Args:
         record: a metrics.jsonl line (a Sampler snapshot is one).
-        limits: gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes where known (`Sampler.describe()`).
-    """
+        limits: gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes where known (`Sampler.describe()`)."""
     tiers = []
     vram_bytes = _first(record, "gpu_mem_bytes", "gpu_mem_peak_bytes")
     if vram_bytes is not None:

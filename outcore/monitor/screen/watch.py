@@ -1,8 +1,7 @@
 """`outcore watch [RUN]`: a live terminal view of a running or finished run, from its metrics.jsonl only.
 
 It reads what was appended once a second and redraws; the run itself is not touched, so it may be on another machine's
-shared folder. `--once` (and any output that is no terminal) prints a single frame.
-"""
+shared folder. `--once` (and any output that is no terminal) prints a single frame."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def watch(run_dir: Path | str, *, once: bool = False, width: int | None = None, 
         file: where to; default: stdout.
 
     Raises:
-        FileNotFoundError: no metrics.jsonl there.
-    """
+        FileNotFoundError: no metrics.jsonl there."""
     from rich.console import Console
     from rich.live import Live
 
@@ -61,8 +59,7 @@ def find_run(run: str | None, logs: Path | str = "logs") -> Path:
     """The log folder of a run given by name or path; without one, the run that was written to last.
 
     Raises:
-        FileNotFoundError: no such run; the message lists those there are.
-    """
+        FileNotFoundError: no such run; the message lists those there are."""
     logs = Path(logs)
     runs = sorted(logs.glob(f"*/{METRICS_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if run is None:

@@ -1,10 +1,8 @@
 """BlockDevice: the kernel's counters of the physical disks under a path.
 
-Which disks those are (through partitions, LVM, LUKS, RAID, btrfs, loop files, containers) is machine.drive_of's
-answer; tmpfs, network shares and WSL2's Windows drives have none. Counters are those of whole disks, all processes
-included: what the drives really move and wear.
-Cost: one read of /sys/block/<disk>/stat (about 20 us) per disk and look.
-"""
+Which disks those are (through partitions, LVM, LUKS, RAID, btrfs, loop files, containers) is machine.drive_of's answer;
+tmpfs, network shares and WSL2's Windows drives have none. Counters are those of whole disks, all processes included:
+what the drives really move and wear. Cost: one read of /sys/block/<disk>/stat (about 20 us) per disk and look."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ class BlockDevice:
         root: where `sys` and `proc` are looked for; tests replace it.
 
     Raises:
-        OSError: the path has no block device; the message says what it lies on instead.
-    """
+        OSError: the path has no block device; the message says what it lies on instead."""
 
     def __init__(self, path: Path | str, root: Path | str = "/") -> None:
         drive = drive_of(path, sys_root=root)
@@ -49,8 +46,7 @@ class BlockDevice:
         """The counters now.
 
         Raises:
-            OSError: a disk has vanished.
-        """
+            OSError: a disk has vanished."""
         read_sectors = write_sectors = in_flight = queue_ms = 0
         for path in self._stat_paths:
             fields = path.read_text().split()

@@ -3,8 +3,7 @@
 Counters come from BlockDevice, temperature from hwmon (below /sys/class/nvme, or drivetemp for SATA), lifetime writes
 from `nvme` or `smartctl` where they are installed and allowed (usually only root), free space from statvfs.
 Cost: counters and free space about 30 us a look; temperature asks the drive itself, so every 5 s; lifetime writes
-start a program, so every 15 min.
-"""
+start a program, so every 15 min."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class DriveSensor:
     Args:
         board: where missing sensors are noted.
         root: where `sys` and `proc` are looked for; tests replace it.
-        run_command: runs a command and returns its stdout, raising OSError or ValueError; None: subprocess.
-    """
+        run_command: runs a command and returns its stdout, raising OSError or ValueError; None: subprocess."""
 
     def __init__(
         self,
@@ -157,8 +155,7 @@ def run_json_command(command: Sequence[str]) -> str:
     """stdout of `command`.
 
     Raises:
-        OSError: not installed, timed out, or it failed (usually: only root may ask the drive).
-    """
+        OSError: not installed, timed out, or it failed (usually: only root may ask the drive)."""
     program = shutil.which(
         command[0], path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
     )

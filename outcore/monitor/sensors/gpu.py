@@ -3,8 +3,7 @@
 Each field is its own sensor: what a GPU, driver or WSL2 does not offer is null, said once. An error that means that
 NVML itself is gone (GPU lost, driver reset, library uninitialised) switches all fields off at once.
 Cost: about 12 library calls a sample; the two PCIe counters sleep 20 ms each inside the driver with the GIL released,
-so they delay only the sampling thread.
-"""
+so they delay only the sampling thread."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class GpuSensor:
         board: where missing sensors are noted.
         gpu: NVML index (the order of nvidia-smi, which CUDA_VISIBLE_DEVICES does not change), or a UUID with or
             without its "GPU-" prefix (`str(torch.cuda.get_device_properties(i).uuid)`), or a PCI bus id.
-        nvml: a module with pynvml's functions; None imports pynvml.
-    """
+        nvml: a module with pynvml's functions; None imports pynvml."""
 
     def __init__(self, board: SensorBoard, gpu: int | str = 0, nvml: Any = None) -> None:
         self._board = board

@@ -3,8 +3,7 @@
 Resident bytes are summed from /proc/<pid>/statm (psutil elsewhere); pages that parent and children share count once
 for each, so with forked loader workers the sum is an upper bound. The exact figure (smaps_rollup) walks page tables
 under the process's memory lock and would stall a run with tens of GB resident, so it is not used.
-Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s.
-"""
+Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class HostSensor:
         board: where missing sensors are noted.
         root: where `proc` and `sys` are looked for; tests replace it.
         pid: the process to watch, with its children; default: this one.
-        psutil_module: psutil, or a fake one; only children (and systems without /proc) need it.
-    """
+        psutil_module: psutil, or a fake one; only children (and systems without /proc) need it."""
 
     def __init__(
         self, board: SensorBoard, root: Path | str = "/", pid: int | None = None, psutil_module: Any = None
@@ -117,8 +115,7 @@ def read_swap_used_bytes(root: Path | str = "/") -> int:
     """Swap in use by the whole machine.
 
     Raises:
-        OSError: there is no /proc/meminfo.
-    """
+        OSError: there is no /proc/meminfo."""
     text = (Path(root) / "proc" / "meminfo").read_text()
     sizes = {name: int(size) for name, size in re.findall(r"^(Swap\w+):\s+(\d+) kB", text, re.M)}
     return (sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)) * KIB

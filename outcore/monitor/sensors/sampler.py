@@ -4,8 +4,7 @@ The thread keeps sums and peaks; `snapshot()` closes the window since the last o
 metrics.jsonl line. A thread is enough: nearly all of a sample's time is spent in NVML and the kernel with the GIL
 released (cost below 1 % of one core, measured by benchmarks/monitor_cost.py), and a process could not see this
 process's pinned bytes. Drive counters and free space are read in `snapshot()` itself (some 60 us), so that bytes per
-step are exact however short the step. What the machine does not tell is null, explained once.
-"""
+step are exact however short the step. What the machine does not tell is null, explained once."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Sampler:
         gpu: NVML index, UUID or PCI bus id (see GpuSensor); None: no GPU is looked at.
         interval_s: time between samples.
         pinned_bytes: called at each snapshot; returns the bytes of pinned memory that the engine holds.
-        nvml, psutil_module, root (of sys and proc), run_command: fakes for tests.
-    """
+        nvml, psutil_module, root (of sys and proc), run_command: fakes for tests."""
 
     def __init__(
         self,
@@ -163,8 +161,7 @@ class Sampler:
 
         Args:
             gpu_mem_peak_bytes: the allocator's own peak (`torch.cuda.max_memory_allocated()`) when the caller has it;
-                otherwise the highest NVML value of the window is given, which includes every process on the GPU.
-        """
+                otherwise the highest NVML value of the window is given, which includes every process on the GPU."""
         with self._lock:
             window, self._window = self._window, _Window()
             last, age_s = self._last, time.monotonic() - self._last_at_s
@@ -201,8 +198,7 @@ class Sampler:
     def describe(self) -> dict[str, Any]:
         """What does not change: sizes and names for the header of metrics.jsonl.
 
-        The GPU's facts come with the first sample: right after `start()` the first call waits for it, 2 s at most.
-        """
+        The GPU's facts come with the first sample: right after `start()` the first call waits for it, 2 s at most."""
         if self._thread is not None and not self._waited_for_first:
             self._waited_for_first = True
             self._has_sampled.wait(FIRST_SAMPLE_WAIT_S)

@@ -1,8 +1,7 @@
 """SensorBoard: reads sensors that may be missing, fail or vanish, and says so once for each.
 
 A sensor that fails is switched off for the rest of the run (its value is None from then on) and leaves one sentence
-for people. Nothing a sensor does can raise into the run. Cost: one dict look-up per read beside the sensor itself.
-"""
+for people. Nothing a sensor does can raise into the run. Cost: one dict look-up per read beside the sensor itself."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class SensorBoard:
 
         Args:
             name: key of the sensor, e.g. "gpu_temp_c".
-            what: the sensor in words for the sentence, e.g. "GPU temperature".
-        """
+            what: the sensor in words for the sentence, e.g. "GPU temperature"."""
         if name in self._off:
             return None
         try:

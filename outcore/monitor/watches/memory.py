@@ -4,8 +4,7 @@ A look takes about 0.2 ms; within half a second the last verdict is given again,
 
 Available RAM is the kernel's own estimate (page cache that can be dropped counts as available), or what a container's
 limit leaves. Below the reserve the verdict is "full" (save and stop before the kernel kills the run); below twice the
-reserve, or with the run's own pages in swap, it is "low".
-"""
+reserve, or with the run's own pages in swap, it is "low"."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class MemoryWatch:
         interval_s: the age up to which a verdict is given again.
 
     Raises:
-        ValueError: a negative reserve.
-    """
+        ValueError: a negative reserve."""
 
     def __init__(
         self, reserve_bytes: int | None = None, *, root: Path | str = "/", interval_s: float = INTERVAL_S

@@ -34,8 +34,7 @@ class RunWarnings:
         describe_machine: returns `Sampler.describe()` (its GPU part comes with the first sample).
         drive_gb_per_s: what the drive did when it was measured (reads and writes together), None if never measured.
         battery: psutil.sensors_battery, or a fake; None: psutil's.
-        clock: seconds, monotonic.
-    """
+        clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -61,8 +60,7 @@ class RunWarnings:
 
         Args:
             record: the step's metrics line.
-            verdicts: of SpaceWatch and MemoryWatch; those not "ok" are warned about.
-        """
+            verdicts: of SpaceWatch and MemoryWatch; those not "ok" are warned about."""
         if self._recent:
             self._settled.append(record)
         self._recent.append(record)

@@ -3,8 +3,7 @@
 A helper program holds the inhibition (`systemd-inhibit` on Linux, PowerShell's SetThreadExecutionState on WSL2's
 Windows host) and ends by itself when our end of its pipe closes, also after kill -9. On Windows the process holds it
 itself. Elsewhere, or when refused, a hold that does nothing is returned with the reason. Closing a laptop's lid still
-puts it to sleep unless the system's own setting says otherwise.
-"""
+puts it to sleep unless the system's own setting says otherwise."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class SleepHold:
 
     Attributes:
         held: whether the system agreed.
-        words: what holds, or why nothing does; for people.
-    """
+        words: what holds, or why nothing does; for people."""
 
     def __init__(
         self, held: bool, words: str, process: subprocess.Popen[bytes] | None = None, kernel: Any = None
@@ -76,8 +74,7 @@ def hold_off_sleep(
         why: shown by the system's tools (`systemd-inhibit --list`).
         root: where `proc` is looked for; tests replace it.
         commands: programs to try instead of the system's own; each must echo a line once it holds, and end when its
-            stdin does.
-    """
+            stdin does."""
     if sys.platform == "win32":
         return _hold_windows()
     if commands is None:

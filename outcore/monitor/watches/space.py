@@ -2,8 +2,7 @@
 
 A statvfs per drive (about 10 us) against a reserve: what the run may still have to write there. Below twice the reserve
 the verdict is "low" (warn), below the reserve "full" (save and stop). Where a drive cannot be asked the verdict is
-"unknown" with the reason, not a stop.
-"""
+"unknown" with the reason, not a stop."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class SpaceWatch:
         ask: returns the free bytes of a path; tests replace it.
 
     Raises:
-        ValueError: no folder, or a negative reserve.
-    """
+        ValueError: no folder, or a negative reserve."""
 
     def __init__(self, reserves: Mapping[Path, int], *, ask: Callable[[Path], int] = free_bytes) -> None:
         if not reserves:

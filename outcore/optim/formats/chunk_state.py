@@ -22,8 +22,7 @@ the parameter; the kernels therefore only ever store the quiet NaN 0x7fc00000, w
 
 With a residual of 8 bits the master is an fp32 number whose lowest 8 bits are zero: 15 bits after the point where bf16
 has 7 and fp32 23. The residual is the upper half of the one above, and parameter and master follow from it in the same
-way. Small updates would be lost to rounding to nearest, so a new master is rounded up or down at random, unbiased.
-"""
+way. Small updates would be lost to rounding to nearest, so a new master is rounded up or down at random, unbiased."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -
     """fp32 [n] with the lowest 8 bits zero: rounded by `random` (whole numbers in [0, 256), [n]), or to nearest.
 
     Rounding is of the magnitude; halves go away from zero. To nearest the bf16 parameter stays that of `master`: where
-    the next number above has another one, the one below is taken. A NaN becomes the quiet one.
-    """
+    the next number above has another one, the one below is taken. A NaN becomes the quiet one."""
     bits = torch.where(master.isnan(), float("nan"), master).view(torch.int32)
     if random is None:
         low = bits & 0xFFFF
@@ -68,8 +66,7 @@ def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -
 def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 [n] rounded to a parameter type: fp16 to nearest, ties to even; bf16 as `split_master` does.
 
-    The only NaN in it may be the canonical one.
-    """
+    The only NaN in it may be the canonical one."""
     if dtype == torch.bfloat16:
         return split_master(master)[0]
     return one_nan(master).to(dtype)
@@ -88,8 +85,7 @@ class ChunkState:
     """The states of a chunk of `numel` parameters in `buffer` (uint8, [>= chunk_bytes(numel)]), in place.
 
     `param`: the chunk's 16-bit or fp32 parameters, [numel]; needed for the master of split formats, and kept in step
-    when the master is written. No update of the chunk may be in progress. ValueError for what does not fit.
-    """
+    when the master is written. No update of the chunk may be in progress. ValueError for what does not fit."""
 
     def __init__(
         self, state_format: StateFormat, buffer: torch.Tensor, numel: int, param: torch.Tensor | None = None
@@ -110,8 +106,7 @@ class ChunkState:
     def initialise(self, master: torch.Tensor | None = None) -> None:
         """Zero moments; master from `master` (fp32, [numel]), else from the parameters as they are.
 
-        From a given master the parameters are set too.
-        """
+        From a given master the parameters are set too."""
         self._buffer.zero_()
         if master is not None:
             self.write("master", master)
@@ -139,8 +134,7 @@ class ChunkState:
     def write(self, name: StateName, values: torch.Tensor, start: int = 0) -> None:
         """Set elements from `start` on to `values` (fp32).
 
-        8-bit moments are written in whole blocks of 256 (the last may be shorter), because a block shares its scale.
-        """
+        8-bit moments are written in whole blocks of 256 (the last may be shorter), because a block shares its scale."""
         if values.dtype != torch.float32 or values.device.type != "cpu":
             raise ValueError(f"{name} is written from fp32 on the CPU, got {values.dtype} on {values.device}")
         values = values.detach().reshape(-1)

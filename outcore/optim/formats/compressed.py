@@ -19,8 +19,7 @@ update reads one tail and writes the other, in whatever order its threads come; 
 valid and how much of it is used, so that a drive moves no more than that.
 
 All patterns of exp_avg come back, those of exp_avg_sq without a sign (-0 as 0). This module is the definition, in
-torch; the extension's compressed.h gives the same bytes where one thread goes through the blocks in order.
-"""
+torch; the extension's compressed.h gives the same bytes where one thread goes through the blocks in order."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ divides by its root; a parameter whose m is zero is not touched by that.
 
 States below 2^-112 (m) and 2^-93 (v) are stored as zero, so that even the smallest code stands for a normal fp32: then
 `nearest(unpack(codes)) == codes` for all codes a block can hold, and checkpoints in fp32 lose nothing.
-A block with a non-finite number has NaN scales: it shows, and stays.
-"""
+A block with a non-finite number has NaN scales: it shows, and stays."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def pack_stochastic(exp_avg: torch.Tensor, root: torch.Tensor, *, seed: int, ste
 def pack_nearest(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Codes:
     """Codes of m and v, fp32 [n] each, rounded to the nearest level: for states that come from a checkpoint.
 
-    ValueError when they are not finite or v is negative.
-    """
+    ValueError when they are not finite or v is negative."""
     if not (torch.isfinite(exp_avg).all() and torch.isfinite(exp_avg_sq).all()) or (exp_avg_sq < 0).any():
         raise ValueError("moments must be finite and exp_avg_sq not negative to be packed into 8 bits")
     exp_avg = _without_tiny_blocks(exp_avg, SMALLEST_EXP_AVG)
@@ -76,8 +74,7 @@ def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
     """The correctly rounded square root of fp32 [n], whatever library torch computes roots with.
 
     A double's root is within an ulp of double; rounding that to fp32 gives the correctly rounded root, because no root
-    of an fp32 number lies that close to the middle between two fp32 numbers.
-    """
+    of an fp32 number lies that close to the middle between two fp32 numbers."""
     return x.double().sqrt().float()
 
 
@@ -163,8 +160,7 @@ def random_bytes(numel: int, *, seed: int, step: int, first_block: int) -> torch
 def _random(seed: int, step: int, first_block: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two independent multiples of 2^-16 in [0, 1) per element, fp32 [num_blocks, 256] each.
 
-    A hash of 32 bits has two. The element half a block further takes them the other way round.
-    """
+    A hash of 32 bits has two. The element half a block further takes them the other way round."""
     x = _hashes(seed, step, first_block, num_blocks)
     low, high = (x & 0xFFFF).float() * 2.0**-16, (x >> 16).float() * 2.0**-16
     return torch.cat([low, high], 1), torch.cat([high, low], 1)

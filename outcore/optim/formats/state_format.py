@@ -16,8 +16,7 @@ A split needs the parameter to be the upper half of the master's bits, which hol
 `fp32` or `fp32_m8`. The layout is that of `abi.h`.
 
 On a drive fp32 moments may be compressed without loss (`StateFormat.on_drive`, `outcore.optim.formats.compressed`):
-11.03 and 9.03 bytes per parameter instead of 12 and 10. It is a form of the same states, not a choice of its own.
-"""
+11.03 and 9.03 bytes per parameter instead of 12 and 10. It is a form of the same states, not a choice of its own."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ arXiv 2104.07857, section 4 (bandwidth). Computation and transfer are taken not 
 
 with the arithmetic intensity `ait` in FLOPs per byte. Bandwidths in bytes/s, peaks in FLOP/s. The planner's own times
 (stream.py, deepspeed.py) know overlap and count bytes of the real engines; this is the paper's picture.
-`outcore plan --efficiency` puts a machine's rates into it.
-"""
+`outcore plan --efficiency` puts a machine's rates into it."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def rows_on(hardware: Hardware) -> list[HomeRow]:
     """What the paper's formulas give with a machine's rates. ValueError where its compute rate is not known.
 
     Weights and gradients cross the link to the GPU whatever their home; states in RAM are updated there at RAM's rate;
-    on the drive all of them are read and written at its mixed rate (the slower of both where that was not measured).
-    """
+    on the drive all of them are read and written at its mixed rate (the slower of both where that was not measured)."""
     if hardware.compute_tflops is None:
         raise ValueError(f"the compute rate of {hardware.name} is not known: give --tflops")
     peak = hardware.compute_tflops * 1e12

@@ -1,7 +1,6 @@
 """Pictures of plans: stacked bars per tier against capacity, and the curves of the ZeRO-Infinity paper's model.
 
-matplotlib with the Agg backend, no display needed.
-"""
+matplotlib with the Agg backend, no display needed."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ shipped profile of the reference laptop, presets, default settings.
 The largest model that a machine trains, by kind of training: search over a family of Llama shapes with the planner.
 
 The family: width h in steps of 256, h/128 heads of 128, 8 key-value heads, feed-forward 3.5 h, one layer per 128 of
-width (32 at 4,096 and 64 at 8,192, about the published shapes), vocabulary 128,256, untied.
-"""
+width (32 at 4,096 and 64 at 8,192, about the published shapes), vocabulary 128,256, untied."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ sub-group only), when activations are gone. Stages 1 / 2 / 3 divide states / gra
 number of GPUs. With offload, parameters cross the link twice per micro-batch, and the optimizer phase runs after the
 last backward pass, alone.
 
-What a step of DeepSpeed moves: all micro-batches' passes, and after the last of them the update, alone.
-"""
+What a step of DeepSpeed moves: all micro-batches' passes, and after the last of them the update, alone."""
 
 from __future__ import annotations
 

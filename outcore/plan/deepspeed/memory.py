@@ -1,8 +1,7 @@
 """Bytes of DeepSpeed 0.19.8 by part: of the GPU at every stage, of RAM and the drive with its own offload.
 
 At the peak of a pass there are activations, the loss of one chunk, or the norm of a large gradient, and gradients as
-autograd returns them; in the step these are gone, and the fp32 copy of the gradients takes their room.
-"""
+autograd returns them; in the step these are gone, and the fp32 copy of the gradients takes their room."""
 
 from __future__ import annotations
 

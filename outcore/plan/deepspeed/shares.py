@@ -127,8 +127,7 @@ def _sub_group_ends(shares: tuple[int, ...]) -> tuple[int, ...]:
 def ring_of(shape: ModelShape, gpus: int, homes: ParamHomes | None, terms: RingTerms) -> Ring:
     """What flows through the ring of states, and what it keeps: the mean of a pass and the one back.
 
-    `homes`: of parameters that may go to the drive. With some of the states in RAM, as many chunks of each kind are.
-    """
+    `homes`: of parameters that may go to the drive. With some of the states in RAM, as many chunks of each kind are."""
     runs = _runs(shape, gpus, homes, terms)
     if not runs:
         return Ring()

@@ -6,8 +6,7 @@ next: they cost nothing, and their parameters are written only. Parameters on th
 of each micro-batch but the first, which finds the trainable ones in the memory of gradients; the update writes them,
 and reads them where the format is split. Gradients on the drive are written in the backward of each micro-batch, read
 in all but the first, and read by the update; there is no memory of gradients then. Rates are the streaming engine's,
-whose ring and optimizer these are. One run on a drive was compared (docs/planning.md).
-"""
+whose ring and optimizer these are. One run on a drive was compared (docs/planning.md)."""
 
 from __future__ import annotations
 

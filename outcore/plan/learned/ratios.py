@@ -2,8 +2,7 @@
 
 One ratio for each kind of run (engine, homes of the states, weights or adapters, precision), the last run's, in
 `logs/forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
-profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said.
-"""
+profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said."""
 
 from __future__ import annotations
 

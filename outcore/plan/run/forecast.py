@@ -2,8 +2,7 @@
 
 Written to plan.json and to the header of metrics.jsonl of every run, so that forecast and measurement can be compared;
 printed by `--plan`. A forecast never stops a run: a machine profile that is missing, of another machine or damaged
-means data-sheet rates and a sentence, a model that the planner cannot count means no forecast and a sentence.
-"""
+means data-sheet rates and a sentence, a model that the planner cannot count means no forecast and a sentence."""
 
 from __future__ import annotations
 
@@ -178,8 +177,7 @@ class Forecast:
 class Forecaster:
     """Looks at model and machine before memory is spent, and plans when the engine's settings are known.
 
-    Whatever goes wrong in a forecast must not stop the run it is about: it becomes `Forecast.problem`.
-    """
+    Whatever goes wrong in a forecast must not stop the run it is about: it becomes `Forecast.problem`."""
 
     def __init__(self, settings: ModelSettings, tokenizer: Any, *, has_cuda: bool, num_gpus: int = 1) -> None:
         self._settings = settings

@@ -3,8 +3,7 @@
 Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
 once backward whatever the accumulation (units in tiles: oftener). Three layer buffers and one for embedding and head,
 an fp32 sum of a unit's gradients and two buffers for their way down, AdamW on the CPU. `memory` counts bytes
-that stay, `time` those that move, `tiles` asks the engine's rule what is tiled; here they become a `Plan`.
-"""
+that stay, `time` those that move, `tiles` asks the engine's rule what is tiled; here they become a `Plan`."""
 
 from __future__ import annotations
 

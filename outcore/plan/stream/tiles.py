@@ -1,8 +1,7 @@
 """How the streaming engine will hold units on the device and which it will compute in tiles, by its own rule.
 
 The engine decides from units' sizes and from what is free on the device when it is built; a plan takes the card's
-memory less framework and desktop. Costs are those of docs/tiling.md.
-"""
+memory less framework and desktop. Costs are those of docs/tiling.md."""
 
 from __future__ import annotations
 

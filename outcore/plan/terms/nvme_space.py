@@ -1,8 +1,7 @@
 """How much drive a plan needs, by part, with the safety factor and the reserve of the product's rule.
 
 Needed: parts that live on the drive x 1.5, and the checkpoints (kept ones and the one being written). Usable: what is
-free, less a fifth of it.
-"""
+free, less a fifth of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How much time and how many bytes the measurements may take, and how the time is shared out.
 
 Three efforts: quick (under 20 s), default (under 90 s), full (about 8 minutes, the whole grid). Each stage gets its
-share of what is left when it begins, so that a slow drive or GPU shortens cells instead of stretching the whole.
-"""
+share of what is left when it begins, so that a slow drive or GPU shortens cells instead of stretching the whole."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Matrices as training has them: bf16 on a GPU (fp16 where it has no bf16 units), fp32 on a CPU, products accumulated in
 fp32. The rate is that of the second half of the time, after the chip has left its boost clocks behind. Memory: a copy
-far larger than any cache, read and written bytes counted. Cost: the time given, 0.4 GiB on a GPU, 0.3 GiB on a CPU.
-"""
+far larger than any cache, read and written bytes counted. Cost: the time given, 0.4 GiB on a GPU, 0.3 GiB on a CPU."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Kinds: 'default' pinned, 'write-combined' pinned, 'pageable'. A step issues at least 64 MiB of chunks and then waits
 once, so small chunks show the cost of a launch and not of a wait. With a CPU device the same code measures plain
-memory copies, which is how it is tested without a GPU. Cost: one cell per (direction, kind, chunk size).
-"""
+memory copies, which is how it is tested without a GPU. Cost: one cell per (direction, kind, chunk size)."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def measure_copies(
     """h2d and d2h for every kind of memory in `host` (1-D uint8 tensors) and every chunk that fits; both_ways for the
     pinned kinds at the largest chunk.
 
-    Write-combined memory is not measured downwards: the CPU would have to read it, which it must never do.
-    """
+    Write-combined memory is not measured downwards: the CPU would have to read it, which it must never do."""
     plan = [
         (link, kind, chunk_bytes)
         for kind, tensor in host.items()

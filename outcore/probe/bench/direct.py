@@ -1,7 +1,6 @@
 """Reads from the drive straight into GPU memory through kvikio: 'gds' where it was proved direct, else 'kvikio'.
 
-Measured beside the staged lanes, so that the faster path is chosen by figures and not by its name.
-"""
+Measured beside the staged lanes, so that the faster path is chosen by figures and not by its name."""
 
 from __future__ import annotations
 

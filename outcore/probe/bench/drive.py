@@ -1,8 +1,7 @@
 """The drive's rates: reads, writes and both at once, by block size, depth and engine; requests per second at 4 KiB.
 
 Cost at the default effort: some 25 cells (`drive_cell`) of at most half a second; write cells are capped in bytes too,
-since writing is wear.
-"""
+since writing is wear."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def measure_drive(
     (the whole grid with a full-grid effort). The best settings then run again, so that one lucky cell decides nothing.
     `expected_gb_per_s` (from filling the file) keeps batches small on a slow disk.
     `memory`: staging memory to read into and write from (see `bench_memory`); blocks of which fewer than four fit are
-    left out.
-    """
+    left out."""
     result = DriveResult(target=target, is_direct=file.direct)
     cell_s = cell_time_s(stage_s, _cell_count(effort, engines), effort.cell_s)
     cells = _Cells(file, effort, cell_s, result, tick, batch_limit_bytes(expected_gb_per_s, cell_s), memory)
@@ -125,8 +123,7 @@ class _Cells:
     def sweep(self, engine: str) -> None:
         """Reads at all depths (reference block), then at all blocks (best depth); writes and both at that depth.
 
-        With a full-grid effort every block at every depth.
-        """
+        With a full-grid effort every block at every depth."""
         effort = self.effort
         if effort.full_grid:
             for kind in KINDS:

@@ -2,8 +2,7 @@
 
 A cell keeps two batches in flight so that the queue never drains between them, and walks through the whole file, not
 one warm spot. Rates of writes are without fsync, as a training run's are; on filesystems without direct I/O the sync is
-inside the time, otherwise RAM would be measured.
-"""
+inside the time, otherwise RAM would be measured."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def measure_cell(
     """One rate of `engine` (whose threads and block the caller has set to `depth` and `block_bytes`).
 
     `memory` (from `bench_memory`) is cut into batches; it holds at least four blocks. drive_mixed reads the first half
-    of the file while it writes the second; its bytes are the sum of both.
-    """
+    of the file while it writes the second; its bytes are the sum of both."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of cell {kind!r}: one of {', '.join(KINDS)}")
     if memory.nbytes < 4 * block_bytes:
@@ -132,8 +130,7 @@ class _Stream:
 def measure_iops(file: BlockFile, depth: int, limit_s: float) -> float:
     """Random 4 KiB reads per second with `depth` threads, as this process can issue them (Python: 100,000 or so).
 
-    Reads through its own descriptor with O_DIRECT where the file has it.
-    """
+    Reads through its own descriptor with O_DIRECT where the file has it."""
     flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if file.direct else 0)
     blocks = file.size_bytes // IOPS_BLOCK_BYTES
     fd = os.open(file.path, flags)

@@ -4,8 +4,7 @@ Random bytes in written extents, because a drive (or its host) answers zeros and
 its flash. Removal: when the context ends, for whatever reason. Ctrl-C can come where no `try` is around a file yet, or
 any more (between its creation and the `with` that gets it): names carry the run's mark, and `remove_own_files` removes
 what is left of it. After kill -9 or a power cut the file stays, unlocked; `sweep` at the next start recognises it by
-its name and its free lock, and removes it.
-"""
+its name and its free lock, and removes it."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def check_directory(directory: Path) -> None:
 def remove_own_files(directories: Iterable[Path]) -> list[Path]:
     """Removes every file of this process that is still in `directories`; returns those that the system does not let go.
 
-    For the end of a run, Ctrl-C's too. Twice is harmless.
-    """
+    For the end of a run, Ctrl-C's too. Twice is harmless."""
     left = []
     for directory in directories:
         for path in sorted(directory.glob(f"{PREFIX}{RUN}*")):
@@ -94,8 +92,7 @@ class TestFile:
     """A filled file in `directory`; a context manager that removes it.
 
     `wanted_bytes` is cut to what fits with a margin. `fill` writes it and may stop early on a slow drive; `size_bytes`
-    is what may be read. Raises `TestPathError` when fewer than 32 MiB fit.
-    """
+    is what may be read. Raises `TestPathError` when fewer than 32 MiB fit."""
 
     __test__ = False
 

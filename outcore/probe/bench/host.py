@@ -3,8 +3,7 @@
 An eager layer of the usual make (norms, rotary attention with grouped queries, gated MLP; about 50 operators) on a few
 narrow tokens, so that its kernels take next to nothing: forward without autograd, then once more with it and backward,
 as training with activation checkpoints does. What remains is Python, PyTorch's dispatch and the driver's launches on
-one core, which differ by half between hosts. Cost: the time given, a few MB on the GPU.
-"""
+one core, which differ by half between hosts. Cost: the time given, a few MB on the GPU."""
 
 from __future__ import annotations
 

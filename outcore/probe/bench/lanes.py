@@ -3,8 +3,7 @@ how much of the slowest link the pipeline reaches.
 
 overlap = pipeline rate / slowest link, where the links are measured right before and after with the same engine, block,
 depth and kind of memory: 1.0 means that nothing but the slowest link takes time. Cost: building the pool (0.3-0.5 s per
-GiB) and eight to ten cells.
-"""
+GiB) and eight to ten cells."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 'plain' is what a program does without this project: an ordinary cold read into pageable memory, then a copy. 'staged'
 goes through an upload lane (from 1 MiB up), 'kvikio'/'gds' through the engine of that name into device memory. Offsets
 are random and out of the page cache. About 30 % less latency than plain copies is expected; `verdict` says whether it
-is so.
-"""
+is so."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def measure_latency(
 ) -> LatencyResult:
     """Medians over `repeats` transfers per path and size, fewer when the time runs out (never fewer than 3).
 
-    direct_engines: engines that read into device memory, by the name they get in the result ('kvikio', 'gds').
-    """
+    direct_engines: engines that read into device memory, by the name they get in the result ('kvikio', 'gds')."""
     sizes = [size for size in SIZES_BYTES if size <= file.size_bytes // 4]
     out = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     pageable = torch.empty(max(sizes), dtype=torch.uint8)

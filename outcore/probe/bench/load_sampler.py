@@ -2,8 +2,7 @@
 
 A laptop's link sleeps at generation 1 when idle, so only samples under load count: the best generation and width that
 were seen. Reads NVML every 50 ms on its own thread; where NVML is missing or refuses (WSL2 refuses some questions) the
-fields stay None and `error` says why.
-"""
+fields stay None and `error` says why."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class LoadSampler:
     """Watches one GPU between `__enter__` and `__exit__`; `seen` is complete afterwards.
 
     gpu: its index, or its UUID ('GPU-...') which CUDA_VISIBLE_DEVICES does not shift.
-    nvml: stands in for the module `pynvml` in tests.
-    """
+    nvml: stands in for the module `pynvml` in tests."""
 
     def __init__(self, gpu: int | str, nvml: Any | None = None, every_s: float = SAMPLE_EVERY_S) -> None:
         self.seen = LinkUnderLoad()

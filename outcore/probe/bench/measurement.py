@@ -39,8 +39,7 @@ class Measurement:
 def timed(step: Callable[[], int], limit_s: float, max_bytes: int | None = None, clock: Clock = time.perf_counter):
     """Repeats `step` (which returns the bytes it moved) until the time or the bytes are used up, at least once.
 
-    Returns (bytes, seconds). The last step is never cut short, so a slow link takes longer than `limit_s`.
-    """
+    Returns (bytes, seconds). The last step is never cut short, so a slow link takes longer than `limit_s`."""
     moved_bytes, start_s = 0, clock()
     while True:
         moved_bytes += step()

@@ -4,8 +4,7 @@ The CPU optimizer lives off this number. Bytes are counted as STREAM counts them
 without the read that a write-allocate cache adds. Cost: 3 arrays of 512 MiB each (where RAM is short 64 MiB) and a
 quarter second per thread count. The size matters: measured on an H200's host, 377 GB/s with arrays of 64 MiB and
 180 GB/s with large ones. The likely cause, which was not isolated: server CPUs have caches of 300 MB and more, in which
-the smaller arrays stay.
-"""
+the smaller arrays stay."""
 
 from __future__ import annotations
 

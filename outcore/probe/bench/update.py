@@ -4,8 +4,7 @@ The optimizer itself is run (`outcore.optim`, all cores but two, as both engines
 arrays far larger than any cache: the memory's rate alone says too little about it, because some formats are bound by
 arithmetic and a triad without streaming stores is slower than the memory. An update is all that the engines run on the
 CPU, with clipping and without: norms are the GPU's work. Cost: the time given, up to 2 GiB of RAM (a quarter of what is
-available at most).
-"""
+available at most)."""
 
 from __future__ import annotations
 

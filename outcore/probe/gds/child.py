@@ -7,8 +7,7 @@
 CUFILE_ALLOW_COMPAT_MODE=false it switches kvikio's own fallback off as well, so that the read can only succeed by DMA
 between drive and GPU. libcufile may abort the process when it cannot; that is why this is a process of its own.
 
-Each finding is one line on stdout, `OUTCORE {json}`, flushed at once: what was found before a crash is not lost.
-"""
+Each finding is one line on stdout, `OUTCORE {json}`, flushed at once: what was found before a crash is not lost."""
 
 from __future__ import annotations
 

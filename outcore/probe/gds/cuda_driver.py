@@ -2,8 +2,7 @@
 
 Reads device names and attribute 116 (GPUDirect RDMA supported: necessary for GPUDirect Storage, not sufficient; it is 1
 on data-centre GPUs without any GDS set up), and allocates device memory that kvikio can read into, through the
-`__cuda_array_interface__` protocol. Raises `CudaUnavailable` with the reason when there is no driver or no GPU.
-"""
+`__cuda_array_interface__` protocol. Raises `CudaUnavailable` with the reason when there is no driver or no GPU."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class CudaDriver:
     """An initialised CUDA driver.
 
     `library` stands in for libcuda in tests. Raises `CudaUnavailable` when the library is missing, cuInit fails or
-    there is no device.
-    """
+    there is no device."""
 
     def __init__(self, library: Any | None = None) -> None:
         self._library = library if library is not None else _load_library()

@@ -1,10 +1,8 @@
 """Everything the ladder finds out about GPUDirect Storage on this machine, collected once into a frozen record.
 
 Order, cheapest first: operating system, GPU and attribute 116, kvikio, the nvidia-fs module, the kernel's P2PDMA, the
-drive under the test file, gdscheck, and the decisive test in a child process. `verdict` judges the record; nothing
-here decides.
-Cost: two or three child processes, 1-3 s each; none on a machine that has no GPU driver at all.
-"""
+drive under the test file, gdscheck, and the decisive test in a child process. `verdict` judges the record; nothing here
+decides. Cost: two or three child processes, 1-3 s each; none on a machine that has no GPU driver at all."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ class GpuFact:
 class ReadTest:
     """One read into device memory in a child process. `status` is one of:
 
-    not-run, ok, refused (an error came back), wrong-bytes, signal (the library aborted), timeout.
-    """
+    not-run, ok, refused (an error came back), wrong-bytes, signal (the library aborted), timeout."""
 
     status: str = "not-run"
     detail: str = ""
@@ -91,8 +88,7 @@ def collect_facts(system: System, test_file: str | None, drive: Any | None = Non
 
     test_file: a file of at least `READ_BYTES` on the drive in question, which the children read; None leaves the
         tests out.
-    drive: the `Drive` under it (device, kind, filesystem), for the reasons.
-    """
+    drive: the `Drive` under it (device, kind, filesystem), for the reasons."""
     known: dict[str, Any] = {
         "platform": system.platform,
         "kernel_release": system.kernel_release,

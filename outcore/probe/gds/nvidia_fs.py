@@ -2,8 +2,7 @@
 
 The format is documented in NVIDIA's GDS troubleshooting guide ("Displaying GDS NVIDIA FS Driver Statistics"). The trap:
 read counters stand still while "IO stats" is disabled, which is the module's default; buffer mappings ("Bar1-map")
-are counted always, so they are the second witness.
-"""
+are counted always, so they are the second witness."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ The paths, best first:
     staged         outcore's own pinned ring: drive, pinned slot, copy engine
 
 A direct verdict rests on the decisive read alone (compat off everywhere, bytes compared); attribute 116 and product
-names only explain a refusal, they never decide.
-"""
+names only explain a refusal, they never decide."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the owner should know about this machine, in words: one sentence per warning, what it is and what to do.
 
-Pure functions over what was detected and measured. A virtual disk's "rotational" flag is not believed.
-"""
+Pure functions over what was detected and measured. A virtual disk's "rotational" flag is not believed."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 `read_config` gives the settings that the probe needs, with defaults. `apply_changes` merges the recommended keys into
 the file: other keys, their order and the indentation stay; the old file is kept as `.bak`; the new one appears
-atomically.
-"""
+atomically."""
 
 from __future__ import annotations
 

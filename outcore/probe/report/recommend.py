@@ -1,7 +1,6 @@
 """Turning measurements into settings: DeepSpeed's `aio` section and outcore's block, each with its reason.
 
-The rule for blocks and depths is `drive_bench.recommended`. Pure functions; `config_file` writes what they give.
-"""
+The rule for blocks and depths is `drive_bench.recommended`. Pure functions; `config_file` writes what they give."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def recommend(
     """The settings for the drive that will be used.
 
     direct_gb_per_s: measured drive->GPU rates of the paths into device memory ('kvikio', 'gds'); empty where none ran.
-    nvme_path: written only when the user named the directory.
-    """
+    nvme_path: written only when the user named the directory."""
     found = Recommendation()
     if drive is not None and (setting := recommended(drive)) is not None:
         _recommend_io(found, setting)

@@ -1,8 +1,7 @@
 """Batch jobs over HTTP, in OpenAI's shape: created from a file of requests, answered in the background, fetched by id.
 
 A job's results go to a journal as they come, so a server that was killed goes on with its jobs when it starts again.
-Jobs share passes with everyone else's requests and take at most half of the answers written at once.
-"""
+Jobs share passes with everyone else's requests and take at most half of the answers written at once."""
 
 from __future__ import annotations
 

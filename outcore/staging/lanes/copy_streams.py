@@ -2,8 +2,7 @@
 
 `CudaStreams` queues cudaMemcpyAsync through torch on its streams and brackets each copy by two events, so that the
 device time of the copy is known. `HostStreams` is the null object for machines without CUDA: a copy is a memcpy that
-is over when the call returns. Both are safe to use from several threads.
-"""
+is over when the call returns. Both are safe to use from several threads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`UploadLane` and `DownloadLane`: the two directions of a `Lane` (see there for ordering and lifetime).
 
-`label` says whose bytes they are ("layer 3"), in messages and in a trace.
-"""
+`label` says whose bytes they are ("layer 3"), in messages and in a trace."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class UploadLane(Lane):
         """Fills `out` from byte `offset_bytes` of the tensor `name`, over all drives of the store.
 
         ValueError for an unknown name, a range that does not fit, another dtype (uint8 always fits), and for a store
-        with checksums on a lane that is write-combined (the CPU would read it) or has slots below 2 MiB.
-        """
+        with checksums on a lane that is write-combined (the CPU would read it) or has slots below 2 MiB."""
         return self._submit_stored(out, store, name, offset_bytes, after, label)
 
     def submit_host(
@@ -62,8 +60,7 @@ class DownloadLane(Lane):
         """Writes `src` (contiguous, on the lane's device) to `file` at byte `offset`; returns at once.
 
         `src` may be overwritten by work on a stream after `wait_stream(stream)`; the data is in the file after `wait`
-        (durable after the file's `sync`).
-        """
+        (durable after the file's `sync`)."""
         return self._submit_file(src, file, offset, after, label)
 
     def submit_stored(
@@ -78,8 +75,7 @@ class DownloadLane(Lane):
     ) -> LaneTransfer:
         """Writes `src` to byte `offset_bytes` of the tensor `name`; durable after the store's `commit`.
 
-        ValueError as for `UploadLane.submit_stored`.
-        """
+        ValueError as for `UploadLane.submit_stored`."""
         return self._submit_stored(src, store, name, offset_bytes, after, label)
 
     def submit_host(

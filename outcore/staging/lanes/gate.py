@@ -2,8 +2,7 @@
 
 A lane reads ahead for a gated transfer into its slots, as far as they reach, and copies to the device only once the
 gate has been opened. This is how a drive stays busy although the device has room for two or three layers: the reads for
-the layers behind them wait in pinned memory, where they are in order of need.
-"""
+the layers behind them wait in pinned memory, where they are in order of need."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ class Gate:
     """For `after=` of a lane's file and store transfers. Settled once: opened, or cancelled. Thread-safe.
 
     The first gate in a lane must be opened without waiting for any transfer behind it in the same lane, because slots
-    filled for it are free again only then.
-    """
+    filled for it are free again only then."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,8 +2,7 @@
 
 A lane only asks a home to `fill` a slot from it or to `drain` a slot into it; both return a storage `Transfer`.
 `HostCopier` does it for RAM: a few threads with memcpy, which lets Python run meanwhile and writes sequentially, as
-write-combined slots want it.
-"""
+write-combined slots want it."""
 
 from __future__ import annotations
 

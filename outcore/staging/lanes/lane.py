@@ -1,19 +1,17 @@
 """What both lanes are: a way between homes (drive or RAM) and the device, through pinned slots of their own.
 
-Purpose: keep the drive, the link and the device busy at the same time, and deliver failures where data is awaited.
-A lane leases its slots from the pool once, has its own CUDA streams and threads (`lane_driver` has the algorithm), and
-takes any number of transfers, which flow back to back in order of submission. Small ones share a slot; pinned RAM
-needs no slot and is copied directly; with `direct` the engine moves device memory itself
-(kvikio, by GPUDirect Storage or not).
-Fallback: on the CPU the slots are plain memory and copies are memcpy, the logic is the same.
+Purpose: keep the drive, the link and the device busy at the same time, and deliver failures where data is awaited. A
+lane leases its slots from the pool once, has its own CUDA streams and threads (`lane_driver` has the algorithm), and
+takes any number of transfers, which flow back to back in order of submission. Small ones share a slot; pinned RAM needs
+no slot and is copied directly; with `direct` the engine moves device memory itself (kvikio, by GPUDirect Storage or
+not). Fallback: on the CPU the slots are plain memory and copies are memcpy, the logic is the same.
 
 Ordering: `after` says when the device memory is ready: None for "when all the work queued so far on the caller's
 current stream is done" (always right, but a prefetch then waits behind the compute that is queued), an event,
 `AT_ONCE`, or, for uploads from a drive, a `Gate` that is opened later. Reads do not wait for it, only the copies do.
 Lifetime: the lane keeps both ends alive until the transfer has ended; their contents must be left alone until `wait`,
 or in stream order after `wait_stream`. Transfers are not ordered among each other: where two touch the same bytes, wait
-for the first.
-"""
+for the first."""
 
 from __future__ import annotations
 
@@ -90,8 +88,7 @@ class Lane:
 
     - `pool`, `owner`: where the slots are leased now, until `close` (PinnedPoolFull when they do not fit).
     - `engine`: moves file bytes; None for a lane that only serves RAM homes.
-    - `streams`: other copy streams than the device's own (tests).
-    """
+    - `streams`: other copy streams than the device's own (tests)."""
 
     direction = "lane"
 
@@ -165,8 +162,7 @@ class Lane:
         """Finishes what was submitted (`cancel`: fails what has not begun with LaneClosed) and gives the slots back.
 
         TimeoutError when something stays in flight; the slots then stay leased, because they may still be written to.
-        A second call does nothing.
-        """
+        A second call does nothing."""
         with self._settled:
             self._closed = True
         if self._broken is not None:

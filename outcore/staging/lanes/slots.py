@@ -2,8 +2,7 @@
 
 A slot takes chunks one behind the other until the next one does not fit (so that many small tensors share one) and
 starts over when all of them have left. A chunk is placed at the same position modulo 4 KiB as in its file, so that
-direct I/O moves everything but the ragged ends straight into the slot. Used by one thread only.
-"""
+direct I/O moves everything but the ragged ends straight into the slot. Used by one thread only."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 It passes two points. *Issued*: every byte's copy has been queued on the lane's streams, so other streams can be made to
 wait for it (`wait_stream`). *Done*: every byte has arrived, on the device for uploads and in its home for downloads
 (`wait`). A failure is raised at both, on the thread that asks, and only once nothing of the transfer is in flight any
-more, so that its buffers may be dropped or used again by then. Every wait ends: by default after the lane's timeout.
-"""
+more, so that its buffers may be dropped or used again by then. Every wait ends: by default after the lane's timeout."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class LaneTransfer:
 
         Blocks the host until the copies are issued, for a drive transfer that is until its reads (uploads) or all but
         its last writes (downloads) are done, but never for the copies themselves. After it the stream may read an
-        upload's `out`, or overwrite a download's `src`. Raises the transfer's failure, or TimeoutError.
-        """
+        upload's `out`, or overwrite a download's `src`. Raises the transfer's failure, or TimeoutError."""
         self._block(lambda: self._finished or self._issued_bytes == self.n_bytes, timeout_s, "issued")
         with self._condition:
             copies = [] if self._finished else list(self._copies.values())

@@ -4,8 +4,7 @@ Purpose: sub-allocate a pinned slab without rounding sizes up to powers of two a
 Algorithm: the free list is kept sorted by start; an allocation takes the smallest free extent that is big enough (the
 lowest start among equals) and leaves the rest of it free; a release merges with the free neighbour on either side, so
 that after the last release there is exactly one free extent again.
-Cost: linear in the number of free extents (tens in practice); pure Python, no memory is touched.
-"""
+Cost: linear in the number of free extents (tens in practice); pure Python, no memory is touched."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Registering goes through `torch.cuda.cudart()`. Write-combined memory needs `cudaHostAlloc`, which torch does not offer:
 cupy's runtime has it; where cupy is not installed it is called by ctypes in the libcudart that torch has loaded. Every
 result is checked; the sticky "last error" is cleared after a refusal, because torch would otherwise report it at an
-unrelated kernel launch.
-"""
+unrelated kernel launch."""
 
 from __future__ import annotations
 

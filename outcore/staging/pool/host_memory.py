@@ -5,8 +5,7 @@ homes are copied directly, pageable ones through the lanes' pinned slots, so res
 
 Where the pool does not hold all homes of a kind, `which_pinned` spreads it evenly over the layers: copying a pageable
 home takes the CPU several times as long as the link takes for a pinned one, which hides behind the compute of its
-neighbours; were they all in a row, the pass would go at the copies' rate there and the CPU would idle elsewhere.
-"""
+neighbours; were they all in a row, the pass would go at the copies' rate there and the CPU would idle elsewhere."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ class Lease:
     """`n_bytes` of staging memory, 4 KiB-aligned, taken from a `PinnedPool` by `owner`.
 
     Tensors got from it stay valid memory after the release, but another owner may by then be writing there: drop them
-    first, and release only when no transfer is under way. Usable as a context manager. Releasing is thread-safe.
-    """
+    first, and release only when no transfer is under way. Usable as a context manager. Releasing is thread-safe."""
 
     def __init__(
         self, tensor: torch.Tensor, owner: str, write_combined: bool, is_pinned: bool, on_release: Callable[[], None]

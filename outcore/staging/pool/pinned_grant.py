@@ -4,8 +4,7 @@ A refused pinned allocation can leave a CUDA context unusable (seen on WSL2, whe
 5 GB), so there the asking is done by `probe_pinned.py` in a process of its own. Cost: a second or more for a second
 CUDA context, and 0.5 s per GiB. On native Linux a refusal is an ordinary error, after which the pool asks for less
 (`slab.build_slabs`), so nothing is asked beforehand. The grant can be kept and given to later pools
-(`PinnedPool(..., probe=grant)`).
-"""
+(`PinnedPool(..., probe=grant)`)."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def probe_pinned_memory(
 
     Never raises for a refusal: the grant is smaller (down to zero) and says why. Where the child cannot run at all
     (no libcudart to be found, the GPU in exclusive-process mode) the RAM test stands alone, which is said as well.
-    `command` replaces the child's command line in tests.
-    """
+    `command` replaces the child's command line in tests."""
     grant = plain_grant(pinned_bytes, write_combined_bytes)
     if grant.total_bytes == 0:
         return grant

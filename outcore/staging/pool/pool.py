@@ -2,13 +2,11 @@
 
 Purpose: one place that pins memory, so that nothing is rounded up, nothing fragments and a full pool can say why.
 Algorithm: one slab per kind (default, write-combined) where the machine allows it, several where it only pins smaller
-pieces; leases are cut best-fit from the slabs in 4 KiB steps and merge again on release. Where a refusal does harm
-the amount is first probed in a child process (`pinned_grant`). Cost: about 0.5 s per GiB at the start, microseconds per
-lease.
-Fallback, each said once in `notes` and in the log: less memory than asked where RAM or CUDA do not give it; default
-memory where write-combined memory is refused; page-aligned pageable memory where nothing can be pinned or there is no
-CUDA device.
-"""
+pieces; leases are cut best-fit from the slabs in 4 KiB steps and merge again on release. Where a refusal does harm the
+amount is first probed in a child process (`pinned_grant`). Cost: about 0.5 s per GiB at the start, microseconds per
+lease. Fallback, each said once in `notes` and in the log: less memory than asked where RAM or CUDA do not give it;
+default memory where write-combined memory is refused; page-aligned pageable memory where nothing can be pinned or there
+is no CUDA device."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ class PinnedPool:
       what an earlier probe found; False relies on the RAM test alone.
 
     Sizes are rounded up to 4 KiB and never further. ValueError for impossible sizes, RuntimeError when the machine
-    gives no memory at all. Thread-safe. Close it (or leave its `with` block) after its lanes.
-    """
+    gives no memory at all. Thread-safe. Close it (or leave its `with` block) after its lanes."""
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ unregistered, the split that is to be used (scaled down alike where less was gra
 A line of JSON is printed after every stage, so that the parent knows what had been granted even if this process is
 killed. Fields: granted_bytes (sum of the steps), pinned_bytes and write_combined_bytes (proven in one piece, both at
 the same time), largest_piece_bytes (biggest single registration proven), reason and write_combined_reason (why not
-more, empty when all was granted), error (CUDA could not start at all).
-"""
+more, empty when all was granted), error (CUDA could not start at all)."""
 
 from __future__ import annotations
 

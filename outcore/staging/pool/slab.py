@@ -8,8 +8,7 @@ uint8 torch tensor over the memory. Cost: about 0.3-0.5 s per GiB, once. Without
 A forked child does not inherit the mapping (a DataLoader worker must not touch staging memory).
 
 Lifetime: pinning ends at `close()`. The mapping itself goes when the last tensor over it is gone, so that a stray
-tensor never points at nothing; write-combined memory belongs to the CUDA runtime and is freed at `close()`.
-"""
+tensor never points at nothing; write-combined memory belongs to the CUDA runtime and is freed at `close()`."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class MappedSlab:
     """Anonymous memory of exactly `size_bytes` (a multiple of 4 KiB), pinned when a `runtime` is given.
 
     `touch` False leaves the pages to whoever writes them first: they read as zeros until then, and cost nothing.
-    Raises MemoryError when the operating system refuses the mapping, PinRefused when CUDA refuses to pin it.
-    """
+    Raises MemoryError when the operating system refuses the mapping, PinRefused when CUDA refuses to pin it."""
 
     is_write_combined = False
 
@@ -106,8 +104,7 @@ class MappedSlab:
 class WriteCombinedSlab:
     """Write-combined pinned memory of exactly `size_bytes`: fast for DMA and sequential CPU writes, ~2 GB/s to read.
 
-    Raises PinRefused. No tensor over it may be used after `close()`.
-    """
+    Raises PinRefused. No tensor over it may be used after `close()`."""
 
     is_write_combined = True
 
@@ -131,8 +128,7 @@ def build_slabs(slabs: list[Slab], notes: list[str], grant: PinnedGrant, runtime
     """Fills `slabs` with what `grant` allows and `notes` with a sentence for everything that went otherwise.
 
     Without CUDA there is one kind of memory. Otherwise write-combined memory that is refused becomes default memory,
-    a refused slab is tried in halves, and where nothing at all can be pinned pageable memory takes its place.
-    """
+    a refused slab is tried in halves, and where nothing at all can be pinned pageable memory takes its place."""
     notes.extend(grant.reasons)
     if runtime is None:
         _add_mapped(slabs, notes, grant.total_bytes, grant.largest_piece_bytes, None)

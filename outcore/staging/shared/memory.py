@@ -1,8 +1,7 @@
 """Memory that every rank of a host maps: one copy for all of them, pinned by each on its own GPU.
 
 The segment is an anonymous file in RAM (memfd): it has no name, and is gone when the last rank is. Rank 0 makes it, the
-others open it through rank 0's descriptor while that waits for them. Pages become real where they are first written.
-"""
+others open it through rank 0's descriptor while that waits for them. Pages become real where they are first written."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ class SharedHomes:
     rank, so each finds the others' bytes where its own are. Nothing is given back before the end.
 
     `pin_bytes`: how much may be pinned, the same on all ranks; `runtime` None: nothing is. What CUDA refuses on a rank
-    stays pageable there, and flows through its lanes' slots: slower, with the same bytes.
-    """
+    stays pageable there, and flows through its lanes' slots: slower, with the same bytes."""
 
     def __init__(self, segment: SharedSegment, pin_bytes: int, runtime: CudaRuntime | None) -> None:
         self.segment = segment

@@ -9,8 +9,7 @@ may be read; writes of states go on under the next step.
 Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update, but for those that a ring whose
 passes go to and fro keeps in its slots for the next pass (`schedule`): of them only the parameters are written, so
 that they may be read from the drive, and `flush` takes their states there. A failed transfer or update breaks the ring:
-nothing is started any more and whoever waits gets an EngineError with the cause.
-"""
+nothing is started any more and whoever waits gets an EngineError with the cause."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class StateRing:
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.
     `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
     True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
-    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`).
-    """
+    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`)."""
 
     def __init__(
         self,
@@ -117,8 +115,7 @@ class StateRing:
     ) -> RingTicket:
         """Update the unit's chunks that pass through the ring; `grad` stays as it is until the ticket is done.
 
-        None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on.
-        """
+        None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on."""
         self.check()
         ticket = RingTicket(unit, grad, hyper, list(flowing))
         self._events.put(lambda: self._begin(ticket))
@@ -163,8 +160,7 @@ class StateRing:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Start nothing more and wait for the transfers under way; False when they did not end: the slots are theirs.
 
-        A second call says the same, without waiting again.
-        """
+        A second call says the same, without waiting again."""
         if self._end.is_set():
             return self._is_idle
         limit_s = min(timeout_s, self._timeout_s)

@@ -7,8 +7,7 @@ can never block them. It stops at a unit whose update of the step before is not 
 
 A ring whose passes go to and fro (`turn`) need not let go of what the next pass takes first: the last chunks of a pass
 stay in their slots, newer than the drive, and are neither written by this pass nor read by the next one. Each slot that
-is kept saves two transfers an update. A few slots always flow, so what is not kept passes through them.
-"""
+is kept saves two transfers an update. A few slots always flow, so what is not kept passes through them."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class RingSchedule:
     one thread.
 
     `worth`: of a chunk that keeps its slot (`sizing.ring`); only for a ring that turns, and where every unit becomes
-    ready in every pass, because what is kept leaves when its unit is updated.
-    """
+    ready in every pass, because what is kept leaves when its unit is updated."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 A slot holds a chunk's states when they live on NVMe and its parameter piece when the unit's slab does: the piece is
 read only where the format needs it (split: the parameter is the master's upper half) and always written back. Where
-gradients live on NVMe (DeepSpeed's engine, if asked for) it takes the chunk's gradient too, which is only read.
-"""
+gradients live on NVMe (DeepSpeed's engine, if asked for) it takes the chunk's gradient too, which is only read."""
 
 from __future__ import annotations
 

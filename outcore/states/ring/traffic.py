@@ -1,8 +1,7 @@
 """What is under way of the state ring: reads and writes of parts of a chunk, and chunks at the optimizer.
 
 The end of each is told to the driver thread. A chunk at the optimizer is a batch of its own; the pool reports finished
-ones one by one to whoever asks: a thread of its own here, which asks while any is out.
-"""
+ones one by one to whoever asks: a thread of its own here, which asks while any is out."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class RingTraffic:
     def read(self, name: str, parts: Sequence[Stretch], then: Callable[[], None]) -> None:
         """Fill `parts` of the chunk `name`; `then` on the driver thread once all is well, else its failure there.
 
-        Raises when one of them cannot be submitted; `then` is not called then.
-        """
+        Raises when one of them cannot be submitted; `then` is not called then."""
         self.read_bytes += self._start(f"read of {name}", [part.submit_read for part in parts], then)
 
     def write(self, name: str, parts: Sequence[Stretch], then: Callable[[], None]) -> None:

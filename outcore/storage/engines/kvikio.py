@@ -10,8 +10,7 @@ silent detour; to be asked for only where the probe has proved a direct path, a 
 
 Fallback: without kvikio or a CUDA driver the constructor raises with the reason (kvikio itself would fail at the first
 transfer only); `PosixEngine` always works. Pieces that are not whole 4 KiB blocks go through `BlockFile`, whose
-read-modify-write is safe beside direct I/O where kvikio's page-cache writes are not.
-"""
+read-modify-write is safe beside direct I/O where kvikio's page-cache writes are not."""
 
 from __future__ import annotations
 
@@ -159,8 +158,7 @@ class KvikioEngine(WorkerEngine):
 
     `num_threads`: kvikio's I/O threads. `task_bytes`: what one of them moves at a time. `num_requests`: requests given
     to kvikio at once. `gds`: cuFile instead of POSIX, only where it is proved to work. Raises RuntimeError with the
-    reason where this machine cannot run it.
-    """
+    reason where this machine cannot run it."""
 
     name = "kvikio"
     moves_device_memory = True

@@ -2,8 +2,7 @@
 
 A free thread takes the next *piece* of the first request, so one big request keeps all threads busy and many small ones
 run side by side. The queue holds requests and never copies of data. After a failure the rest of that request is not
-started, and it counts as ended only when its pieces under way are back, because until then they touch its buffer.
-"""
+started, and it counts as ended only when its pieces under way are back, because until then they touch its buffer."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class IoRequest:
     """A submitted transfer and how far its pieces are; guarded by the queue's lock.
 
     `view`: anything with `nbytes` and byte-wise slicing (a numpy or torch uint8 vector). `before`: called once by each
-    piece's thread before it moves bytes (waiting for a CUDA event, for instance).
-    """
+    piece's thread before it moves bytes (waiting for a CUDA event, for instance)."""
 
     __slots__ = (
         "before",

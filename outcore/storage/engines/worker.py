@@ -18,8 +18,7 @@ project does not issue. Many containers refuse it; the package `liburing` 2026.3
 memory) and asks for Linux 6.14; `pyuring` is one person's toolkit. Not adopted.
 
 The GIL shows once: while another thread computes in pure Python, a worker waits up to the switch interval (5 ms) after
-each piece. Pieces of 32 MiB keep the rate then (measured 2.0 GB/s against 1.6 with 8 MiB and 2.1 undisturbed).
-"""
+each piece. Pieces of 32 MiB keep the rate then (measured 2.0 GB/s against 1.6 with 8 MiB and 2.1 undisturbed)."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class WorkerEngine:
     def submit_read(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
         """Fill `buffer` from `file` at byte `offset`; returns at once. The buffer is the engine's until done.
 
-        Raises ValueError for a buffer this engine cannot move, RuntimeError when closed or in a forked child.
-        """
+        Raises ValueError for a buffer this engine cannot move, RuntimeError when closed or in a forked child."""
         return self._submit("read", file, offset, buffer, priority)
 
     def submit_write(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
@@ -126,8 +124,7 @@ class WorkerEngine:
     def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
         """Finish all submitted requests (or with `cancel` fail those not begun) and end the threads.
 
-        TimeoutError when no piece has ended for `stall_s`: the threads that hang stay, and so must their buffers.
-        """
+        TimeoutError when no piece has ended for `stall_s`: the threads that hang stay, and so must their buffers."""
         self._finalizer.detach()
         hanging = _end_threads(self._queue, self._threads, cancel=cancel, stall_s=stall_s)
         if hanging:
@@ -213,8 +210,7 @@ class PosixEngine(WorkerEngine):
     """Threads that read and write `BlockFile`s from and into host memory.
 
     `num_threads`: pieces in flight at most. `block_bytes`: largest piece of one system call. `max_requests`: queued
-    requests beyond which `submit_*` waits (back-pressure; memory stays bounded).
-    """
+    requests beyond which `submit_*` waits (back-pressure; memory stays bounded)."""
 
     name = "posix"
 

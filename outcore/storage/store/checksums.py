@@ -3,8 +3,7 @@
 A chunk wholly written in one request is summed from memory on the thread that wrote it. One written in part is marked
 stale and summed from the drive at the next commit. A read verifies every chunk that it covers wholly. CRC-32 (zlib)
 detects what drives and torn writes do to data; it runs at 1.7 GB/s per thread (measured on a server core) outside the
-GIL, in parallel on the engine's threads.
-"""
+GIL, in parallel on the engine's threads."""
 
 from __future__ import annotations
 

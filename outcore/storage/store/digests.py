@@ -7,8 +7,7 @@ that moved the bytes. RAM: 9 bytes for each block, 0.015 % of what is on the dri
 
 A read that cuts a block, or a part written alone, in two brings the whole of it as well (`cut`, `check_cut`); a write
 that does so first has the rest read, verified and remembered alone (`split`). What no digest covers, because neighbours
-were written at the same time, is counted in `unchecked_bytes`; tests hold the count at zero.
-"""
+were written at the same time, is counted in `unchecked_bytes`; tests hold the count at zero."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class BlockDigests:
     def split(self, at: int, to: int, start: int, stop: int, read: Callable[[int, int], np.ndarray]) -> None:
         """A write of [start, stop) will overwrite a part of [at, to), which has one digest: give the rest its own.
 
-        `read(first byte, end)` brings it from the drive; a block that was never written needs no read. StorageError.
-        """
+        `read(first byte, end)` brings it from the drive; a block that was never written needs no read. StorageError."""
         whole = self._zeros_of(at, to)
         if whole is None:
             before = self.seen(at, to)

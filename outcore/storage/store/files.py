@@ -2,8 +2,7 @@
 
 The lock (flock on `store.lock`) is exclusive for a writer and shared for readers, and ends with the process that holds
 it, however it ends. The header at the start of each data file carries the store's id and the file's number, so that
-drives given in another order, or files of another store, are found out before a byte is read.
-"""
+drives given in another order, or files of another store, are found out before a byte is read."""
 
 from __future__ import annotations
 

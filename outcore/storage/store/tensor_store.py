@@ -10,8 +10,7 @@ commit are new or torn after a crash (with checksums, reading them is refused). 
 the last commit* needs a second store or tensor to write into; manifests are versioned so that such shadow extents can
 be added.
 
-Cost: nothing per byte without checksums; with them one CRC-32 pass on the engine's threads (digests: a faster one).
-"""
+Cost: nothing per byte without checksums; with them one CRC-32 pass on the engine's threads (digests: a faster one)."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ class TensorStore:
         `engine`: whose threads to use; None opens one for this store. `weights`: relative speeds of the drives.
         `checksum`: sums in the manifest, for a store that is opened again; `digests`: of scratch, kept in RAM.
         Raises ValueError for impossible arguments, StorageError when there is no space, the place is taken or in use;
-        after a failure nothing is left behind.
-        """
+        after a failure nothing is left behind."""
         directories = _directories(paths)
         if stripe_bytes < ALIGN_BYTES or stripe_bytes % ALIGN_BYTES:
             raise ValueError(f"stripe_bytes must be a positive multiple of {ALIGN_BYTES}, got {stripe_bytes}")
@@ -160,8 +158,7 @@ class TensorStore:
         """Open the store in directories `paths`, given in the order of its creation.
 
         "rw" refuses while any process has it open, "r" while a writer has. Raises StorageError with the reason for a
-        damaged or foreign manifest, a missing or foreign data file, a wrong size, overlapping extents.
-        """
+        damaged or foreign manifest, a missing or foreign data file, a wrong size, overlapping extents."""
         if mode not in ("r", "rw"):
             raise ValueError(f"mode must be 'r' or 'rw', got {mode!r}")
         directories = _directories(paths)
@@ -241,8 +238,7 @@ class TensorStore:
         """Fill `tensor` with the stored bytes from byte `offset_bytes` of `name` on; returns at once.
 
         `tensor`: contiguous, of the stored type or uint8, any shape that fits; pinned or page-aligned memory is read
-        without a copy. Raises ValueError for what cannot fit; transfer and checksum failures are raised by `wait`.
-        """
+        without a copy. Raises ValueError for what cannot fit; transfer and checksum failures are raised by `wait`."""
         return self._submit("read", name, tensor, offset_bytes, priority)
 
     def submit_write(self, name: str, tensor: torch.Tensor, offset_bytes: int = 0, *, priority: int = 0) -> Transfer:
@@ -275,8 +271,7 @@ class TensorStore:
         Waits for transfers under way; new writes are refused meanwhile. Raises StorageError when a write failed and was
         not repeated, or when the drive cannot make the data durable (then the store refuses further commits: what the
         drive holds is unknown), TimeoutError when a drive hangs. The last committed manifest stays in force after any
-        failure.
-        """
+        failure."""
         if not self.writable:
             raise StorageError("commit", path=self._directories[0], reason="the store was opened for reading")
         if self._broken is not None:
@@ -319,8 +314,7 @@ class TensorStore:
         """Wait for transfers under way, then let go of files, lock and own engine. Commits nothing; may be repeated.
 
         TimeoutError when a transfer does not end: everything then stays as it is, for a later call or the process's
-        end, because the drive may still move its bytes.
-        """
+        end, because the drive may still move its bytes."""
         self._end(timeout_s, remove=False)
 
     def delete(self, timeout_s: float = TIMEOUT_S) -> None:

@@ -3,8 +3,7 @@
 A request for a tensor becomes one engine request per stripe (one in all with one drive and no checksums). With
 checksums it is cut into sections of 8 MiB, so that several threads sum one tensor. Commits ask here whether everything
 written has really been written. Every wait here has a limit: a drive that hangs ends in a TimeoutError that names what
-is under way, and whoever is told must leave its buffers alone.
-"""
+is under way, and whoever is told must leave its buffers alone."""
 
 from __future__ import annotations
 
@@ -192,8 +191,7 @@ class StoreTraffic:
     def close(self, timeout_s: float = TIMEOUT_S) -> bool:
         """Refuse new requests and wait for those under way; False when that has been done before.
 
-        TimeoutError when some do not end: files and buffers must stay, and a later call waits again.
-        """
+        TimeoutError when some do not end: files and buffers must stay, and a later call waits again."""
         with self._idle:
             self._closed = True
             self._wait_idle("close()", timeout_s)
@@ -219,8 +217,7 @@ def _on_host(view: Any) -> np.ndarray:
 def _failed_half_way(parts: Sequence[Transfer], error: BaseException, what: str) -> Transfer:
     """Submission failed after `parts`, which nobody else will wait for: raises `error` once they have ended.
 
-    Where they do not end, a transfer that fails with `error` when they do: the buffer is theirs until then.
-    """
+    Where they do not end, a transfer that fails with `error` when they do: the buffer is theirs until then."""
     until_s = time.monotonic() + TIMEOUT_S
     for part in parts:
         with contextlib.suppress(Exception):

@@ -2,8 +2,7 @@
 
 All start with a linear warm-up over `warmup_steps`; then, to `total_steps`:
 `warmup_decay` falls linearly, `cosine` along half a cosine, both to `min_ratio` of the peak (0 unless it is given);
-`constant` stays; `wsd` (warm-up, stable, decay) stays and falls linearly over its last `decay_steps`.
-"""
+`constant` stays; `wsd` (warm-up, stable, decay) stays and falls linearly over its last `decay_steps`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The random generators that training draws from, saved and restored exactly: Python, NumPy, torch, CUDA.
 
---deterministic: every operation in a fixed order, so that a run on a GPU repeats bit for bit.
-"""
+--deterministic: every operation in a fixed order, so that a run on a GPU repeats bit for bit."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def fix_order() -> None:
     """For the rest of the process, before anything is computed on a GPU.
 
     Without `warn_only`: with it torch's attention kernels add up gradients in any order. New memory is not filled with
-    NaN, which torch does beside this switch to find reads of it: it costs a pass over every buffer.
-    """
+    NaN, which torch does beside this switch to find reads of it: it costs a pass over every buffer."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,8 +3,7 @@
 SIGHUP is what a closed terminal or a dropped ssh sends: the screen may be gone with it, so output that fails from then
 on goes nowhere instead of ending the run. Under nohup it stays ignored. A second Ctrl-C stops at once; the last
 checkpoint is still intact. After the last step there is nothing to save: the export is finished and the run ends with
-0. With several ranks all agree before stopping.
-"""
+0. With several ranks all agree before stopping."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ class Planned:
         """ConfigError, on all ranks alike, for a run that cannot fit; with fit_check warn a line instead.
 
         What the forecast only leaves free (the page cache's and the desktop's reserve, room for an evaluation) does not
-        count: a run is refused when its own bytes do not fit.
-        """
+        count: a run is refused when its own bytes do not fit."""
         say, forecast = self.job.say, self.forecast(decision)
         why = forecast.why_not(decision.shortage)
         if forecast.beside is not None and forecast.beside.is_slower:

@@ -37,8 +37,7 @@ def space_reserves(
 ) -> dict[Path, int]:
     """Free bytes that each folder to which the run writes must keep: a checkpoint's, the export's, or a little.
 
-    What is offloaded to `nvme_path` has all its space from the start.
-    """
+    What is offloaded to `nvme_path` has all its space from the start."""
     reserves = {folder.logs: SPACE_RESERVE_BYTES}
     if nvme_path:
         reserves[Path(nvme_path)] = SPACE_RESERVE_BYTES

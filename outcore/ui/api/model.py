@@ -1,7 +1,6 @@
 """The model that chat and evaluations talk with: `outcore serve` in a process of its own, loaded and ended on demand.
 
-The panels pass requests on to it. It outlives panels that are killed, and those that start next find it again.
-"""
+The panels pass requests on to it. It outlives panels that are killed, and those that start next find it again."""
 
 from __future__ import annotations
 

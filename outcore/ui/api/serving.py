@@ -58,8 +58,7 @@ def sample_of(now: Mapping[str, Any], before: Mapping[str, Any], seconds: float,
     """Figures of one moment. Rates are None without a moment before.
 
     `stages_idle_share`: a request is in one pipeline stage at a time, so with fewer requests than stages at least this
-    share of the stages computes nothing (the bubble).
-    """
+    share of the stages computes nothing (the bubble)."""
 
     def total(page: Mapping[str, Any], *names: str) -> float | None:
         for name in names:

@@ -3,8 +3,7 @@ loaded and an engine is made.
 
 DeepSpeed looks both up by name when it needs them (`engine.py: _configure_zero_optimizer`, `partition_parameters.py:
 Init.__init__`), so rebinding the names for that time is enough, and nothing of DeepSpeed is changed for anybody else.
-Its internals move between releases: every version but the tested ones is refused.
-"""
+Its internals move between releases: every version but the tested ones is refused."""
 
 from __future__ import annotations
 

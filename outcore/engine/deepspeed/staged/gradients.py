@@ -8,8 +8,7 @@ norm is taken on the device on the way down, so nothing is read for it.
 Cost per parameter and step in 16 bit with `a` micro-batches: 2a B written and 2a B read (`a - 1` times to be added to,
 once by the optimizer). Device memory beside that of gradients in RAM: up to `FLIGHT_BYTES` each way. Nothing here is
 ever read by a resume: a gradient lives within one step. A failed transfer is raised where the next one of its share is
-asked for, at the latest by `settle` before the update.
-"""
+asked for, at the latest by `settle` before the update."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class StagedGradients:
         """Take the gradient of one micro-batch; the sum so far, on the device, not to be changed.
 
         `is_first` begins the share's sum, whatever the drive has of it; after `is_last` no micro-batch follows.
-        StorageError, TimeoutError.
-        """
+        StorageError, TimeoutError."""
         self._follow(ds_id, micro_step)
         n_bytes = part.numel() * self._dtype.itemsize
         self._begun.add(ds_id)

@@ -6,8 +6,7 @@ RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the sta
 Parameters (`params`), gradients (`gradients`) and states (`states`) may live on the drive instead. Of parameters, RAM
 for them holds leading trainable sub-groups first, then shares that do not train, as far as it reaches (`sizes`).
 
-Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
-"""
+Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ From an update until a share's next gradient comes, the memory of its gradient h
 the new parameters there too, so forward and backward of the first micro-batch of a step, and evaluations, find them in
 RAM: with one micro-batch to a step nothing is read from the drive in a pass. It costs no memory, and a copy of 2 B per
 parameter in RAM. What DeepSpeed sees is a share that is available; it is the same on every rank at every point of a
-step, so ranks gather in the same order.
-"""
+step, so ranks gather in the same order."""
 
 from __future__ import annotations
 

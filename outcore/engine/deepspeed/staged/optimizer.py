@@ -6,8 +6,7 @@ lie and what states there are (`homes`), what becomes of a gradient, and the ste
 A share that got no gradient in a step is updated with zero, where DeepSpeed takes what an earlier step left in its
 buffer.
 
-Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
-"""
+Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions."""
 
 from __future__ import annotations
 

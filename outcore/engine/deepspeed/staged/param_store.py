@@ -1,8 +1,7 @@
 """The store of parameters on the drive: where every share lies in it, and shares on their way to and from host memory.
 
 A share's place is whole blocks, one behind the other in the order in which the model is made. A transfer that failed
-gives its memory back; one that hangs keeps it as long as the run goes on, because the drive may still be at it.
-"""
+gives its memory back; one that hangs keeps it as long as the run goes on, because the drive may still be at it."""
 
 from __future__ import annotations
 

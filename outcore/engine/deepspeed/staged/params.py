@@ -10,8 +10,7 @@ the place, said once.
 
 A share to which the memory of its gradient is lent (`loans`) is not read.
 
-Method names without underscore are DeepSpeed 0.19.8's (runtime/swap_tensor/partitioned_param_swapper.py).
-"""
+Method names without underscore are DeepSpeed 0.19.8's (runtime/swap_tensor/partitioned_param_swapper.py)."""
 
 from __future__ import annotations
 
@@ -271,8 +270,7 @@ class StagedParams:
     def close(self, deadline: Deadline | None = None) -> bool:
         """Wait for what is under way and give the memory back; the store is closed by whoever made it.
 
-        False when a transfer did not end: its memory stays on lease, because it may still be written to.
-        """
+        False when a transfer did not end: its memory stays on lease, because it may still be written to."""
         deadline, is_idle = deadline or Deadline(), True
         for moving in (*self._writing.values(), *(moving for _, moving in self._reading.values())):
             if not moving.settle(deadline.left_s() if is_idle else 0.0):

@@ -3,8 +3,7 @@
 RAM of the staged engine: one pinned pool of exact size for homes and staging, pageable memory beyond it.
 
 DeepSpeed's own pinned buffers are rounded up to powers of two by torch and kept for ever in its cache; the homes of
-parameters and gradients here take what they need, to the page.
-"""
+parameters and gradients here take what they need, to the page."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class StagedMemory:
     `staging_bytes` of the pool stay free for transfers; 0 where nothing flows. `lane_bytes` are for lanes, which take
     them before any home does. Memory of gradients comes later (`take_gradients`): before parameters moved into their
     homes they are there twice, and pinned memory is real from the start. RuntimeError when the machine gives no staging
-    memory at all.
-    """
+    memory at all."""
 
     def __init__(
         self, device: torch.device, *, home_bytes: int, staging_bytes: int, pin: bool, lane_bytes: int = 0
@@ -88,8 +86,7 @@ class StagedMemory:
 class StagedSession:
     """One rank's. `engine`: whose threads move bytes; None opens one where a drive is used.
 
-    Every rank has a folder of its own below `plan.nvme_path`. EngineError when it cannot be used or is too full.
-    """
+    Every rank has a folder of its own below `plan.nvme_path`. EngineError when it cannot be used or is too full."""
 
     def __init__(self, plan: StagedPlan, device: torch.device, rank: int, engine: StorageEngine | None = None) -> None:
         self.plan = plan
@@ -140,8 +137,7 @@ class StagedSession:
     def close(self, deadline: Deadline | None = None, *, is_idle: bool = True) -> None:
         """Wait for transfers, give memory back, remove the scratch files; safe to call twice.
 
-        Where a transfer does not end within the limit, its memory and the scratch files stay until the process ends.
-        """
+        Where a transfer does not end within the limit, its memory and the scratch files stay until the process ends."""
         deadline = deadline or Deadline()
         if self.gradients is not None:
             is_idle = self.gradients.close(deadline) and is_idle

@@ -3,8 +3,7 @@
 States move and are updated in chunks (the streaming engine's `StateChunk`, with a share as its unit). A chunk never
 crosses from one parameter into the next, so that it starts at the parameter's first element on the drive as well as in
 RAM, and so that 8-bit blocks belong to one parameter. Cost: a parameter of a few elements takes a page of states of its
-own.
-"""
+own."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The gradients are read where DeepSpeed accumulated them and the 16-bit parameter
 takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory. Chunks
 that have states, gradients and parameters in RAM are updated in place; the others flow through a ring of host buffers,
 read ahead and written behind (this class is the ring's `ChunkHomes`). Updates go through the shares to and fro, so that
-the ring keeps the last chunks of one for the next. Results depend on none of this.
-"""
+the ring keeps the last chunks of one for the next. Results depend on none of this."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class _Unit(NamedTuple):
 class ShareStates:
     """`shares` in order of update. `state_ram_bytes`: what of the states may live in RAM; None: all of them.
 
-    EngineError when the drive has no room; StorageError when a transfer fails.
-    """
+    EngineError when the drive has no room; StorageError when a transfer fails."""
 
     def __init__(
         self,
@@ -146,8 +144,7 @@ class ShareStates:
         """One AdamW step on everything; returns when every parameter may be read, states on NVMe being written behind.
         A share with a `loan` may be read there; on the drive only after `wait_written`.
 
-        UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step.
-        """
+        UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step."""
         self.flush()
         gradients = {share.index: self._gradient_of(share) for share in self.units}
         in_ring = []

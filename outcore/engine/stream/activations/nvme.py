@@ -2,8 +2,7 @@
 
 The writes run behind the forward: a checkpoint's device memory is free when its last byte is written, so at most
 `BEHIND_LAYERS` layers' may be on their way before the forward waits for the drive. The store is kept and used again; it
-is made anew when a pass needs a larger one, so its space is reserved before the pass begins (`reserve`).
-"""
+is made anew when a pass needs a larger one, so its space is reserved before the pass begins (`reserve`)."""
 
 from __future__ import annotations
 

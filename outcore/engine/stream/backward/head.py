@@ -8,8 +8,7 @@ Cross-entropy of one chunk of logits and its gradient at once; autograd makes ma
 The gradient of the sum over tokens is softmax minus one at the target: known as soon as the logits are, so nothing has
 to be kept between forward and backward. Through torch.compile it takes two passes over the 16-bit logits and writes a
 16-bit gradient, and no fp32 copy exists. Eagerly one fp32 copy is worked on in place. Memory beside the logits, in
-fp32 logits of the chunk: 0.5 compiled, 1.5 eagerly (copy and 16-bit gradient); with the 16-bit logits 1 and 2.
-"""
+fp32 logits of the chunk: 0.5 compiled, 1.5 eagerly (copy and 16-bit gradient); with the 16-bit logits 1 and 2."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def sum_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> Pair:
     """(fp32 sum of the cross-entropy over targets [n] that are not IGNORE, `scale` times its gradient).
 
-    logits [n, V] of any float type; arithmetic in fp32, the gradient in the logits' type. `scale`: fp32 scalar.
-    """
+    logits [n, V] of any float type; arithmetic in fp32, the gradient in the logits' type. `scale`: fp32 scalar."""
     wide = logits.float()
     lse = torch.logsumexp(wide, dim=-1, keepdim=True)
     counted = (targets != IGNORE)[:, None]
@@ -52,8 +50,7 @@ def sum_and_gradient_eager(logits: torch.Tensor, targets: torch.Tensor, scale: t
     """Compute `sum_and_gradient` without a compiler that fuses it: in place on one fp32 copy of the logits.
 
     `torch.logsumexp` makes a second copy for its exponentials. These are its own steps (torch 2.13), done in the first
-    copy, which the logits then fill again: the same bits, one pass more.
-    """
+    copy, which the logits then fill again: the same bits, one pass more."""
     wide = logits.float() if logits.dtype != torch.float32 else logits.clone()
     largest = wide.amax(dim=-1, keepdim=True)
     largest.masked_fill_(largest.abs() == torch.inf, 0.0)

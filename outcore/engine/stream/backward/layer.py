@@ -3,8 +3,7 @@
 A layer is recomputed from its saved input, and autograd is asked for the gradients of exactly its input and parameters.
 Compiled, both are one graph (a vector-Jacobian product), so the compiler drops what no gradient needs, such as the
 layer's last matrix product. The balancing loss of a mixture of experts mixes all layers, so its gradient with respect
-to each layer's router logits is taken at the head (`head`) and joined in when that layer runs backward.
-"""
+to each layer's router logits is taken at the head (`head`) and joined in when that layer runs backward."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The last layers of a step, whose backward comes soonest, as many as fit idle mem
 autograd holds what their code saved, compiled (the compiler keeps matrix products and attention, and computes cheap
 values again) or eager. Weights are not held: a saved view of them is the same view of the slab that backward brings.
 Eager layers give the bits of recomputation; compiled ones are other code, whose roundings may differ as those of any
-two compilations do. What a layer takes is planned until one was seen.
-"""
+two compilations do. What a layer takes is planned until one was seen."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The logits are computed again, turned into softmax minus target, and autograd is
 states and tile. All micro-batches and chunks of tokens are through before the next tile, so the weight comes up twice a
 step and a tile's gradient is complete when the tile is done. Gradients of hidden states are summed over tiles in fp32.
 Cost: the logits are computed twice (4/3 of the head's FLOPs), and the last hidden states of all micro-batches are kept,
-twice in fp32.
-"""
+twice in fp32."""
 
 from __future__ import annotations
 

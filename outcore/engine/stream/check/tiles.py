@@ -2,8 +2,7 @@
 
 Loss and every gradient of two micro-batches are compared in fp32, as in `check`, but through a whole engine on the CPU,
 because what is to be shown is that the model's own code does nothing with its weights but what goes in tiles. Cost: a
-fraction of a second.
-"""
+fraction of a second."""
 
 from __future__ import annotations
 

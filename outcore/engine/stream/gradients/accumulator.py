@@ -13,8 +13,7 @@ class GradAccumulator:
     """Gradients of the layout's trainable range in `flat` (1-D, fp32 or the parameters' type, at least that long).
 
     The first gradient of each parameter is copied, later ones are added, in `flat`'s type. A parameter that got none
-    counts as zero. `flat` is shared by units one after another: make a new accumulator for each.
-    """
+    counts as zero. `flat` is shared by units one after another: make a new accumulator for each."""
 
     def __init__(self, layout: SlabLayout, flat: torch.Tensor) -> None:
         self.layout = layout

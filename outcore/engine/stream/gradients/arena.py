@@ -5,8 +5,7 @@ Deferred updates need the gradients of all units at once (2 B per parameter), be
 With immediate updates a gradient is needed from its download until its unit is updated: the arena hands out memory of
 exactly the unit's size when the gradient is shipped and takes it back when the update is over. When it is full,
 shipping waits for an update; an arena that holds three of the largest gradients lets one arrive while another is
-worked on, whatever the order of sizes.
-"""
+worked on, whatever the order of sizes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class GradientArena:
     """Gradients by unit. `limit_bytes` None: all have a home of their own. Used from one thread.
 
     `early`: a unit whose home is taken before all others' and whose update comes last: no wait makes its room free.
-    ValueError for a limit that cannot hold the largest gradient (beside the early one's).
-    """
+    ValueError for a limit that cannot hold the largest gradient (beside the early one's)."""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ Gradients of an embedding too large for the device: only the rows whose tokens o
 A step's rows are known once every micro-batch has been looked up. With tied weights the head's gradient of the same
 matrix goes down tile by tile before; its part of these rows is kept here in fp32, unrounded, until the embedding's is
 added, so that each value is rounded once, as it is when everything is added up on the device. Cost: 4 B x rows that
-occur x hidden size of RAM, instead of 4 B x vocabulary x hidden size of device memory.
-"""
+occur x hidden size of RAM, instead of 4 B x vocabulary x hidden size of device memory."""
 
 from __future__ import annotations
 
