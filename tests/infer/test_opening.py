@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from outcore.config.commands.running import generate_flags
 from outcore.infer import Request, Sampling
+from outcore.infer.commands.options import settings_of
 from outcore.infer.opening import InferSettings, build, open_engine
 from outcore.infer.opening.model import find_place
 from outcore.sizing.inference import DoesNotFit
@@ -181,8 +183,40 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "place_inference", spilled)
     spill = {"quantize": "nf4", "cpu_tokens": 0, "nvme_path": (tmp_path,)}
     assert answers(tiny_folder[0], check=shares, **spill) == found["exact"]
+    assert answers(tiny_folder[0], check=shares, **spill, prefetch=0, buffer_mib=0.25) == found["exact"]
     monkeypatch.undo()
     with pytest.raises(ValueError, match="no matrix of this model divides"):
         answers(tiny_folder[0], quantize="int8")
     with pytest.raises(ValueError, match="must be one of nf4, int8"):
         InferSettings(quantize="int3")
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"pin_memory": False, "pin_gib": 1.0}, "pin_gib does nothing with pin_memory false"),
+        ({"prefetch": 1, "num_layer_buffers": 4}, "in two ways"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"buffer_mib": 0.0}, "buffer_mib is 0.0"),
+    ],
+)
+def test_settings_of_travelling_weights_are_checked(asked, words):
+    with pytest.raises(ValueError, match=words):
+        InferSettings(**asked)
+
+
+@pytest.mark.parametrize("asked", [{"prefetch": 1}, {"num_layer_buffers": 2}, {"buffer_mib": 4.0}])
+def test_what_does_nothing_where_no_weight_travels_is_refused(tiny_folder, asked):
+    with pytest.raises(ValueError, match=f"{next(iter(asked))} does nothing: all weights live in RAM"):
+        open_engine(str(tiny_folder[0]), InferSettings(**asked))
+
+
+def test_names_of_deepspeed_mean_the_same():
+    words = ["model", "--kv_offload", "cpu", "--prefetch", "1", "--pin_memory", "false", "--buffer_mib", "8"]
+    settings = settings_of(generate_flags().parse_args(words))
+    assert (settings.kv_home, settings.num_layer_buffers, settings.staging_bytes) == ("ram", 2, 1)
+    assert dataclasses.replace(settings, vram_gib=2.0).num_layer_buffers == 2
+    same = settings_of(generate_flags().parse_args(["model", "--buffer_count", "2", "--kv_offload", "none"]))
+    assert same.num_layer_buffers == 2 and same.kv_home == "vram" and same.staging_bytes is None
+    with pytest.raises(ValueError, match="pin_memory does nothing on a CPU"):
+        settings.check_device("cpu")

@@ -42,14 +42,25 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk_tokens", type=int, help="tokens of one call of a layer, and of a piece of a prompt")
     group.add_argument("--page_tokens", type=int, default=64, help="tokens of a page of keys and values")
     group.add_argument("--kv_format", choices=("same", "int8"), default="same", help="int8: half the bytes, close")
-    group.add_argument("--kv_home", choices=KV_HOMES, default="auto", help="where keys and values live")
+    homes = {"none": "vram", "cpu": "ram"}
+    group.add_argument(
+        *("--kv_home", "--kv_offload"),
+        type=lambda home: homes.get(home, home),
+        choices=KV_HOMES,
+        default="auto",
+        help="where keys and values live (DeepSpeed's none and cpu: vram and ram)",
+    )
     group.add_argument("--kv_gib", type=float, help="room for keys and values")
     group.add_argument("--vram_gib", type=float, help="device memory to stay within")
     group.add_argument("--ram_gib", type=float, help="RAM for weights, keys and values")
     drive = ("--nvme_offload_path", "--nvme_path")
     group.add_argument(*drive, dest="nvme_path", action="append", default=[], help="folder for what RAM does not hold")
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
-    group.add_argument("--num_layer_buffers", type=int, default=3, help="travelling layers on the device at a time")
+    group.add_argument("--pin_memory", choices=("true", "false"), default="true", help="page-lock RAM that a GPU reads")
+    group.add_argument("--buffer_mib", type=float, help="page-locked slots that other RAM and drives are read through")
+    buffers = ("--num_layer_buffers", "--buffer_count")
+    group.add_argument(*buffers, type=int, default=3, help="travelling layers on the device at a time")
+    group.add_argument("--prefetch", type=int, help="layers brought ahead of the one that computes: buffers less one")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
     group.add_argument(
         "--cpu_tokens", type=int, help="tokens up to which the CPU multiplies packed weights as they are"

@@ -61,14 +61,18 @@ class DriveMemory(KvMemory):
         return DriveStore(shape, num_pages, page_tokens, dtype, files, name, self._open_pages, kv_format)
 
 
-def open_memory(device: torch.device, home: str, n_bytes: int, scratch: Scratch | None, open_pages: int) -> KvMemory:
-    """Memory for pages of keys and values that live in `home` ("vram", "ram", "nvme")."""
+def open_memory(
+    device: torch.device, home: str, n_bytes: int, scratch: Scratch | None, open_pages: int, *, pins: bool = True
+) -> KvMemory:
+    """Memory for pages of keys and values that live in `home` ("vram", "ram", "nvme"). `pins`: RAM is page-locked."""
     if home == "nvme":
         assert scratch is not None
         return DriveMemory(scratch, open_pages)
     if device.type == "cpu" or home == "vram":
         return KvMemory(device)
     try:
+        if not pins:
+            raise MemoryError("pin_memory is false")
         return MappedMemory(n_bytes, device)
     except (MemoryError, RuntimeError) as error:
         plain = KvMemory(torch.device("cpu"))

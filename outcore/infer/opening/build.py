@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.quantities import GIB, format_gib
+from outcore.common.quantities import GIB, MIB, format_gib
 from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import Scratch
@@ -42,6 +42,7 @@ from outcore.sizing.inference import (
     row_cost_of,
 )
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import SLOT_BYTES
 
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
@@ -180,12 +181,14 @@ def open_found(
         in_place, placement = open_in_place(units, settings, placement, device, undo)
         for line in placement.lines():
             progress(line)
+        settings.check_placement(placement)
         units.buffers_to(device)
         uses_drive = placement.kv_home == "nvme" or any(home.home == "nvme" for home in placement.parts)
         scratch = undo.enter_context(Scratch(settings.nvme_path)) if uses_drive else None
         staging = StagingSettings(
-            None if settings.pin_gib is None else int(settings.pin_gib * GIB),
-            num_buffers=placement.num_buffers,
+            settings.staging_bytes,
+            SLOT_BYTES if settings.buffer_mib is None else int(settings.buffer_mib * MIB) // 4096 * 4096,
+            placement.num_buffers,
         )
         weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place)
         undo.callback(weights.arrival.abort)
@@ -193,7 +196,9 @@ def open_found(
         runner = PartRunner(units, compiled=compiled, in_place=in_place)
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
         open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
-        memory = open_memory(device, placement.kv_home, placement.kv_bytes, scratch, open_pages)
+        memory = open_memory(
+            device, placement.kv_home, placement.kv_bytes, scratch, open_pages, pins=settings.pin_memory
+        )
         undo.callback(memory.close)
         if memory.note:
             progress(memory.note)

@@ -9,7 +9,7 @@ from typing import Literal
 from outcore.common.quantities import GIB
 from outcore.flow import CompileChoice
 from outcore.formats import QUANTIZE_CHOICES
-from outcore.sizing.inference import PRESETS
+from outcore.sizing.inference import PRESETS, Placement
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -45,8 +45,14 @@ class InferSettings:
     """Folders for weights, keys and values that RAM does not hold."""
     pin_gib: float | None = None
     """Page-locked memory at most; None: as much as helps and the machine gives."""
+    pin_memory: bool = True
+    """Page-lock RAM that a GPU reads. False: only slots that everything passes through, which is slower."""
+    buffer_mib: float | None = None
+    """Size of such a slot; None: 16."""
     num_layer_buffers: int = 3
     """Layers on the device at a time, of those that travel."""
+    prefetch: int | None = None
+    """Travelling layers that are brought ahead of the one that computes: the buffers, less one."""
     draft_model: str | None = None
     """A small model with the same tokenizer that guesses tokens, whole in VRAM."""
     draft_tokens: int | None = None
@@ -84,6 +90,10 @@ class InferSettings:
             raise ValueError("prefix_path does nothing without shared prefixes: leave out --no_prefix_sharing.")
         if self.prefix_gib is not None and self.prefix_path is None:
             raise ValueError("prefix_gib does nothing without --prefix_path. Give the folder, or leave it out.")
+        if self.pin_gib is not None and not self.pin_memory:
+            raise ValueError("pin_gib does nothing with pin_memory false. Leave one of them out.")
+        if self.prefetch is not None and self.num_layer_buffers not in (3, self.prefetch + 1):
+            raise ValueError("prefetch and num_layer_buffers say the same in two ways. Leave one of them out.")
         if self.compile not in ("auto", "on", "off"):
             raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
         if self.draft_model is not None and self.draft_tokens == 0:
@@ -99,13 +109,14 @@ class InferSettings:
             ("chunk_tokens", 16),
             ("page_tokens", 1),
             ("num_layer_buffers", 1),
+            ("prefetch", 0),
             ("draft_tokens", 0),
             ("cpu_tokens", 0),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}.")
-        for name in ("kv_gib", "vram_gib", "ram_gib", "pin_gib", "prefix_gib"):
+        for name in ("kv_gib", "vram_gib", "ram_gib", "pin_gib", "buffer_mib", "prefix_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}, but must be above 0.")
@@ -114,19 +125,44 @@ class InferSettings:
                 f"chunk_tokens ({self.chunk_tokens}) is above pass_tokens ({self.pass_tokens}): a chunk is part of a "
                 "pass. Lower the one or raise the other."
             )
+        if self.prefetch is not None:
+            object.__setattr__(self, "num_layer_buffers", self.prefetch + 1)
 
     def check_device(self, device_type: str) -> None:
         """ValueError for what does nothing on this kind of device."""
         if device_type == "cuda":
             return
-        for name, idle in (("vram_gib", None), ("pin_gib", None), ("kv_home", "auto")):
+        for name, idle in (("vram_gib", None), ("pin_gib", None), ("pin_memory", True), ("kv_home", "auto")):
             if getattr(self, name) != idle and (name, self.kv_home) != ("kv_home", "nvme"):
                 raise ValueError(f"{name} does nothing on a CPU, where everything lives in RAM. Leave it out.")
+
+    def check_placement(self, placement: Placement) -> None:
+        """ValueError for what does nothing where everything lives as it does."""
+        on_gpu = bool(placement.vram_bytes)
+        travels = placement.travelling_bytes if on_gpu else placement.bytes_at("nvme")
+        said = {
+            "pin_gib": self.pin_gib is not None,
+            "buffer_mib": self.buffer_mib is not None,
+            "prefetch": self.prefetch is not None,
+            "num_layer_buffers": self.num_layer_buffers != 3,
+            "pin_memory": not self.pin_memory and placement.kv_home != "ram",
+        }
+        idle = next((name for name, is_said in said.items() if is_said), None)
+        if idle is not None and not travels:
+            where = "VRAM" if on_gpu else "RAM"
+            raise ValueError(f"{idle} does nothing: all weights live in {where}, so none travels. Leave it out.")
 
     def for_scoring(self) -> InferSettings:
         """Copy of the settings without room for answers, unless room was asked for."""
         asks = self.max_sequences is not None or self.kv_gib is not None
         return self if asks else replace(self, scores_only=True)
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """Page-locked memory at most; None: as much as helps."""
+        if not self.pin_memory:
+            return 1  # no more than the slots, which have their room in any case
+        return None if self.pin_gib is None else int(self.pin_gib * GIB)
 
     @property
     def kv_bytes(self) -> int | None:

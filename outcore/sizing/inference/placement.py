@@ -77,6 +77,8 @@ class Placement:
             f"keys and values: {format_gib(self.kv_bytes)} {words[self.kv_home]}; context "
             f"{self.context_tokens:,} tokens, up to {self.max_sequences} answers at once",
         ]
+        buffers = f"; {self.num_buffers} layers on the GPU at a time" if self.vram_bytes.get("buffers") else ""
+        found.append(f"passes: up to {self.pass_tokens:,} tokens in chunks of {self.chunk_tokens:,}{buffers}")
         if self.vram_bytes:
             found.append(
                 f"VRAM: {format_gib(sum(self.vram_bytes.values()))} "
