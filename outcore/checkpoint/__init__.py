@@ -12,11 +12,5 @@ from outcore.checkpoint.folders import (
     step_folder,
 )
 from outcore.checkpoint.manifest import CheckpointError
-from outcore.checkpoint.same_run import (
-    changed_settings,
-    check_same_run,
-    config_sha256,
-    differences,
-    model_fingerprint,
-)
+from outcore.checkpoint.same_run import changed_settings, check_same_run, config_sha256, differences, model_fingerprint
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, ShardReader, TensorPlan, plan_shards, write_shard

@@ -1,7 +1,5 @@
 """The settings of a run: one table of fields, three doors (flags, YAML, deepspeed_config.json), one set of checks."""
 
-from __future__ import annotations
-
 from outcore.config.checks import check_said
 from outcore.config.convert import ConfigError, nearest
 from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand

@@ -2,16 +2,8 @@
 
 Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStream` / `EvalStream`."""
 
-from __future__ import annotations
-
 from outcore.data.basis import DEFAULT_TEXT_EXTENSIONS, CacheError, DataError, DataSettings, TemplateError
-from outcore.data.layout import (
-    IGNORE_INDEX,
-    BatchStream,
-    EvalStream,
-    MicroBatch,
-    RowDataset,
-)
+from outcore.data.layout import IGNORE_INDEX, BatchStream, EvalStream, MicroBatch, RowDataset
 from outcore.data.mix import WeightedSource, prepare_mixture, weighted_source
 from outcore.data.prepare import PreparedData, prepare_data
 from outcore.data.show import render_sample

@@ -183,10 +183,7 @@ def timed_suite(lm: Any, settings: EvaluationSettings) -> Answers:
 
 
 def compare_with_reference(
-    reference: Reference,
-    settings: EvaluationSettings,
-    ours: Answers,
-    say: Callable[[str], None],
+    reference: Reference, settings: EvaluationSettings, ours: Answers, say: Callable[[str], None]
 ) -> Parity:
     """Ours against the harness's own backend."""
     say(f"the harness's own backend on {reference.pretrained} ({reference.dtype}, {reference.device}) ...")

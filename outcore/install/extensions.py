@@ -67,9 +67,7 @@ def extensions_dir(prefix: str | Path | None = None) -> Path:
 
 
 def extension_environment(
-    accelerator: str,
-    prefix: str | Path | None = None,
-    environ: Mapping[str, str] = os.environ,
+    accelerator: str, prefix: str | Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Variables a process needs to load (or build) the extensions: update `os.environ` with them before DeepSpeed.
 

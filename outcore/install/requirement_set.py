@@ -72,9 +72,7 @@ def read_pins(file: Path) -> dict[str, str]:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;]+)", entry)
         if match is None:
             raise InstallError(
-                f"{file.name}: {entry!r} is not a pin",
-                "every package has one exact version",
-                "write name==version",
+                f"{file.name}: {entry!r} is not a pin", "every package has one exact version", "write name==version"
             )
         pins[normalise(match.group(1))] = match.group(2)
     return pins

@@ -25,11 +25,7 @@ from outcore.machine.records import DRIVE_KINDS, Drive, Gpu, LinkRates, Machine,
 
 
 def detect_machine(
-    *,
-    sys_root: str | Path = "/",
-    runner: Runner = run_command,
-    system: str | None = None,
-    usage: Usage | None = None,
+    *, sys_root: str | Path = "/", runner: Runner = run_command, system: str | None = None, usage: Usage | None = None
 ) -> Machine:
     """This computer as it is now. The parameters are for tests: another root, command runner, OS and disk usage."""
     root = Path(sys_root)

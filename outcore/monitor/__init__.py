@@ -3,8 +3,6 @@
 Nothing here may stop or slow a run: missing sensors are null and explained once, failing loggers are switched off with
 one sentence; only metrics.jsonl raises (MetricsLogError), because a run without its log should stop cleanly."""
 
-from __future__ import annotations
-
 from outcore.monitor.metrics import (
     Logger,
     LoggerGroup,

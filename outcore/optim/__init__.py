@@ -4,8 +4,6 @@
 says how a chunk's states lie in one buffer, `ChunkState` reads and writes them by name. A small C++ extension, built
 once by `build_extension`, does the work at DRAM speed; without a compiler torch gives the same bits, slower."""
 
-from __future__ import annotations
-
 from outcore.optim.backend import Backend, BackendName, GradStats
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
 from outcore.optim.choice import grad_sumsq_and_finite, open_backend

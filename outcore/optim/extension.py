@@ -144,9 +144,7 @@ class ExtensionBackend:
     """The kernels of one instruction set: by default the widest that this processor has."""
 
     def __init__(
-        self,
-        variant: Literal["auto", "baseline", "avx2", "avx512"] = "auto",
-        library_path: Path | None = None,
+        self, variant: Literal["auto", "baseline", "avx2", "avx512"] = "auto", library_path: Path | None = None
     ) -> None:
         """`library_path`: a built library (default: `build_extension()`). ExtensionUnavailable, or ValueError when the
         processor lacks the variant."""
@@ -215,12 +213,7 @@ class ExtensionBackend:
         tail_of(state_format, state, numel)
         raise_errno(
             self.library.outcore_optim_compress(
-                self.variant_code,
-                state_format.code,
-                numel,
-                state.data_ptr(),
-                exp_avg.data_ptr(),
-                exp_avg_sq.data_ptr(),
+                self.variant_code, state_format.code, numel, state.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
             )
         )
 

@@ -8,8 +8,6 @@
 Pure functions of (model shape, run settings, machine); every constant has its source in `outcore.plan.constants`. All
 times are forecasts."""
 
-from __future__ import annotations
-
 from outcore.model import preset_shape, resolve_shape
 from outcore.plan.choose import PlanAnswer, choose, choose_or_change
 from outcore.plan.constants import RATED_WRITES_PER_BYTE

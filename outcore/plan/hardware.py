@@ -15,13 +15,7 @@ from outcore.plan import constants as k
 from outcore.sizing.copies import copies_gb_per_s
 from outcore.sizing.states import STATE_FORMATS
 
-LINKS = (
-    "h2d_gb_per_s",
-    "d2h_gb_per_s",
-    "drive_read_gb_per_s",
-    "drive_write_gb_per_s",
-    "ram_gb_per_s",
-)
+LINKS = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "ram_gb_per_s")
 """Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
 GPU_LINKS = ("h2d_gb_per_s", "d2h_gb_per_s")
 """Links that are there with a GPU only."""

@@ -105,11 +105,7 @@ class RealSystem:
         return "unknown"
 
     def run(
-        self,
-        command: Sequence[str],
-        timeout_s: float,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
+        self, command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> ChildResult:
         full_env = dict(os.environ)
         for key, value in (env or {}).items():

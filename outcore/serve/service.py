@@ -34,11 +34,7 @@ IDLE_S = 0.5
 class EngineThread:
     """Owns an engine from `start` to `stop`."""
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        on_failure: Callable[[Exception], None] = lambda error: None,
-    ) -> None:
+    def __init__(self, engine: InferenceEngine, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         self.engine, self._on_failure = engine, on_failure
         self.failures = 0
         self._stopping = threading.Event()

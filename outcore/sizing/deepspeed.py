@@ -1,7 +1,5 @@
 """Sizes that the DeepSpeed engine chooses or meets, which the planner counts with."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from outcore.common.quantities import GB

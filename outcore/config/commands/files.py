@@ -58,8 +58,7 @@ def runs_flags() -> argparse.ArgumentParser:
 def export_flags() -> argparse.ArgumentParser:
     """All flags of `outcore export`."""
     parser = argparse.ArgumentParser(
-        prog="outcore export",
-        description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained.",
+        prog="outcore export", description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained."
     )
     parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
     parser.add_argument("--checkpoint_dir", type=Path, default=Path("checkpoints"), help="where runs are looked for")

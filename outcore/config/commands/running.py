@@ -104,8 +104,7 @@ def generate_flags() -> argparse.ArgumentParser:
 def chat_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = argparse.ArgumentParser(
-        prog="outcore chat",
-        description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands.",
+        prog="outcore chat", description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands."
     )
     add_model_flags(found)
     found.add_argument("--system", help="who the model is told to be")

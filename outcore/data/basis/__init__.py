@@ -1,7 +1,5 @@
 """What every part of the data room uses: settings, and errors in words."""
 
-from __future__ import annotations
-
 from outcore.data.basis.settings import (
     DEFAULT_TEXT_EXTENSIONS,
     EMBEDDED,

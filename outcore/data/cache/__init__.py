@@ -1,7 +1,5 @@
 """Examples as tokens on the drive: encoded once, locked while built, checked when opened."""
 
-from __future__ import annotations
-
 from outcore.data.cache.arrays import Arrays, ArraysWriter, explained
 from outcore.data.cache.encode import DocumentEncoder, carries_loss, token_ids
 from outcore.data.cache.lock import build_lock, open_or_build

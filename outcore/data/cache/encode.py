@@ -107,11 +107,7 @@ class DocumentEncoder:
         if not pieces:
             return []
         encoded = self.tokenizer(
-            pieces,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+            pieces, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )["input_ids"]
         return [_checked(ids) for ids in encoded]
 

@@ -20,11 +20,7 @@ Render = Callable[..., Rendering | None]
 
 ASKED, ASKED_AGAIN, TOLD, TOLD_AGAIN = "Quill hums?", "Fjord bends?", "Vortex blinks.", "Sphinx jogs."
 THOUGHT = "Zebra first."
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "lookup_gizmo", "arguments": {"place": "Ghyll"}},
-}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "lookup_gizmo", "arguments": {"place": "Ghyll"}}}
 NUMBERED_CALL = {**CALL, "id": "functions.lookup_gizmo:0"}
 """Kimi K2 writes the id instead of the name; Mistral refuses ids that are not nine characters long."""
 _HALF_TOKEN = re.compile(r"[<\[][^<>\[\]\n]*$")

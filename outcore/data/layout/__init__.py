@@ -1,7 +1,5 @@
 """Documents cut, packed and ordered into rows, and rows into micro-batches."""
 
-from __future__ import annotations
-
 from outcore.data.layout.dataset import IGNORE_INDEX, MicroBatch, RowDataset, labels_of
 from outcore.data.layout.mixture import MixedRows, Rows
 from outcore.data.layout.segments import (

@@ -1,6 +1,4 @@
 """Shapes of rows, told apart by their columns, and what each row becomes: text, a conversation, or tokens."""
 
-from __future__ import annotations
-
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
 from outcore.data.rows.shapes import KINDS, Kind, Shape, detect_shape, shaped_records

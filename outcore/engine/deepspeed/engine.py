@@ -44,13 +44,7 @@ class DeepSpeedEngine:
     name = "deepspeed"
 
     def __init__(
-        self,
-        engine: Any,
-        loaded: LoadedModel,
-        *,
-        nvme_state: bool,
-        check_finite: bool,
-        takes_borders: bool = False,
+        self, engine: Any, loaded: LoadedModel, *, nvme_state: bool, check_finite: bool, takes_borders: bool = False
     ) -> None:
         """`takes_borders`: the model attends to packed rows by documents' borders, which each forward is told."""
         self.ds = engine

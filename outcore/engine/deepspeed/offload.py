@@ -168,12 +168,7 @@ def _budget_bytes(wanted: Offload, costs: OffloadCosts, notes: Notes) -> int | N
 
 
 def _spill(
-    wanted: Offload,
-    model: WeightCounts,
-    run: RunFacts,
-    ram_bytes: int | None,
-    costs: OffloadCosts,
-    notes: Notes,
+    wanted: Offload, model: WeightCounts, run: RunFacts, ram_bytes: int | None, costs: OffloadCosts, notes: Notes
 ) -> tuple[Device, Device]:
     """RAM first, the drive when RAM is too small; never against an explicit choice."""
     optimizer, params = wanted.optimizer, wanted.params

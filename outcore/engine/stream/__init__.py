@@ -6,8 +6,6 @@ take them to RAM, `activations` keeps what backward needs, `updates` says what t
 and writes checkpoints, `check` finds out whether a model trains when it is streamed. States live in `outcore.states`.
 """
 
-from __future__ import annotations
-
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.engine.stream.decision import StreamDecision, decide_stream
 from outcore.engine.stream.settings import StreamSettings

@@ -170,11 +170,7 @@ def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: 
 
 
 def _compiled(
-    loaded: LoadedModel,
-    units: ModelParts,
-    settings: StreamSettings,
-    device: torch.device,
-    aux_coefficient: float,
+    loaded: LoadedModel, units: ModelParts, settings: StreamSettings, device: torch.device, aux_coefficient: float
 ) -> CompiledLayers:
     graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
     compiled = CompiledLayers(units, settings.compile, graphs=graphs)

@@ -186,12 +186,7 @@ def _open_ground(
         own_bytes = rank_pool_bytes(shared_bytes, settings, kept_bytes, place.world_size)
     combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
     with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
-        pool = PinnedPool(
-            own_bytes,
-            device=device,
-            write_combined_bytes=combined_bytes,
-            probe=pinned_grant,
-        )
+        pool = PinnedPool(own_bytes, device=device, write_combined_bytes=combined_bytes, probe=pinned_grant)
     staging = undo.enter_context(pool)
     scratch = None
     if paths := settings.nvme_paths:

@@ -104,10 +104,7 @@ class Desk:
         unique = [questions[number] for number in first.values()]
         counter = _Counter(keys, self.tell)
         counter.add({key for key in first if key in self._known and self._stays(questions[first[key]])}, "")
-        for stage, kind, answer in (
-            ("scoring", ScoreQuestion, self._score),
-            ("writing", WriteQuestion, self._write),
-        ):
+        for stage, kind, answer in (("scoring", ScoreQuestion, self._score), ("writing", WriteQuestion, self._write)):
             of_kind = [question for question in unique if isinstance(question, kind)]
             for portion in self._portions(of_kind):
                 self.check()

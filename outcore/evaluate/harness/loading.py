@@ -116,8 +116,6 @@ def _data(test: list[Document], examples: list[Document]) -> dict[str, Any]:
     def splits(**_: Any) -> dict[str, Any]:
         return {"test": Dataset.from_list(test)} | ({"examples": Dataset.from_list(examples)} if examples else {})
 
-    return {
-        "custom_dataset": splits,
-        "test_split": "test",
-        "metadata": {"version": version_of(test)},
-    } | ({"fewshot_split": "examples"} if examples else {})
+    return {"custom_dataset": splits, "test_split": "test", "metadata": {"version": version_of(test)}} | (
+        {"fewshot_split": "examples"} if examples else {}
+    )

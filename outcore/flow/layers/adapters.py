@@ -27,12 +27,7 @@ from outcore.flow.parts import Stand, shell_of
 
 @torch.library.custom_op("outcore::adapted_linear", mutates_args=())
 def adapted_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """x [..., in], weight [out, in], bias [out] or None, down (A) [rank, in], up (B) [out, rank] -> [..., out]."""
     rows = x.reshape(-1, x.shape[-1])

@@ -39,12 +39,7 @@ class TileRing:
     """A few device buffers through which tiles come up. `tile_numel`: elements of the largest tile of any unit."""
 
     def __init__(
-        self,
-        ranges: SlabRanges,
-        tile_numel: int,
-        dtype: torch.dtype,
-        *,
-        stalls: Stalls | None = None,
+        self, ranges: SlabRanges, tile_numel: int, dtype: torch.dtype, *, stalls: Stalls | None = None
     ) -> None:
         self._ranges, lane = ranges, ranges.lane
         self._lane = lane

@@ -85,13 +85,7 @@ class TiledParts:
 class TiledArrival:
     """The `WeightArrival` of a model with tiled parts: their use brings up the resident slab."""
 
-    def __init__(
-        self,
-        inner: WeightArrival,
-        tiled: Sequence[TiledPart],
-        ranges: SlabRanges,
-        ring: TileRing,
-    ) -> None:
+    def __init__(self, inner: WeightArrival, tiled: Sequence[TiledPart], ranges: SlabRanges, ring: TileRing) -> None:
         self._inner, self._ranges, self._ring = inner, ranges, ring
         self.stalls = inner.stalls
         self._tiled = {unit.unit.index: unit for unit in tiled}

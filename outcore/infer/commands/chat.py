@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.config.commands import chat_flags
-from outcore.infer.commands.options import (
-    sampling_fields,
-    sampling_from,
-    settings_of,
-    tell_plan,
-)
+from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.opening import OpenedModel, against_plan, open_engine
 from outcore.infer.requests import Answer, Prompts, Request
 

@@ -8,12 +8,7 @@ import sys
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
-from outcore.infer.commands.options import (
-    sampling_fields,
-    sampling_from,
-    settings_of,
-    tell_plan,
-)
+from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
 from outcore.infer.opening import InferSettings, against_plan, open_engine
 from outcore.infer.requests import Prompts, Request

@@ -91,10 +91,7 @@ def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -
     if failed := next((a for a in answers if a.finish == "error"), None):
         return _failed(line, failed.error)
     ordered = sorted(answers, key=lambda a: a.choice)
-    usage = {
-        "prompt_tokens": len(line.request.prompt),
-        "completion_tokens": sum(len(a.tokens) for a in ordered),
-    }
+    usage = {"prompt_tokens": len(line.request.prompt), "completion_tokens": sum(len(a.tokens) for a in ordered)}
     usage["total_tokens"] = sum(usage.values())
     if line.shape == "plain":
         texts = [a.text for a in ordered]

@@ -74,10 +74,7 @@ def _largest(hardware: Hardware, base: RunRequest, how: str, fmt: str | None, ra
     stream = how.startswith("stream")
     machine = dataclasses.replace(hardware, nvme_free_bytes=0) if how == "stream-ram" else hardware
     request = dataclasses.replace(
-        base,
-        engine="stream" if stream else "deepspeed",
-        zero_stage=None if stream else how,
-        state_format=fmt,
+        base, engine="stream" if stream else "deepspeed", zero_stage=None if stream else how, state_format=fmt
     )
 
     def plan(steps: int) -> Plan | None:

@@ -168,10 +168,7 @@ def host_parts(case: Case[DeepSpeedLayout]) -> tuple[list[Item], list[Item], lis
             [],
         )
     buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
-    count = next(
-        (n for n in OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES),
-        OPTIMIZER_BUFFERS[-1],
-    )
+    count = next((n for n in OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES), OPTIMIZER_BUFFERS[-1])
     pinned = [Item("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
     if layout.params == "nvme":
         size = e * shape.largest_weight_numel

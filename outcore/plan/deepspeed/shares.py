@@ -13,14 +13,7 @@ from itertools import accumulate, compress
 from typing import NamedTuple
 
 from outcore.common.quantities import round_up
-from outcore.sizing.ring import (
-    BLOCK_BYTES,
-    kept_counts,
-    kept_slots,
-    needed_in_slot,
-    slot_count,
-    worth_keeping,
-)
+from outcore.sizing.ring import BLOCK_BYTES, kept_counts, kept_slots, needed_in_slot, slot_count, worth_keeping
 from outcore.sizing.shape import Blocks, ModelShape
 from outcore.sizing.staged import MIN_BYTES, RING_SLOTS, frozen_in_ram, leading_in_ram
 from outcore.sizing.streaming import CHUNK_NUMEL

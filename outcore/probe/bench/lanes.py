@@ -232,13 +232,7 @@ def measure_lane(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     kind: Any = UploadLane if direction == "up" else DownloadLane
-    lane = kind(
-        pool,
-        engine,
-        device,
-        LaneSettings(slot_bytes, num_slots, write_combined),
-        f"probe-{direction}",
-    )
+    lane = kind(pool, engine, device, LaneSettings(slot_bytes, num_slots, write_combined), f"probe-{direction}")
     last_offset = file.size_bytes - transfer_bytes
     under_way: deque[tuple[Any, torch.Tensor]] = deque()
     offset = 0

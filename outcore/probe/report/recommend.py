@@ -76,11 +76,7 @@ def _recommend_io(found: Recommendation, setting: Measurement) -> None:
         "aio.single_submit": "blocks are handed to the kernel together: fewer system calls",
         "aio.overlap_events": "submitting goes on while earlier blocks complete",
     }
-    found.outcore["storage"] = {
-        "engine": setting.engine,
-        "threads": setting.depth,
-        "block_bytes": setting.block_bytes,
-    }
+    found.outcore["storage"] = {"engine": setting.engine, "threads": setting.depth, "block_bytes": setting.block_bytes}
     found.why["outcore.storage"] = f"fastest engine measured: {setting.engine}; {rate}"
 
 

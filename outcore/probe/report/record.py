@@ -113,11 +113,7 @@ def build_report(findings: Measured) -> dict[str, Any]:
         "latency": _latency(findings.latency),
         "pcie": _pcie(findings.pcie),
         "measurements": [_measurement(m) for m in findings.all_measurements()],
-        "settings": {
-            "aio": findings.settings.aio,
-            "outcore": findings.settings.outcore,
-            "why": findings.settings.why,
-        },
+        "settings": {"aio": findings.settings.aio, "outcore": findings.settings.outcore, "why": findings.settings.why},
         "machine": findings.machine.to_dict(),
         "warnings": findings.warnings,
         "skipped": findings.skipped,

@@ -76,12 +76,7 @@ class _Address:
     """A range of memory, told the way that torch takes from other libraries."""
 
     def __init__(self, address: int, n_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+        self.__cuda_array_interface__ = {"shape": (n_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -126,13 +126,7 @@ class RankGroup:
         return float(self._values[rank, counter])
 
     def wait(
-        self,
-        counter: int,
-        count: int,
-        what: str,
-        ranks: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, counter: int, count: int, what: str, ranks: Sequence[int] | None = None, *, timeout_s: float | None = None
     ) -> None:
         """Until `has`. RankEnded, TimeoutError naming the rank and `what`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s

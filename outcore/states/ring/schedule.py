@@ -66,10 +66,7 @@ class RingSchedule:
     ready in every pass, because what is kept leaves when its unit is updated."""
 
     def __init__(
-        self,
-        order: Sequence[StateChunk],
-        slots: Sequence[RingSlot],
-        worth: Callable[[StateChunk], int] | None = None,
+        self, order: Sequence[StateChunk], slots: Sequence[RingSlot], worth: Callable[[StateChunk], int] | None = None
     ) -> None:
         self._step = 1
         """-1 while passes go from the last unit to the first."""

@@ -73,12 +73,7 @@ class RingTraffic:
 class RingUpdates:
     """`report(event)`: have the driver thread call `event`. `submit` is called on that thread."""
 
-    def __init__(
-        self,
-        pool: OptimizerPool,
-        timeout_s: float,
-        report: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, pool: OptimizerPool, timeout_s: float, report: Callable[[Callable[[], None]], None]) -> None:
         self._pool, self._timeout_s, self._report = pool, timeout_s, report
         self.busy_time = BusyTime()
         """When the optimizer had a chunk of the ring to work at."""

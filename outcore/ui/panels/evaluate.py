@@ -169,7 +169,4 @@ def _as_json(value: Any) -> str:
 
 def diff_of(found: dict[str, Any], names: list[str]) -> str:
     """Two evaluations side by side."""
-    return draw.page(
-        draw.heading(f"{names[0][-6:]} and {names[1][-6:]}"),
-        _as_json(found),
-    )
+    return draw.page(draw.heading(f"{names[0][-6:]} and {names[1][-6:]}"), _as_json(found))

@@ -13,12 +13,7 @@ from outcore.ui.panels.events import COPIED, QUIET, SHOWN, telling
 
 REFRESH_S = 2.0
 GIB, GB = 2**30, 10**9
-STALLS = {
-    "stall_nvme": "drive",
-    "stall_pcie": "PCIe",
-    "stall_optimizer": "optimizer",
-    "stall_ranks": "other GPUs",
-}
+STALLS = {"stall_nvme": "drive", "stall_pcie": "PCIe", "stall_optimizer": "optimizer", "stall_ranks": "other GPUs"}
 
 
 OVERLAPPING = ("stall_", "collective_", "waited_rank_")

@@ -98,11 +98,7 @@ class TrainPanel:
 
     def _component(self, row: dict[str, Any]) -> Any:
         name, default, kind = row["name"], row["default"], row["kind"]
-        look: dict[str, Any] = {
-            "label": name,
-            "info": row["help"],
-            "elem_id": f"field_{name}",
-        }
+        look: dict[str, Any] = {"label": name, "info": row["help"], "elem_id": f"field_{name}"}
         typed: dict[str, Any] = {"interactive": True}
         if name == "preset":
             return gr.Dropdown([("none", ""), *self.presets], value="", allow_custom_value=True, **look, **typed)

@@ -12,14 +12,7 @@ from outcore.config import Precision, RunSettings
 from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
 from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
 from outcore.optim import BackendName, default_num_threads, state_format
-from outcore.sizing.staged import (
-    LEAST_SLOTS,
-    RING_BYTES,
-    RING_SLOTS,
-    StagedFacts,
-    StagedSizes,
-    staged_sizes,
-)
+from outcore.sizing.staged import LEAST_SLOTS, RING_BYTES, RING_SLOTS, StagedFacts, StagedSizes, staged_sizes
 from outcore.sizing.swapping import WeightCounts, partition_numel
 from outcore.storage import DRIVE_ACCESS, DriveAccess
 

@@ -38,12 +38,7 @@ class GradientArena:
     ValueError for a limit that cannot hold the largest gradient (beside the early one's)."""
 
     def __init__(
-        self,
-        units: Sequence[Part],
-        memory: HomeMemory,
-        limit_bytes: int | None = None,
-        *,
-        early: Part | None = None,
+        self, units: Sequence[Part], memory: HomeMemory, limit_bytes: int | None = None, *, early: Part | None = None
     ) -> None:
         trainable = [unit for unit in units if unit.is_trainable]
         self._held: dict[int, tuple[torch.Tensor, PoolExtent | None]] = {}
