@@ -348,6 +348,8 @@ class InferenceEngine:
             if sequence.drafter.is_from_model and self.drafts is not None:
                 self.drafts.learn_from(work.num_drafts, right)
         stored = work.start + work.count - work.num_drafts + right
+        if right < work.num_drafts and sequence.pages is not None and sequence.pages.states is not None:
+            stored = sequence.pages.states.step_back()  # what was right is read again, with what was chosen behind it
         counts.prompt_tokens += max(0, min(stored, sequence.num_prompt) - work.start)
         self.scheduler.done(work, min(stored, len(sequence.tokens)))
 

@@ -71,7 +71,8 @@ class TinyEngine:
             flow.runner.compiled = CompiledLayers(units, "on", backend=backend, training=False, any_shape=True)
         if small:
             self.runner.small = SmallPasses(flow, self.runner.attention, self.cache, CPU, is_captured=False)
-        default = ScheduleLimits(8, 64, 16, 32) if way == "paged" else ScheduleLimits(8, 64, 64, 0, whole_chunks=True)
+        whole = way in ("steps", "whole")
+        default = ScheduleLimits(8, 64, 64, 0, whole_chunks=True) if whole else ScheduleLimits(8, 64, 16, 32)
         self.scheduler = Scheduler(self.cache, limits or default)
         speech = Speech(Words(), frozenset(), self.loaded.facts.vocab_size, 512)
         self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates)

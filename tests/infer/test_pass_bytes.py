@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from outcore.flow import discover_units
 from outcore.infer.opening.build import layer_size
-from outcore.infer.opening.check import CPU, attentions_of
+from outcore.infer.opening.check import CPU, kept_of_layers
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
 from outcore.model import shape_from_config
@@ -60,7 +60,7 @@ CASES = {
 def test_counted_bytes_hold_what_a_pass_takes(name):
     family, prompt, tokens, chunk, limits, fields = CASES[name]
     loaded = tiny_loaded(family, **{**WIDTHS, **fields})
-    attentions = attentions_of(loaded, discover_units(loaded)).values()
+    attentions = kept_of_layers(loaded, discover_units(loaded)).attentions.values()
     tiny = {"num_pages": prompt // PAGE + 8, "call_tokens": chunk, "limits": limits}
     one = TinyEngine(
         family, loaded=loaded, speculates=False, page_tokens=PAGE, limits=ScheduleLimits(4, tokens, chunk, 0), tiny=tiny
@@ -88,6 +88,6 @@ def test_counted_bytes_hold_what_a_pass_takes(name):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])
 def test_the_plan_knows_the_windows_that_layers_have(family):
     loaded = tiny_loaded(family)
-    seen = [size.window for size in attentions_of(loaded, discover_units(loaded)).values()]
+    seen = [size.window for size in kept_of_layers(loaded, discover_units(loaded)).attentions.values()]
     planned = shape_from_config("tiny", loaded.config).windows or ((None, len(seen)),)
     assert {window: seen.count(window) for window in seen} == dict(planned)

@@ -114,8 +114,11 @@ class PagedAttention:
         scaling: float | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> [1, N, H, E]."""
+        """query [B, H, N, D], key [B, K, N, D], value [B, K, N, E] -> [B, N, H, E]; all rows are one here."""
         rule = _rule_of(module, query, scaling, more)
+        if len(query) > 1:
+            flat = [x.transpose(0, 1).flatten(1, 2) for x in (query, key, value)]
+            return self.attend(rule, *flat).unflatten(0, (len(query), -1)), None
         if torch.compiler.is_compiling():  # where the pass is, is looked up when the code runs
             cut = (rule.scaling, rule.window, rule.softcap, rule.sinks_H)
             return paged_attention(query[0], key[0], value[0], self.number, *cut)[None], None

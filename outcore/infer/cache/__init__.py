@@ -7,6 +7,7 @@ from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import PrefixIndex
 from outcore.infer.cache.rows import RowTables, first_page
+from outcore.infer.cache.states import SequenceStates
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PrefixIndex",
     "RowTables",
     "SequencePages",
+    "SequenceStates",
     "Span",
     "first_page",
     "open_memory",

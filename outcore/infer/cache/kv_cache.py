@@ -16,6 +16,7 @@ from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
+from outcore.infer.cache.states import SequenceStates, Snapshots
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 from outcore.staging.pool import SmallCopies
 
@@ -46,8 +47,18 @@ class SequencePages:
     num_offered: int = 0
     states: Any = None
     """What the model itself keeps of the sequence, where it is not pages."""
+    beginning: SequenceStates | None = None
+    """States after the tokens that were found when it was opened, where the model has such; whoever runs it copies."""
+    cuts: frozenset[int] = frozenset()
+    """Page ends at which its states are wanted: where it leaves what is known, and its last one."""
+    taken: dict[int, SequenceStates] = field(default_factory=dict)
+    """Copies of its states at such places, until their pages are offered to the index."""
     num_read: int = 0
     """Pages that came from the drive when it was opened."""
+
+    def next_cut(self, start: int, end: int) -> int:
+        """The next place behind `start` where a chunk ends: a page end at which states are wanted, or `end`."""
+        return min((cut for cut in self.cuts if start < cut < end), default=end)
 
     @property
     def num_pages(self) -> int:
@@ -64,6 +75,8 @@ class CacheSettings:
     dtype: torch.dtype
     kv_format: KvFormat = "same"
     shares_prefixes: bool = True
+    most_snapshots: int | None = None
+    """Copies of states that are kept for prompts that begin alike; None: the model has no states."""
 
 
 @dataclass
@@ -92,6 +105,7 @@ class KvCache:
         self.ledgers = [PageLedger(group.num_pages) for group in settings.groups]
         self.windows = [group.window for group in settings.groups]
         self.index = PrefixIndex(settings.page_tokens) if settings.shares_prefixes else None
+        self.snapshots = None if settings.most_snapshots is None else Snapshots(settings.most_snapshots)
         self.counts = PrefixCounts()
         self.stores: dict[Site, KvStore] = {}
         self.group_of_site: dict[Site, int] = {}
@@ -146,7 +160,10 @@ class KvCache:
         sequence = SequencePages([[] for _ in self.ledgers])
         if self.index is None:
             return sequence
-        for page in self.index.find(tokens):
+        found = self.index.find(tokens)
+        if self.snapshots is not None:
+            found = self._with_states(sequence, tokens, found)
+        for page in found:
             self._use(sequence, page)
             if self.kept is not None:
                 self._keep(page)  # a beginning that came twice may come again
@@ -158,6 +175,18 @@ class KvCache:
         self.counts.asked_tokens += len(tokens)
         self.counts.found_tokens += sequence.num_cached
         return sequence
+
+    def _with_states(self, sequence: SequencePages, tokens: Sequence[int], found: list[PrefixPage]) -> list[PrefixPage]:
+        """Cut the found pages behind the last one at whose end states are kept."""
+        assert self.snapshots is not None
+        size, known = self.settings.page_tokens, len(found)
+        while found and found[-1].key not in self.snapshots:
+            found = found[:-1]
+        if found:
+            sequence.beginning = self.snapshots.get(found[-1].key)
+        ends = {known * size, (len(tokens) - 1) // size * size} if self.snapshots.most else set()
+        sequence.cuts = frozenset(end for end in ends if end > len(found) * size)
+        return found
 
     def _use(self, sequence: SequencePages, page: PrefixPage) -> None:
         """Let a sequence have a shared page as its next."""
@@ -239,10 +268,14 @@ class KvCache:
             sequence.num_offered += 1
             if GONE in pages:
                 continue  # the window went faster than the pages filled: its chain ends here
-            sequence.parent, is_new = self.index.add(sequence.parent, own, pages)
+            before = sequence.parent
+            sequence.parent, is_new = self.index.add(before, own, pages)
             if is_new:
                 for ledger, page in zip(self.ledgers, pages, strict=True):
                     ledger.share([page])
+            states = sequence.taken.pop(sequence.num_offered * size, None)
+            if states is not None and self.snapshots is not None and self.index.get(before, own) is not None:
+                self.snapshots.put(sequence.parent, states)
         for group, window in enumerate(self.windows):
             if window is not None:
                 self._give_passed(sequence, group, (computed - window + 1) // size)
@@ -286,6 +319,8 @@ class KvCache:
     def _forget(self, page: PrefixPage) -> None:
         assert self.index is not None
         self.index.remove(page)
+        if self.snapshots is not None:
+            self.snapshots.forget(page.key)
         for group, ledger in enumerate(self.ledgers):
             ledger.give_back([page.pages[group]])
 

@@ -14,16 +14,24 @@ from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, dis
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention, has_fused
-from outcore.infer.cache import KvCache, KvFormat, open_memory
+from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.arrival import ResidentWeights
-from outcore.infer.opening.check import Way, attentions_of, kv_of, use_attention, way_of
+from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
 from outcore.infer.opening.in_place import open_in_place
 from outcore.infer.opening.model import FoundModel, open_model
-from outcore.infer.opening.pages import Shapes, cache_of, kept_of
+from outcore.infer.opening.pages import cache_of, kept_of
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSettings, open_weights, shared_limits
-from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
+from outcore.infer.passes import (
+    DraftModel,
+    PagedRunner,
+    PassRunner,
+    RunnerLimits,
+    SmallPasses,
+    StatesRunner,
+    WholeRunner,
+)
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel, shape_from_config
@@ -50,6 +58,12 @@ DRAFT_ANSWERS = 4
 """Answers at a time that a draft model guesses for."""
 DRAFT_SHARES = ("device", "precision", "context", "page_tokens", "vram_gib", "ram_gib", "compile", "deterministic")
 """Settings that a draft model has from the large one."""
+WORDS = {
+    "states": "sequences keep states beside keys and values",
+    "steps": "sequences keep states; prompts go in one piece, without guesses and shared beginnings",
+    "whole": "sequences run by themselves, without guesses and shared beginnings",
+}
+"""How sequences share a pass, where they do not share its rows."""
 MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
 
@@ -133,8 +147,8 @@ def _less(settings: InferSettings, used_bytes: int) -> InferSettings:
 
 def _draft_model(draft: OpenedModel, found: FoundModel, settings: InferSettings, way: Way) -> DraftModel:
     """Guesses for `found`. ValueError where the two models cannot go together."""
-    for model, name in ((way, found.words), (draft.way, draft.found.words)):
-        if model == "whole":
+    for cannot, name in ((way in IN_ONE_PIECE, found.words), (draft.way != "paged", draft.found.words)):
+        if cannot:
             raise ValueError(f"draft_model: {name} keeps states that cannot step back from a guess. Leave it out.")
     large, small = (model.tokenizer for model in (found, draft.found))
     theirs = small.get_vocab()
@@ -167,13 +181,14 @@ def open_found(
         raise ValueError(f"quantize {loaded.quantize}: no matrix of this model divides into its blocks. Leave it out.")
     way, why = way_of(loaded)
     if why:
-        progress(f"sequences run by themselves ({why})")
-    attentions = attentions_of(loaded, units) if way == "paged" else {}
-    shapes, dtype = kv_of(attentions), units.embed.layout.dtype
-    shape = _shape_of(found)
-    layer = layer_size(loaded, shape, attentions.values(), device, dtype)
-    needs = needs_of(found, units, shapes, layer, dtype, settings.kv_format)
+        progress(f"{WORDS[way]} ({why})")
+    kept = KeptOfLayers() if way == "whole" else kept_of_layers(loaded, units, way)
+    dtype, shape = units.embed.layout.dtype, _shape_of(found)
+    layer = layer_size(loaded, shape, kept.attentions.values(), device, dtype)
+    needs = needs_of(found, units, kept, layer, dtype, settings)
     limits = limits_of(found, settings, device, way)
+    if way == "states" and settings.share_prefixes and not settings.deterministic:
+        needs, limits = needs.with_snapshots(kept.state_bytes, limits)
     if share is not None:
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)
@@ -203,9 +218,9 @@ def open_found(
         if memory.note:
             progress(memory.note)
         cache = cache_of(placement, needs, settings, dtype, way, memory)
-        cache.make_stores(shapes)
+        cache.make_stores(kept.shapes)
         if settings.prefix_path is not None:
-            cache.kept = kept_of(found, settings, shapes, dtype, way, device, progress)
+            cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
         passes = _runner(found, flow, cache, placement, settings, way, weights.arrival)
         scheduler = Scheduler(
@@ -228,7 +243,7 @@ def layers_of(
     layers = CompiledLayers(units, settings.compile, training=False, any_shape=True)
     if settings.compile == "auto" and device.type != "cuda":
         layers.why_not = "compile: auto compiles on a GPU only"
-    elif way == "whole":
+    elif way != "paged":
         layers.cannot("its layers keep states of their own between passes.")
     elif layers.num_kinds > MAX_KINDS:
         layers.cannot(f"its layers are of {layers.num_kinds} kinds, each of which would be compiled twice.")
@@ -267,9 +282,14 @@ def precision_of(settings: InferSettings, device: torch.device) -> str:
 
 
 def needs_of(
-    found: FoundModel, units: ModelParts, shapes: Shapes, layer: LayerSize, dtype: torch.dtype, kv_format: KvFormat
+    found: FoundModel,
+    units: ModelParts,
+    kept: KeptOfLayers,
+    layer: LayerSize,
+    dtype: torch.dtype,
+    settings: InferSettings,
 ) -> InferenceNeeds:
-    """Bytes of the parts, and of a token's keys and values."""
+    """Bytes of the parts, of a token's keys and values, of a sequence's states."""
     layers = {part.index for part in units.layer_units}
     parts = tuple(
         PartSize(
@@ -281,13 +301,17 @@ def needs_of(
         for part in units.all
     )
     by_window = tuple(
-        (window, sum(shape.token_bytes(dtype, kv_format) for shape in of_layers.values()))
-        for window, of_layers in shapes.items()
+        (window, sum(shape.token_bytes(dtype, settings.kv_format) for shape in of_layers.values()))
+        for window, of_layers in kept.shapes.items()
     )
     facts = found.loaded.facts
-    if not by_window:  # states of their own: no more than keys and values of every layer would be
+    if not by_window and kept.state_bytes:  # recurrent layers alone: pages hold nothing, they count tokens
+        by_window = ((None, 1),)
+    elif not by_window:  # a cache of the model's own: no more than keys and values of every layer would be
         by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
-    return InferenceNeeds(parts, KvSize(by_window), layer, facts.vocab_size, dtype.itemsize, kv_format != "same")
+    copies = 1 if settings.draft_tokens == 0 else 2  # those before a guess are kept until it is judged
+    sizes, is_packed = (layer, found.loaded.facts.vocab_size, dtype.itemsize), settings.kv_format != "same"
+    return InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=copies * kept.state_bytes)
 
 
 def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
@@ -308,7 +332,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         kv_home = "vram"
     if context is None and found.max_context is not None:
         context = min(PRESETS[settings.preset].context_tokens, found.max_context)
-    whole = None if way == "paged" else context or PRESETS[settings.preset].context_tokens  # prompts are not cut
+    whole = context or PRESETS[settings.preset].context_tokens if way in IN_ONE_PIECE else None
     return InferenceLimits(
         vram,
         max(0, ram),
@@ -328,7 +352,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
 
 def _guessed_tokens(settings: InferSettings, way: Way) -> int:
     """Guesses of a pass at most."""
-    if way == "whole":
+    if way in IN_ONE_PIECE:
         return 0
     return InferenceLimits.guessed_tokens if settings.draft_tokens is None else settings.draft_tokens
 
@@ -367,7 +391,7 @@ def layer_size(
 def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost) -> ScheduleLimits:
     """How passes are filled."""
     drafts = _guessed_tokens(settings, way)
-    if way == "whole":
+    if way in IN_ONE_PIECE:
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
@@ -390,6 +414,8 @@ def _runner(
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
+    if way != "paged":
+        return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
     if device.type == "cuda" and _runs_graphs(settings):
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, _guessed_tokens(settings, way))

@@ -31,7 +31,8 @@ def cache_of(
     way: Way,
     memory: KvMemory,
 ) -> KvCache:
-    """Pages for as many tokens as the placement's bytes hold, the same for every group without a window."""
+    """Pages for as many tokens as the placement's bytes hold, the same for every group without a window; copies of
+    states as many as `needs` counts."""
     size, chunk = settings.page_tokens, placement.chunk_tokens
     sequences = placement.max_sequences
 
@@ -48,8 +49,10 @@ def cache_of(
         low, high = (middle, high) if total_bytes(middle * size) <= placement.kv_bytes else (low, middle - 1)
     most = sequences * (placement.context_tokens + size)
     groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
-    shares = settings.share_prefixes and way == "paged"
-    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares), memory)
+    # Where results may not depend on company, no chunk may end where another prompt happened to leave.
+    shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
+    most = needs.num_snapshots if way == "states" else None
+    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares, most), memory)
 
 
 def kept_of(
@@ -63,8 +66,11 @@ def kept_of(
 ) -> KeptPrefixes | None:
     """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
     assert settings.prefix_path is not None
-    if way == "whole":
-        raise ValueError("prefix_path: this model's sequences run by themselves and share nothing. Leave it out.")
+    if way != "paged":
+        raise ValueError(
+            "prefix_path: a beginning of this model's prompts is of use only with its states, which are kept in RAM "
+            "alone. Leave it out."
+        )
     identity = {
         "weights": bytes_of(found),
         "config": found.loaded.config.to_json_string(use_diff=False),

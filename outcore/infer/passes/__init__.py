@@ -4,6 +4,7 @@ from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
+from outcore.infer.passes.states import StatesOfCall, StatesRunner, cache_argument, fresh_layers
 from outcore.infer.passes.texts import OnScores, OnVectors, Texts, WaitingTexts
 from outcore.infer.passes.whole import WholeRunner
 
@@ -17,11 +18,15 @@ __all__ = [
     "RowCall",
     "RunnerLimits",
     "SmallPasses",
+    "StatesOfCall",
+    "StatesRunner",
     "TextCall",
     "Texts",
     "TokenScore",
     "WaitingTexts",
     "WholeRunner",
+    "cache_argument",
+    "fresh_layers",
     "lay_out",
     "lay_out_texts",
 ]

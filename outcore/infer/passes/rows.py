@@ -76,6 +76,15 @@ def lay_out(works: Iterable[Work], call_tokens: int, *, fixed_sizes: bool) -> li
     return calls + of_single
 
 
+def lay_out_alone(works: Iterable[Work], call_tokens: int) -> list[RowCall]:
+    """Fill calls with works that may not share a row: each has a call of its own, but the last single tokens of
+    sequences under way, which are rows of one batch, behind the chunks that come before them."""
+    alone, single = [], []
+    for work in works:
+        (single if work.count == 1 and work.start and work.is_last else alone).append(work)
+    return [call for work in alone for call in _filled([work], call_tokens)] + _filled(single, call_tokens)
+
+
 def _filled(works: Iterable[Work], call_tokens: int) -> list[RowCall]:
     calls: list[RowCall] = []
     for work in works:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from outcore.flow import Call, Flow, Output, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
-from outcore.infer.passes.rows import TextCall, lay_out, lay_out_texts
+from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.schedule import Work
+from outcore.model.forward import accepted_names
 from outcore.staging.pool import SmallCopies
 
 Found = list[tuple[Work, torch.Tensor]]
@@ -73,6 +74,8 @@ class PagedRunner:
     hears before each pass how many tokens it has (None: of scores, which may not depend on that)."""
 
     can_step_back = True
+    has_rows = True
+    """Whether sequences share rows of a call."""
 
     def __init__(
         self,
@@ -89,6 +92,8 @@ class PagedRunner:
         self._on_close, self._expect = on_close, expect
         assert attention.cache is not None
         self._page_tokens = attention.cache.settings.page_tokens
+        names, takes_any = accepted_names(flow.units.parts.decoder)
+        self._takes_positions = "position_ids" in names or takes_any
 
     def run(self, works: Sequence[Work]) -> Found:
         self._expect(sum(work.count for work in works))
@@ -96,13 +101,8 @@ class PagedRunner:
         return self._run_rows(works) if found is None else found
 
     def _run_rows(self, works: Sequence[Work]) -> Found:
-        rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
+        rows, calls = self._calls(works)
         self.attention.begin([row.tables(self._page_tokens, self.copies) for row in rows])
-        calls = []
-        for row in rows:
-            wanted = row.wanted
-            positions = self.copies.to(torch.tensor(wanted, dtype=torch.long))
-            calls.append(Call(row.batch(self.copies), "logits" if wanted else "nothing", positions))
         found: Found = []
         for output in self.flow.run(calls, on_part=self._moved):
             if output.logits is None:
@@ -114,15 +114,31 @@ class PagedRunner:
                     at += work.num_drafts + 1
         return found
 
+    def _calls(self, works: Sequence[Work]) -> tuple[list[RowCall], list[Call]]:
+        rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
+        return rows, [self._call(row, row.batch(self.copies), {}) for row in rows]
+
+    def _call(self, row: RowCall, batch: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> Call:
+        wanted = row.wanted
+        positions = self.copies.to(torch.tensor(wanted, dtype=torch.long))
+        return Call(batch, "logits" if wanted else "nothing", positions, inputs=inputs)
+
+    def _taken(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of a batch the model's decoder takes: some count positions by what they keep, or not at all."""
+        return batch if self._takes_positions else {n: rows for n, rows in batch.items() if n != "position_ids"}
+
+    def _lay_out_texts(self, texts: Sequence[Sequence[int]]) -> list[TextCall]:
+        self._expect(None)
+        return lay_out_texts(texts, self.limits.call_tokens if self.has_rows else 1)
+
     def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
         scores: list[list[TokenScore]] = [[] for _ in texts]
-        calls = lay_out_texts(texts, self.limits.call_tokens)
+        calls = self._lay_out_texts(texts)
         cache, self.attention.cache = self.attention.cache, None
-        self._expect(None)
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])
-                batches = [Call(call.batch(self.copies), "logprobs", num_top=num_top) for call in group]
+                batches = [Call(self._taken(call.batch(self.copies)), "logprobs", num_top=num_top) for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
                     share_out(group[output.number].texts, output, scores)
         finally:
@@ -131,13 +147,12 @@ class PagedRunner:
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
-        calls = lay_out_texts(texts, self.limits.call_tokens)
+        calls = self._lay_out_texts(texts)
         cache, self.attention.cache = self.attention.cache, None
-        self._expect(None)
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])
-                batches = [Call(call.batch(self.copies), "hidden") for call in group]
+                batches = [Call(self._taken(call.batch(self.copies)), "hidden") for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
                     pool(group[output.number].texts, output, found)
         finally:

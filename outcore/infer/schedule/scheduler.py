@@ -176,11 +176,13 @@ class Scheduler:
     def _reading(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work]) -> bool:
         """Add chunks of a prompt (or of a sequence that lost its pages); whether there were any."""
         begin = start = sequence.computed
-        end, size = len(sequence.tokens), self.limits.chunk_tokens
+        end, size, whole = len(sequence.tokens), self.limits.chunk_tokens, self.limits.whole_chunks
+        assert sequence.pages is not None
         while start < end:
-            count = left.chunk(start, min(end - start, size), row_cost)
-            least = min(end - start, size - start % size) if self.limits.whole_chunks else 1
-            if self.limits.whole_chunks or not count:
+            known = sequence.pages.next_cut(start, end) - start
+            count = left.chunk(start, min(known, size), row_cost)
+            least = min(known, size - start % size) if whole else 1
+            if whole or not count:
                 is_first = all(work.sequence.is_writing for work in works)
                 count = least if count >= least or is_first else 0  # one always goes
             if not count or not self._room(sequence, start + count, works, may_preempt=start > 0 or not works):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize
 
 PresetName = Literal["balanced", "latency", "throughput"]
 Home = Literal["vram", "ram", "nvme"]
+
+MOST_SNAPSHOTS, RAM_SHARE_OF_SNAPSHOTS = 256, 0.05
+"""Copies of recurrent states at most, and the share of RAM that they may take."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,15 @@ class InferenceNeeds:
     """Bytes of a number in the weights' type."""
     is_packed_kv: bool = False
     """Whether keys and values are stored in 8 bits."""
+    state_bytes: int = 0
+    """Recurrent states of one answer, where the model has such."""
+    num_snapshots: int = 0
+    """Copies of states in RAM, for prompts that begin alike."""
+
+    def with_snapshots(self, of_one: int, limits: InferenceLimits) -> tuple[InferenceNeeds, InferenceLimits]:
+        """Make room in RAM for copies of states, `of_one` bytes each, that later prompts may begin from."""
+        count = min(MOST_SNAPSHOTS, int(limits.ram_bytes * RAM_SHARE_OF_SNAPSHOTS) // max(1, of_one))
+        return replace(self, num_snapshots=count), replace(limits, ram_bytes=limits.ram_bytes - count * of_one)
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,16 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
         placed = place_inference(needs, kept, preset)
         reason = "texts are scored only: no room is made for keys and values of answers"
         return replace(placed, context_tokens=context, reasons=(*placed.reasons, reason))
-    if limits.vram_bytes is None:
-        return _on_cpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
-    return _on_gpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
+    reasons: tuple[str, ...] = ()
+    if needs.state_bytes:
+        total = limits.ram_bytes if limits.vram_bytes is None else limits.vram_bytes
+        fit = limits.max_sequences or max(1, int(total * rule.kv_share) // needs.state_bytes)
+        of_each = f"recurrent states: {format_gib(needs.state_bytes)} of each answer"
+        reasons = (of_each if fit >= sequences else f"{of_each}, so {fit} at once instead of {sequences}",)
+        sequences = min(sequences, fit)
+    place = _on_cpu if limits.vram_bytes is None else _on_gpu
+    placed = place(needs, limits, rule, (sequences, chunk, pass_tokens, context))
+    return replace(placed, reasons=(*placed.reasons, *reasons))
 
 
 def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int, least_tokens: int = 256) -> int:
@@ -145,7 +152,7 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
         is_packed_kv=needs.is_packed_kv,
         has_graphs=has_graphs,
     )
-    return own + max((part.expanded_bytes for part in needs.parts), default=0)
+    return own + size.sequences * needs.state_bytes + max((part.expanded_bytes for part in needs.parts), default=0)
 
 
 def _on_cpu(
