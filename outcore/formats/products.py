@@ -87,11 +87,13 @@ class PackedProducts:
         """x [m, columns] times the packed weight [rows, columns]: [m, rows] in fp32."""
         return self.multiply(call_of(spec, spec.planes(data)), x)
 
-    def multiply(self, call: CProduct, x: torch.Tensor) -> torch.Tensor:
-        """x [m, columns] times the weight of `call_of`, whose planes must still be there: [m, rows] in fp32."""
+    def multiply(self, call: CProduct, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [m, columns] times the weight of `call_of`, whose planes must still be there: [m, rows] in fp32, in `out`
+        where that is given."""
         assert x.shape[1] == call.columns
         x = x.float().contiguous()
-        out = torch.empty(len(x), call.rows, dtype=torch.float32)
+        if out is None:
+            out = torch.empty(len(x), call.rows, dtype=torch.float32)
         with self._lock:
             for start in range(0, len(x), MAX_ROWS):
                 call.m = min(MAX_ROWS, len(x) - start)

@@ -104,9 +104,13 @@ class InferencePlan:
     def pass_time(self, rows: float, kv_tokens: float, answers: int, seen: float) -> PassTime:
         """A pass of so many tokens, that reads keys and values of so many, and ends in logits for so many answers.
         `seen`: sum over its tokens of those that each sees (`outcore.sizing.inference.pairs`)."""
-        found = InferenceRates(self.hardware).seconds(
-            self.traffic(rows, kv_tokens, answers, seen), self._unhidden_bytes()
-        )
+        traffic = self.traffic(rows, kv_tokens, answers, seen)
+        found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes())
+        on_cpu, rates = self.placement.on_cpu(rows), self.placement.cpu_rates
+        if on_cpu and rates is not None:
+            link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
+            cpu_s = rates.cpu_s(len(on_cpu), self.placement.size_of(on_cpu), rows)
+            return PassTime({**found.terms, "PCIe": link_s, "CPU": cpu_s}, found.between)
         if not self.hardware.is_cpu:
             return found
         calls = self.shape.num_layers * math.ceil(rows / self.placement.chunk_tokens)
@@ -123,13 +127,14 @@ class InferencePlan:
         calls = (
             0 if rows <= GRAPH_ROWS[-1] and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
         )
+        travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             attention_flops=4.0 * seen_by_layers * shape.num_heads * shape.head_dim,
-            device_bytes=resident_bytes + placement.travelling_bytes + self._expanded_bytes(),
+            device_bytes=resident_bytes + travelling_bytes + self._expanded_bytes(),
             launched_layers=shape.num_layers * calls * COMPILED_SHARE,
-            h2d_bytes=placement.travelling_bytes + (kv_bytes if kv_travels else 0),
+            h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,
         )

@@ -104,9 +104,9 @@ def test_experts_are_multiplied_one_by_one(family, tmp_path, monkeypatch):
     plain = answers(tmp_path, quantize="nf4", cpu_tokens=0)
     taken, product = set(), PackedProducts.multiply
 
-    def seen(self, call, x):
+    def seen(self, call, x, out=None):
         taken.add((call.rows, call.columns))
-        return product(self, call, x)
+        return product(self, call, x, out)
 
     monkeypatch.setattr(PackedProducts, "multiply", seen)
     found = answers(tmp_path, quantize="nf4", cpu_tokens=64)
@@ -135,12 +135,15 @@ def test_the_cpu_takes_its_share_of_what_travels():
     )
     placement = place_inference(needs, InferenceLimits(12 * GB, 64 * GB), "latency")
     travel = {home.part: home.size_bytes for home in placement.parts if home.home == "ram"}
-    rates = InPlaceRates({1: 40.0, 2: 40.0, 4: 20.0, 8: 4.0}, 20.0, 0.0)
+    rates = InPlaceRates({1: 40.0, 2: 40.0, 4: 20.0, 8: 4.0, 16: 0.1}, 20.0, 0.0)
     found = compute_in_place(placement, travel, rates)
-    assert len(found.cpu_parts) == round(len(travel) * 2 / 3) and found.cpu_tokens == 4
-    assert set(found.cpu_parts) <= set(travel) and "where they are" in found.lines()[-1]
+    numbers = {tokens: len(parts) for tokens, parts in found.cpu_parts.items()}
+    assert len(travel) == 9 and numbers == {1: 6, 2: 6, 4: 4, 8: 1} and found.cpu_tokens == 8
+    assert set(found.on_cpu(1)) <= set(travel) and "where they are" in found.lines()[-1]
+    assert [len(found.on_cpu(tokens)) for tokens in (3, 8, 9)] == [numbers[4], numbers[8], 0]
     assert compute_in_place(placement, travel, rates, 0) is placement
-    assert compute_in_place(placement, travel, rates, 8).cpu_tokens == 8
+    least = compute_in_place(placement, travel, rates, 3)
+    assert least.cpu_tokens == 3 and len(least.on_cpu(3)) == numbers[4] and not least.on_cpu(4)
     slow = compute_in_place(placement, travel, dataclasses.replace(rates, part_s=60.0))
     assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1]
 

@@ -19,9 +19,11 @@ from outcore.sizing.inference import (
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
+    InPlaceRates,
     KvSize,
     LayerSize,
     PartSize,
+    compute_in_place,
     pairs,
     place_inference,
     row_cost_of,
@@ -157,3 +159,17 @@ def test_python_is_counted_where_the_cpu_computes():
     cpu = dataclasses.replace(load_hardware("rtx4070-laptop"), is_cpu=True)
     one, two = (plan_inference(dataclasses.replace(tiny, layer_params=(1000,) * n), cpu).decode(1, 10) for n in (4, 8))
     assert two.seconds - one.seconds == pytest.approx(4 * (CPU_LAYER_S + CPU_SPAN_S), rel=0.1)
+
+
+def test_layers_on_the_cpu_are_counted():
+    laptop = load_hardware("rtx4070-laptop")
+    plan = plan_inference(resolve_shape("llama-70b"), laptop, preset="latency", quantize="nf4")
+    travel = {home.part: home.size_bytes for home in plan.placement.parts if home.home == "ram"}
+    rates = InPlaceRates({1: 2 * laptop.h2d_gb_per_s, 2: 1e-3}, laptop.h2d_gb_per_s, 1e-3)
+    shared = dataclasses.replace(plan, placement=compute_in_place(plan.placement, travel, rates))
+    names = shared.placement.on_cpu(1)
+    alone, together = plan.decode(1, 10), shared.decode(1, 10)
+    assert len(names) > len(travel) // 2
+    assert together.terms["CPU"] == rates.cpu_s(len(names), shared.placement.size_of(names), 1)
+    assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
+    assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms

@@ -43,8 +43,10 @@ class InPlaceProducts:
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
         assert self._products is not None and weight.call is not None
-        out = self._products.multiply(weight.call, rows.to("cpu", torch.float32))
-        found = out.to(x.device, x.dtype)
+        # Page-locked, so that the way back is queued; torch keeps such memory until the copy is over.
+        out = torch.empty(len(rows), weight.spec.shape[0], pin_memory=self.device.type == "cuda")
+        self._products.multiply(weight.call, rows.to("cpu", torch.float32), out)
+        found = out.to(x.device, non_blocking=True).to(x.dtype)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 
     def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,8 +14,8 @@ from outcore.flow.weights import Expansion, InPlaceProducts, WeightHomes
 
 class ResidentWeights:
     """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
-    others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and in
-    passes of up to `cpu_tokens` tokens those of `on_cpu` (whole in RAM) that travel otherwise. `expansion`: the one
+    others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and of
+    `on_cpu` (whole in RAM, they travel otherwise) those that `names` tells for a number of tokens. `expansion`: the one
     that `travelling` uses."""
 
     def __init__(
@@ -26,12 +26,12 @@ class ResidentWeights:
         device: torch.device,
         in_place: InPlaceProducts | None = None,
         on_cpu: Sequence[Part] = (),
-        cpu_tokens: int = 0,
+        names: Callable[[int], Sequence[str]] = lambda tokens: (),
         expansion: Expansion | None = None,
     ) -> None:
         self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
         self._expansion = Expansion(parts, device) if expansion is None else expansion
-        self._in_place, self._cpu_tokens, self._is_small = in_place, cpu_tokens, False
+        self._in_place, self._names, self._now = in_place, names, frozenset[str]()
         self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self._uses: list[tuple[Part, int]] = []
@@ -55,13 +55,13 @@ class ResidentWeights:
 
     def expect(self, tokens: int | None) -> None:
         """The next pass has so many tokens; None: its results may not depend on their number."""
-        self._is_small = tokens is not None and tokens <= self._cpu_tokens
+        self._now = frozenset(() if tokens is None else self._names(tokens))
         if self._in_place is not None:
             self._in_place.is_exact = tokens is None
 
     def is_on_cpu(self, part: Part) -> bool:
         """Whether the CPU computes a part of the next pass for the GPU."""
-        return self._is_small and part.index in self._homes
+        return part.name in self._now and part.index in self._homes
 
     def begin(self, sequence: Sequence[Part]) -> None:
         moving = [part for part in sequence if part.index not in self._slabs and not self.is_on_cpu(part)]
@@ -78,7 +78,7 @@ class ResidentWeights:
 
     def acquire(self, at: int) -> torch.Tensor:
         part, number = self._uses[at]
-        if number < 0 and part.index in self._homes:
+        if number < 0 and part.index not in self._slabs:
             return self._homes[part.index]
         if number < 0:
             return self._expansion.slab(part, self._slabs[part.index])

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from outcore.common.quantities import MIB, format_s
 from outcore.flow import ModelParts
 from outcore.flow.weights import InPlaceProducts, PackedWeight
-from outcore.formats import PackedProducts, PackedSpec
+from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.infer.opening.settings import InferSettings
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import (
@@ -24,11 +24,14 @@ from outcore.sizing.inference import (
 )
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-TRIAL_NUMEL = 1 << 22
-"""Values of the matrix that a format is tried on."""
-TRIAL_COPIES_BYTES = 64 * MIB
+TRIAL_BYTES, CPU_TRIAL_BYTES = 32 * MIB, 3 * MIB
+"""Packed bytes of the matrix that a format is tried on, at most: a tenth of the former takes many threads as long to be
+handed out as to be read. Without a GPU it is expanded and multiplied in fp32, too."""
+TRIAL_COPIES_BYTES = 128 * MIB
 """Copies of it together, so that they come from memory and not from a cache."""
-LINK_BYTES = 64 * MIB
+SETTLE_S = 0.05
+"""Threads that filled those copies spin for some 15 ms before they sleep, on the cores that are to be measured."""
+LINK_BYTES, LINK_COPIES = 64 * MIB, 6
 LAUNCH_S = 0.0005
 """Seconds of a layer's eager launches, which graphs spare the others (assumed; benchmarks/infer/passes.py tells)."""
 
@@ -59,7 +62,7 @@ def open_in_place(
         return None, placement
     trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device)
     spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
-    rates = InPlaceRates(_rates(products, spec), _link_gb_per_s(device), _hand_over_s(trial, units, spec))
+    rates = InPlaceRates(*_rates(products, spec, device), _hand_over_s(trial, units, spec))
     placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
     return (trial if placement.cpu_parts else None), placement
 
@@ -114,7 +117,7 @@ def _candidates(units: ModelParts, placement: Placement) -> dict[str, int]:
 
 def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -> tuple[int, float, float]:
     """(rows up to which the kernel beats expanding and multiplying, seconds of either for one row)."""
-    spec, copies = _copies(spec)
+    spec, copies = _copies(spec, CPU_TRIAL_BYTES)
     trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
     weights = [PackedWeight(spec, spec.planes(data), dtype, trial) for data in copies]
     values = weights[0].expanded()
@@ -131,24 +134,41 @@ def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -
     return best, *firsts
 
 
-def _rates(products: PackedProducts, spec: PackedSpec) -> dict[int, float]:
-    spec, copies = _copies(spec)
-    trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
-    weights = [PackedWeight(spec, spec.planes(data), torch.float32, trial) for data in copies]
-    found = {}
+def _rates(products: PackedProducts, spec: PackedSpec, device: torch.device) -> tuple[dict[int, float], float]:
+    """(packed GB a second of the CPU by rows, GB a second of the link), each while the other is busy: a product after
+    the other for as long as copies are under way."""
+    spec, copies = _copies(spec, TRIAL_BYTES)
+    calls = [call_of(spec, spec.planes(data)) for data in copies]
+    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found, link = {}, 0.0
     for rows in ROWS:
-        x = torch.randn(rows, spec.shape[1])
-        seconds = _least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
-        found[rows] = spec.size_bytes / seconds / 1e9
-    return found
+        x, number = torch.randn(rows, spec.shape[1]), 0
+        products.multiply(calls[-1], x)
+        torch.cuda.synchronize(device)
+        began.record()
+        for _ in range(LINK_COPIES):
+            target.copy_(source, non_blocking=True)
+        ended.record()
+        began_s = time.perf_counter()
+        while number < 2 or not ended.query():
+            products.multiply(calls[number % len(calls)], x)
+            number += 1
+        found[rows] = number * spec.size_bytes / (time.perf_counter() - began_s) / 1e9
+        torch.cuda.synchronize(device)
+        link = link or LINK_COPIES * LINK_BYTES / (began.elapsed_time(ended) / 1e3) / 1e9
+    return found, link
 
 
-def _copies(spec: PackedSpec) -> tuple[PackedSpec, list[torch.Tensor]]:
-    rows = min(spec.shape[0], max(1, TRIAL_NUMEL // spec.shape[1]))
+def _copies(spec: PackedSpec, most_bytes: int) -> tuple[PackedSpec, list[torch.Tensor]]:
+    rows = min(spec.shape[0], max(1, most_bytes // spec.format.row_bytes(spec.shape[1])))
     spec = PackedSpec(spec.format, (rows, spec.shape[1]))
     count = max(1, min(16, TRIAL_COPIES_BYTES // spec.size_bytes))
     data = torch.arange(spec.size_bytes, dtype=torch.int32).remainder_(97).to(torch.uint8)
-    return spec, [data.clone() for _ in range(count)]
+    copies = [data.clone() for _ in range(count)]
+    time.sleep(SETTLE_S)
+    return spec, copies
 
 
 def _least_s(call: Callable[[int], object], count: int) -> float:
@@ -161,23 +181,15 @@ def _least_s(call: Callable[[int], object], count: int) -> float:
     return min(times[1:])
 
 
-def _link_gb_per_s(device: torch.device) -> float:
-    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-
-    def copy(number: int) -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    return LINK_BYTES / _least_s(copy, 3) / 1e9
-
-
 def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) -> float:
-    """Seconds a layer beside its products: activations to the CPU and back for each matrix, launches."""
+    """Seconds of a layer beside its products: for each matrix what a product of one row of weights takes, activations
+    to the CPU and the result back, and launches."""
+    spec = PackedSpec(spec.format, (1, spec.shape[1]))
+    weight = PackedWeight(spec, spec.planes(torch.zeros(spec.size_bytes, dtype=torch.uint8)), torch.bfloat16, trial)
     x = torch.zeros(1, spec.shape[1], dtype=units.embed.layout.dtype, device=trial.device)
 
     def there_and_back(number: int) -> None:
-        x.to("cpu", torch.float32).to(trial.device, x.dtype)
+        trial.product(weight, x.clone(), None)
         torch.cuda.synchronize(trial.device)
 
     matrices = max(len(part.layout.packed_slots) for part in units.layer_units)

@@ -146,8 +146,9 @@ def open_weights(
             drive_lane=lanes.get("drive"),
             expansion=expansion,
         )
-    on_cpu = [part for part in travels if part.name in placement.cpu_parts]
-    arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.cpu_tokens, expansion)
+    some = {name for parts in placement.cpu_parts.values() for name in parts}
+    on_cpu = [part for part in travels if part.name in some]
+    arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
     return OpenedWeights(arrival, homes, pool, lanes)
 
 

@@ -220,7 +220,7 @@ class SmallPasses:
         return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
 
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
-        key = (*size, any(map(self._is_on_cpu, self._parts)))
+        key = (*size, sum(map(self._is_on_cpu, self._parts)))
         if key not in self._slots:
             if len(self._slots) >= MAX_SLOTS:
                 self._slots.popitem(last=False)

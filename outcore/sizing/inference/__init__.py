@@ -1,6 +1,6 @@
 """Sizes and decisions of inference: where everything lives, by preset and machine."""
 
-from outcore.sizing.inference.in_place import InPlaceRates, compute_in_place
+from outcore.sizing.inference.in_place import compute_in_place
 from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
     DRAWN_ROWS,
@@ -12,4 +12,5 @@ from outcore.sizing.inference.pass_bytes import (
     pass_bytes,
 )
 from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
+from outcore.sizing.inference.rates import InPlaceRates
 from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of

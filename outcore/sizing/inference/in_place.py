@@ -2,28 +2,17 @@
 measured at the start.
 
 While the CPU computes some of the layers that do not fit in VRAM, the link brings the others. A pass takes the longer
-of the two; the number of layers on the CPU is the one that makes it shortest for one token, and the threshold the most
-tokens for which that still beats bringing them all.
+of the two; for each number of tokens that was tried, so many layers go to the CPU as make it shortest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outcore.common.quantities import GB, format_s
 from outcore.sizing.inference.placement import Placement
-
-
-@dataclass(frozen=True)
-class InPlaceRates:
-    """What a trial on this machine measured."""
-
-    cpu_gb_per_s: Mapping[int, float]
-    """Packed bytes a second of the CPU's kernels, by tokens of a pass."""
-    link_gb_per_s: float
-    part_s: float
-    """Hand-overs of one layer: its activations to the CPU and back, once for each matrix, and its launches."""
+from outcore.sizing.inference.rates import InPlaceRates
 
 
 def compute_in_place(
@@ -37,22 +26,27 @@ def compute_in_place(
     one = sum(candidates.values()) / count
 
     def seconds(on_cpu: int, tokens: int) -> float:
-        cpu_s = on_cpu * (one / (rates.cpu_gb_per_s[tokens] * GB) + rates.part_s)
-        return max(cpu_s, (count - on_cpu) * one / (rates.link_gb_per_s * GB))
+        return max(rates.cpu_s(on_cpu, on_cpu * one, tokens), (count - on_cpu) * one / (rates.link_gb_per_s * GB))
 
+    chosen: dict[int, tuple[str, ...]] = {}
+    for tokens in sorted(rates.cpu_gb_per_s):
+        on_cpu = min(range(count + 1), key=lambda n, tokens=tokens: seconds(n, tokens))
+        if not on_cpu or (chosen and most_tokens is not None and max(chosen) >= most_tokens):
+            break
+        chosen[tokens] = tuple(names[(2 * n + 1) * count // (2 * on_cpu)] for n in range(on_cpu))
     least = min(rates.cpu_gb_per_s)
-    on_cpu = min(range(count + 1), key=lambda n: seconds(n, least))
-    paying = [tokens for tokens in rates.cpu_gb_per_s if seconds(on_cpu, tokens) < seconds(0, tokens)]
-    threshold = most_tokens or max(paying, default=0)
     words = (
-        f"{rates.cpu_gb_per_s[least]:.1f} GB/s measured on the CPU, {rates.link_gb_per_s:.1f} over the link, "
+        f"{rates.cpu_gb_per_s[least]:.1f} GB/s measured on the CPU beside {rates.link_gb_per_s:.1f} over the link, "
         f"{format_s(rates.part_s)} of hand-overs a layer"
     )
-    if not on_cpu or not threshold:
+    if not chosen:
         return replace(placement, reasons=(*placement.reasons, f"every layer is computed on the GPU: {words}"))
-    chosen = tuple(names[(2 * n + 1) * count // (2 * on_cpu)] for n in range(on_cpu))
+    threshold = min(max(chosen), most_tokens or max(chosen))
+    layers = ", ".join(f"{len(parts)} for up to {tokens}" for tokens, parts in chosen.items())
     reason = (
-        f"in passes of up to {threshold} tokens the CPU computes {on_cpu} of the {count} layers that travel, where "
-        f"they are: {format_s(seconds(on_cpu, least))} a pass instead of {format_s(seconds(0, least))} ({words})"
+        f"in passes of up to {threshold} tokens the CPU computes some of the {count} layers that travel, where they "
+        f"are ({layers}): {format_s(seconds(len(chosen[least]), least))} a pass instead of "
+        f"{format_s(seconds(0, least))} ({words})"
     )
-    return replace(placement, cpu_parts=chosen, cpu_tokens=threshold, reasons=(*placement.reasons, reason))
+    reasons = (*placement.reasons, reason)
+    return replace(placement, cpu_parts=chosen, cpu_tokens=threshold, cpu_rates=rates, reasons=reasons)

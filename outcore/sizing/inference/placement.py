@@ -9,12 +9,14 @@ hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import format_gib
 from outcore.sizing.inference.homes import PartHome, in_ram, spread
 from outcore.sizing.inference.needs import PRESETS, Home, InferenceLimits, InferenceNeeds, PresetRule
 from outcore.sizing.inference.pass_bytes import PassSize, pass_bytes
+from outcore.sizing.inference.rates import InPlaceRates
 
 RAM_SHARE_OF_KV = 0.4
 """Share of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
@@ -48,9 +50,20 @@ class Placement:
     vram_bytes: dict[str, int] = field(default_factory=dict)
     """What the device holds, by item; empty without one."""
     reasons: tuple[str, ...] = ()
-    cpu_parts: tuple[str, ...] = ()
-    """Parts that travel, but are computed by the CPU where they are in passes of up to `cpu_tokens` tokens."""
+    cpu_parts: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Parts that travel, but are computed by the CPU where they are, by the most tokens of such a pass."""
     cpu_tokens: int = 0
+    """Tokens of a pass up to which the CPU computes with packed weights as they are."""
+    cpu_rates: InPlaceRates | None = None
+
+    def on_cpu(self, tokens: float) -> tuple[str, ...]:
+        """Parts that do not travel in a pass of so many tokens, because the CPU computes them."""
+        sizes = [most for most in self.cpu_parts if most >= tokens]
+        return self.cpu_parts[min(sizes)] if sizes and tokens <= self.cpu_tokens else ()
+
+    def size_of(self, names: Sequence[str]) -> int:
+        """Bytes of these parts."""
+        return sum(p.size_bytes for p in self.parts if p.part in names)
 
     def bytes_at(self, home: Home) -> int:
         """Bytes of weights that live there."""

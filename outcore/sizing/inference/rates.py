@@ -1,0 +1,24 @@
+"""What a trial at the start measures of packed weights that the CPU computes where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outcore.common.quantities import GB
+
+
+@dataclass(frozen=True)
+class InPlaceRates:
+    """Rates of this machine, each beside the other: both read the same memory."""
+
+    cpu_gb_per_s: Mapping[int, float]
+    """Packed bytes a second of the CPU's kernels, by tokens of a pass."""
+    link_gb_per_s: float
+    part_s: float
+    """Hand-overs of one layer: its activations to the CPU and back, once for each matrix, and its launches."""
+
+    def cpu_s(self, layers: int, size_bytes: float, tokens: float) -> float:
+        """Seconds in which the CPU computes layers of so many bytes together, for so many tokens."""
+        tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
+        return size_bytes / (self.cpu_gb_per_s[tried] * GB) + layers * self.part_s
