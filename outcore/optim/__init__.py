@@ -6,7 +6,7 @@ once by `build_extension`, does the work at DRAM speed; without a compiler torch
 
 from outcore.optim.backend import Backend, BackendName, GradStats
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
-from outcore.optim.choice import grad_sumsq_and_finite, open_backend
+from outcore.optim.choice import open_backend
 from outcore.optim.digest import DigestFound, find_digest
 from outcore.optim.formats import BLOCK_NUMEL, FORMATS, STATE_NAMES, ChunkState, StateFormat, state_format
 from outcore.optim.formats.state_format import FP24_M8, FP32, FP32_M8, SPLIT, SPLIT8

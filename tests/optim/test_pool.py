@@ -19,7 +19,6 @@ from outcore.optim import (
     OptimizerPool,
     UpdateFailed,
     default_num_threads,
-    grad_sumsq_and_finite,
     open_backend,
 )
 from outcore.optim import torch_backend as torch_backend_module
@@ -89,7 +88,7 @@ def test_sum_of_squares_of_a_unit(backend, threads):
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (10_000, 1, 4096, 77_777)]
     expected = 0.0
     for grad in grads:
-        expected += grad_sumsq_and_finite(grad, backend=extension()).sumsq
+        expected += extension().grad_sumsq_and_finite(grad).sumsq
     with OptimizerPool(threads, backend=backend, task_numel=8192) as pool:
         stats = pool.wait(pool.submit_sumsq("layer", 0, grads), WAIT_S).stats
         assert stats == (expected, True)
