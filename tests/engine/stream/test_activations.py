@@ -12,7 +12,9 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
 from outcore.engine.stream.activations.memory import DEVICE_STACKS
 from outcore.engine.stream.activations.nvme import BEHIND_LAYERS
+from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.host_sizes import checkpoint_bytes
 from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
@@ -251,3 +253,14 @@ def test_checkpoints_on_their_way_to_ram_take_two_buffers_however_many_layers_th
         engine.train_step(batches_of(0), LR)
     assert len(seen) >= 4 * (LAYERS - 2)
     assert len(set(seen)) == DEVICE_STACKS
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_memory_for_checkpoints_is_known_before_the_first_step(build, rows):
+    tokens = (rows * 12, rows * 20)
+    engine = build("ram", step_tokens=tokens)
+    engine.train_step([plain_batch(rows, count // rows, seed=count) for count in tokens], LR)
+    plan = draw_blueprint(engine.loaded, engine.settings, torch.device("cpu"), trial=False, build=build_stream_engine)
+    expected_bytes = checkpoint_bytes(plan)
+    assert parts_of(engine).schedule.activations.host_bytes == expected_bytes
+    assert (expected_bytes > 0) == (rows == 40)  # the others lie in the gradients' homes
