@@ -123,10 +123,13 @@ class RamHome:
 
 
 class HostCopier:
-    """Copies between CPU tensors on `num_threads` threads (started at the first copy)."""
+    """Copies between CPU tensors on `num_threads` threads (started at the first copy). `at_once`: copies that are under
+    way together; threads share one only where there are fewer, because a piece costs the interpreter's lock some 40 µs,
+    which launches need."""
 
-    def __init__(self, num_threads: int | None = None, name: str = "lane") -> None:
+    def __init__(self, num_threads: int | None = None, name: str = "lane", at_once: int = 1) -> None:
         self.num_threads = num_threads or copy_threads(usable_cores())
+        self._most_pieces = -(-self.num_threads // at_once)
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -136,7 +139,7 @@ class HostCopier:
         n_bytes = source.numel()
         assert target.numel() == n_bytes
         transfer = Transfer(n_bytes, f"copy of {n_bytes} bytes between RAM and staging memory")
-        num_pieces = max(1, min(self.num_threads, n_bytes // MIN_COPY_BYTES))
+        num_pieces = max(1, min(self._most_pieces, n_bytes // MIN_COPY_BYTES))
         bounds = [n_bytes * i // num_pieces for i in range(num_pieces + 1)]
         left = num_pieces
         lock = threading.Lock()

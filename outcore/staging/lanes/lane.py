@@ -120,7 +120,7 @@ class Lane:
         self._unwatched: deque[LaneTransfer] = deque()
         self._closed = False
         self._broken: BaseException | None = None
-        self._copier = HostCopier(settings.copy_threads, self.owner)
+        self._copier = HostCopier(settings.copy_threads, self.owner, settings.num_slots)
         self._leases = _lease_slots(pool, settings, self.owner)
         self._driver = LaneDriver(
             self.owner,
