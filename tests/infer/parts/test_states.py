@@ -40,7 +40,7 @@ def expected_of(loaded, prompts) -> list[list[int]]:
 def guess(monkeypatch, answers: dict[int, list[int]], wrong_at: int) -> None:
     """Have drafters propose the next tokens of the answer behind the prompt of this length, one of them wrong."""
 
-    def propose(self, tokens, most):
+    def propose(self, tokens, most, *more):
         length = max(n for n in answers if n <= len(tokens))
         known = len(tokens) - length
         found = answers[length][known : known + min(most, 5)]
