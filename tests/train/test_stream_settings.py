@@ -98,6 +98,13 @@ def test_everything_fits_in_ram():
     assert plan_of(precision="fp32").told.states == "fp32"
 
 
+def test_a_momentum_alone_is_counted_where_muon_updates():
+    """10.8 GB of 14: 800 M parameters have no second moment."""
+    muon, sizes = TrainConfig(optimizer="muon"), replace(SIZES, ram_available_bytes=12 * 10**9)
+    assert "this run needs 13.04 GiB of RAM" in plan_of(sizes=sizes).shortage
+    assert not plan_of(muon, sizes=replace(sizes, muon_params=800 * 10**6)).shortage
+
+
 def test_ram_first_then_the_drive():
     """Gradients (2 GB) first, then weights (2), then what is left of the 10 of states."""
     here = {"nvme_offload_path": "/drive"}

@@ -25,7 +25,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import saved_bytes
 from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
-from outcore.model import LoadedModel, ModelSettings, resolve_source
+from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from_config
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
@@ -47,7 +47,8 @@ def decide_stream(
     settings: RunSettings, model: ModelSettings, host: Host, tokenizer: Any, loaded: LoadedModel | None
 ) -> StreamDecision:
     """Decide from the model's configuration, or from a model_module's own model, which is `loaded` already."""
-    facts = model_facts(loaded.model if loaded else resolve_source(model, tokenizer).config)
+    config = loaded.config if loaded else resolve_source(model, tokenizer).config
+    facts = model_facts(loaded.model if loaded else config)
     trainable, total = facts.trainable_params, facts.total_params
     available, saved = host.ram_available_bytes, 0
     if loaded is not None:
@@ -56,6 +57,7 @@ def decide_stream(
     elif model.lora is not None:
         trainable, saved = lora_size(model, tokenizer)
         total += trainable
+    matrices = shape_from_config("", config).layer_matrices if settings.optimizer == "muon" else []
     sizes = RunSizes(
         total_params=total,
         trainable_params=trainable,
@@ -66,6 +68,7 @@ def decide_stream(
         has_cuda=host.has_cuda,
         row_tokens=model.seq_length,
         saved_bytes=saved,
+        muon_params=sum(rows * columns for rows, columns in matrices),
         num_ranks=settings.ranks_per_host,
         is_wsl2=host.is_wsl2,
         write_combined=host.write_combined,

@@ -16,6 +16,7 @@ from outcore.config import ConfigError, RunSettings
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
+from outcore.sizing.states import MOMENT_BYTES
 from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, rank_slots_bytes, ring_of_states_bytes
 
 RAM_RESERVE_BYTES = 3 * GIB
@@ -45,6 +46,8 @@ class RunSizes:
     """Whether write-combined memory measured no slower here. None: not measured."""
     saved_bytes: int = 0
     """Bytes less that the parameters take at home because frozen ones are packed."""
+    muon_params: int = 0
+    """Parameters of matrices that Muon updates, which have a momentum alone."""
     num_ranks: int = 1
     """That share this host's RAM; `step_tokens` are of one of them."""
 
@@ -104,6 +107,7 @@ def homes_of(
     weights = element * sizes.total_params - sizes.saved_bytes
     gradients = element * sizes.trainable_params
     state_bytes = int(state_format(states).bytes_per_param * sizes.trainable_params)
+    state_bytes -= MOMENT_BYTES * sizes.muon_params
     waiting, slots = waiting_bytes(settings, sizes), rank_slot_bytes(settings, sizes)
     needed = weights + gradients + state_bytes + waiting + slots
     given = settings.offload.ram_budget_gib
