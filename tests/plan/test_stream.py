@@ -379,13 +379,33 @@ def test_saved_forwards_take_idle_memory_and_spare_computing(lora):
     assert limited.part_bytes("vram", "what the last layers keep for their backward") == one
 
 
+@pytest.mark.parametrize("accumulation", [4, 1])
+@pytest.mark.parametrize("states", ["fp32", "split"])
+def test_what_hides_updates_is_taken_where_it_gains(states, accumulation):
+    """16,384 and 4,096 tokens: clipped, layers that stay and updates in halves each make a step shorter, both most;
+    unclipped and compute-bound, none stays. Gradients still needed lend activation checkpoints no home."""
+    shape, gpu = prototype_shape(), server(vram_bytes=8 * GIB)
+
+    def planned(clip: float, resident_bytes: int | None, late_moments: int | None):
+        layout = StreamLayout(4, accumulation, "ram", resident_bytes=resident_bytes, late_moments=late_moments)
+        return plan_stream(shape, RunRequest(max_grad_norm=clip, state_format=states), gpu, 1024, layout)
+
+    off, stay, late, both = (planned(1.0, *uses) for uses in ((0, 0), (None, 0), (0, None), (None, None)))
+    assert stay.time.step_s < 0.97 * off.time.step_s and late.time.step_s < 0.99 * off.time.step_s
+    assert both.time.step_s < 0.99 * stay.time.step_s and both.part_bytes("vram", STAYING) > 0
+    kept = 22 * accumulation * 4096 * 2048 * 2
+    found = [sum(plan.used_bytes(tier) for tier in ("ram", "pinned")) for plan in (off, late)]
+    assert found[1] - found[0] == pytest.approx(kept, rel=0.01)
+    assert (planned(0.0, None, None).part_bytes("vram", STAYING) > 0) is (accumulation == 1)
+
+
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
     """As many as the engine's rule gives; none beside a drive, with 8-bit moments or where nobody wants them."""
     shape, request, gpu = prototype_shape(), RunRequest(max_grad_norm=clip), server(vram_bytes=8 * GIB)
     layout = StreamLayout(4, 4, checkpoints_home="ram")
     plain = plan_stream(shape, request, gpu, 1024, layout)
-    found = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=None))
+    found = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=1 << 40))
     layer = shape.layer_params[0]
     one = layer * (2 + (2 if clip else 0) + 10) + 2 * 4096 * shape.hidden_size * 2
     taken = found.part_bytes("vram", STAYING)
@@ -398,8 +418,8 @@ def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
     assert f"{taken // one} of {shape.num_layers} layers stay" in " ".join(found.notes)
     two = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=2 * one))
     assert two.part_bytes("vram", STAYING) == 2 * one
-    on_drive = dataclasses.replace(layout, resident_bytes=None, residency=Residency(state_ram_bytes=0))
+    on_drive = dataclasses.replace(layout, resident_bytes=1 << 40, residency=Residency(state_ram_bytes=0))
     assert plan_stream(shape, request, gpu, 1024, on_drive).part_bytes("vram", STAYING) == 0
     eight = dataclasses.replace(request, state_format="split8")
-    kept = plan_stream(shape, eight, gpu, 1024, dataclasses.replace(layout, resident_bytes=None))
+    kept = plan_stream(shape, eight, gpu, 1024, dataclasses.replace(layout, resident_bytes=1 << 40))
     assert kept.part_bytes("vram", STAYING) == 0

@@ -28,13 +28,14 @@ from outcore.plan.stream.memory import (
     vram_parts,
 )
 from outcore.plan.stream.tiles import Tiling, tiling_of
-from outcore.plan.stream.time import Placed, stream_rates, stream_traffic
+from outcore.plan.stream.time import Placed, step_time
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.cpu import without_gpu
 from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.terms.spill import Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
+from outcore.sizing.residents import LEAST_GAIN
 from outcore.sizing.shape import ModelShape
 
 
@@ -58,6 +59,10 @@ def plan_stream(
         vram.append(Item("vram", GRAPHS, tensors))
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     stay = staying(case, tiling, spill, vram)
+    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay)
+    if layout.resident_bytes is None and stay.layers:
+        with_s, without_s = (step_time(case, replace(placed, stay=one))[1].step_s for one in (stay, Staying()))
+        stay = stay if with_s <= (1 - LEAST_GAIN) * without_s else Staying()
     vram.append(Item("vram", STAYING, stay.size_bytes))
     saved, kept_bytes = saved_layers(case, tiling, vram)
     vram.append(Item("vram", SAVED, kept_bytes))
@@ -68,8 +73,7 @@ def plan_stream(
     if not request.checkpoints_elsewhere:
         drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
-    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, saved)
-    traffic = stream_traffic(case, placed)
+    traffic, time = step_time(case, replace(placed, stay=stay, saved=saved))
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(
         model=shape.name,
@@ -103,7 +107,7 @@ def plan_stream(
             TierUse("ram", ram_used, hardware.ram_bytes),
             nvme_use(drive, hardware),
         ),
-        time=stream_rates(case, placed).seconds(traffic),
+        time=time,
         drive_read_bytes_per_step=int(traffic.read_bytes),
         drive_written_bytes_per_step=int(traffic.written_bytes),
         drive_rated_write_bytes=hardware.rated_write_bytes,
