@@ -101,7 +101,7 @@ def step_time(case: Case[StreamLayout], placed: Placed) -> tuple[Traffic, StepTi
 
 
 def _in_halves(traffic: Traffic, states: str, share: float) -> Traffic:
-    """With `share` of the updates under the forward made in halves, the moments' under the backward."""
+    """Traffic with `share` of the updates under the forward made in halves, the moments' under the backward."""
     weights, moments = (share * half / k.OPTIMIZER_DRAM_BYTES[states] for half in k.HALVES_DRAM_BYTES[states])
     later = moments * traffic.sum(lambda one: one.updated_params)
     *before, backward = (
