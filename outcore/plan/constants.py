@@ -143,7 +143,7 @@ OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType(
 )
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
 HALVES_DRAM_BYTES: Mapping[str, tuple[float, float]] = MappingProxyType({"fp32": (20, 18), "split": (18, 18)})
-"""The same of an update in halves: the weights' (no moment written), and the moments' (no master read)."""
+"""DRAM bytes per parameter of an update in halves: the weights' (no moment written), the moments' (no master read)."""
 STREAM_DRIVE_SHARE = 0.95
 """Share of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96
 and 99 %, staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""
