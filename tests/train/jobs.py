@@ -6,21 +6,34 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from outcore.engine import decide
+from outcore.engine.stream import why_config_not_trained
 from outcore.train.loop import Trainer
 from outcore.train.run import main
+from tests.engine.stream.runs.job import REPOSITORY, SMALL_MODEL, same, states, write_corpus
 
-TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
 FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
 PLOT = Trainer.plot
+NAMES_A_MODEL = ("--preset", "--model_name_or_path", "--model_module")
+
+
+TRIED: dict[tuple, str] = {}
+"""What the trial of a tiny copy said of a config; it costs a third of such a run and knows nothing else of it."""
+
+
+def tried_once(config: Any, *args: Any, **more: Any) -> str:
+    """In place of `why_config_not_trained`: one trial of each config in this process."""
+    key = (config.to_json_string(use_diff=False), args, tuple(more.items()))
+    if key not in TRIED:
+        TRIED[key] = why_config_not_trained(config, *args, **more)
+    return TRIED[key]
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +41,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the runs of `straight_by` draw loss.png: it takes longer than their steps."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(Trainer, "plot", lambda trainer: None)
+    monkeypatch.setattr(decide, "why_config_not_trained", tried_once)
 
 
 def fresh_env(**more: str) -> dict[str, str]:
@@ -38,9 +52,7 @@ def fresh_env(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("my data") / "a text.txt"
-    path.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("my data"))
 
 
 @pytest.fixture(scope="session")
@@ -49,26 +61,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
+    """Flags of a run below `root`; of the small model where `extra` names none."""
+    small = () if set(NAMES_A_MODEL) & set(extra) else ("--config_overrides", SMALL_MODEL)
     folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
-    return [*FAST, "--dataset", str(corpus), *folders, f"--data_cache_dir={corpus.parent / 'cache'}", *extra]
+    cache = f"--data_cache_dir={corpus.parent / 'cache'}"
+    return [*FAST, *small, "--dataset", str(corpus), *folders, cache, *extra]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     assert files, folder
     return {k: v for file in files for k, v in load_file(file).items()}
-
-
-def states(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
-        for file in sorted(folder.glob(f"{family}-*.safetensors")):
-            found.update({f"{family}:{k}": v for k, v in load_file(file).items()})
-    return found
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def metrics(root: Path, run: str = "r") -> list[dict]:
@@ -106,5 +109,6 @@ def straight(straight_by: Callable[[str], Path]) -> Path:
     return straight_by("stream")
 
 
+__all__ = ["REPOSITORY", "same", "states"]
 fixtures = (corpus, shared, straight, straight_by, in_the_repository)
 """For the modules that use them: a fixture is found by its name in a module."""

@@ -27,9 +27,10 @@ LR = 1e-2
 
 
 def _argv(root: Path, corpus: Path, base: Path, *extra: str) -> list[str]:
-    argv = flags(root, corpus, "--run_name", "r", "--eval_steps", "0", "--precision", "fp32", "--packing", "off")
+    argv = flags(root, corpus, "--model_name_or_path", str(base), "--run_name", "r", "--eval_steps", "0")
+    argv += ["--precision", "fp32", "--packing", "off"]
     schedule = ["--lr_scheduler_type", "constant", "--learning_rate", str(LR), "--weight_decay", "0"]
-    return ["train", *argv, *schedule, "--model_name_or_path", str(base), *extra]
+    return ["train", *argv, *schedule, *extra]
 
 
 @pytest.fixture

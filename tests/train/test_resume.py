@@ -180,17 +180,6 @@ def test_what_a_resumed_run_changes_is_said(
     )
 
 
-@pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
-def test_states_in_another_format_go_on_bit_by_bit(
-    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
-) -> None:
-    whole = straight_by(engine) / "checkpoint/r"
-    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", *ENGINES[engine])
-    argv += ["--no_export", "--state_format", "fp32", "--resume_from_checkpoint", str(whole / "step-00000004")]
-    assert main(argv) == 0
-    assert same(states(tmp_path / "checkpoint/r/step-00000006"), states(whole / "step-00000006"))
-
-
 @pytest.mark.slow
 def test_another_format_of_states_and_dropout_of_adapters_is_said(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,6 @@ PLACES = ["in RAM", "gradients in RAM", "all on NVMe"]
 CASES = {
     "fp32": {"precision": "fp32"},
     "split states": {},
-    "fp32 states": {"outcore": {"state_format": "fp32"}},
     "no clipping": {"max_grad_norm": 0.0},
 }
 
@@ -87,7 +86,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             )
     absent, taken = ["train codes", [[0, 0]]], ["train codes", [[3, 3]]]
     skipped = [["loss scale", float("inf")], taken, ["loss scale", 1.0]]
-    for place in PLACES:
+    for place in PLACES[::2]:
         for name, between in (("overflow", skipped), ("no overflow", [])):
             jobs.append(
                 job(f"{name}, {place}", [absent, *between, absent], model=MODEL, zero=zeros[place], config=SMALL)
@@ -128,7 +127,7 @@ def test_where_gradients_are_does_not_change_a_bit(results: dict[str, Any], case
     assert passed(results, f"{case}, all on NVMe")["moved"]["gradient_bytes"] > 0
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES[::2])
 def test_gradients_of_a_skipped_step_count_in_none(results: dict[str, Any], place: str) -> None:
     """Infinite ones are left where gradients are summed; the next step has none for these parameters."""
     skipped, never = passed(results, f"overflow, {place}"), passed(results, f"no overflow, {place}")

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.staged.jobs import environment
+from tests.engine.stream.runs.job import SMALL_MODEL, write_corpus
 from tests.forked import run_script
 
 CHILD = Path(__file__).with_name("kill_child.py")
 STEPS = 6
-TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
-BLOWS = [("update", 20), ("save", 6), ("write", 200)]
-"""In the first steps' updates; in the first save after two steps; while the drive writes."""
+BLOWS = [("update", 20), ("save", 6), ("gradient", 60), ("write", 200)]
+"""In the first steps' updates; in the first save after two steps; while gradients go to the drive; while it writes."""
 RANDOM_BLOWS = {"forward": 12, "update": 120, "write": 300, "save": 10, "commit": 2}
 """Up to which count each moment is tried, with `slow`."""
 
@@ -28,15 +28,14 @@ def train(
     root: Path, moment: str = "never", count: int = 0, *, on_nvme: bool = True, more: tuple[str, ...] = ()
 ) -> int:
     """One process; its exit code."""
-    data = root.parent / "text.txt"
-    data.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
+    data = write_corpus(root.parent)
     argv = ["--engine", "deepspeed", "--dataset", str(data), "--seq_length", "32", "--run_name", "r"]
     argv += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--precision", "bf16"]
     argv += ["--sample_tokens", "0", "--eval_steps", "0", "--report_to", "none", "--no_export"]
     argv += ["--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9"]
     argv += ["--resume_from_checkpoint", "auto", f"--data_cache_dir={root.parent / 'cache'}"]
     argv += [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
-    argv += ["--zero_stage", "zero3"]
+    argv += ["--config_overrides", SMALL_MODEL, "--zero_stage", "zero3"]
     if on_nvme:
         argv[-1:] = ["infinity", "--nvme_offload_path", str(root / "nvme"), "--max_in_cpu_gb", "0", "--strict_offload"]
     argv += more
@@ -79,13 +78,9 @@ def die_and_resume(
     return fell
 
 
-def test_killed_in_update_save_and_write(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
-    assert die_and_resume(tmp_path / "run", BLOWS, straight) == len(BLOWS)
-
-
-def test_killed_while_gradients_go_to_the_drive(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
-    blows = [("gradient", 150)]
-    assert die_and_resume(tmp_path / "run", blows, straight, ("--nvme_offload_gradients", "true")) == len(blows)
+def test_killed_in_update_save_gradient_and_write(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
+    """With gradients on the drive, beside states and parameters; at random moments they are in RAM."""
+    assert die_and_resume(tmp_path / "run", BLOWS, straight, ("--nvme_offload_gradients", "true")) == len(BLOWS)
 
 
 @pytest.mark.slow

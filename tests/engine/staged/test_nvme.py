@@ -16,7 +16,6 @@ SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_g
 """Sub-groups and persistence to the measure of the tiny model."""
 MIB = 1 << 20
 FAULTS = {
-    "a write fails": ["fail", "write", {}],
     "the drive is full": ["fail", "write", {"errno": errno.ENOSPC}],
     "a read fails": ["fail", "read", {}],
     "a read comes back short": ["short", "read", {"got": 512}],
@@ -49,9 +48,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "all", [["train", 2], ["save", from_nvme], ["eval"], ["train", 2], ["export", exported]],
             zero=everything, config=SMALL,
         ),
-        job("all, fp32 states", halves, zero=everything, config=SMALL, outcore={"state_format": "fp32"}),
-        job("all, 8-bit", halves, zero=everything, config=SMALL, outcore={"state_format": "split8"}),
-        job("RAM, 8-bit", halves, config=SMALL, outcore={"state_format": "split8"}),
         job("part", halves, zero=infinity(nvme, nvme_offload_params=False), config=SMALL, outcore=small_staging),
         job("part of parameters", halves, zero=infinity(nvme, max_in_cpu_gb=0.00015), config=SMALL),
         job("RAM to NVMe", [["load", from_ram], ["train", 2]], zero=everything, config=SMALL),
@@ -65,7 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         zero = infinity(nvme, nvme_offload_params=False) if more else None
         jobs.append(job(f"{where}, saved twice", do, zero=zero, config=SMALL, **more))
     for name, fault in FAULTS.items():
-        do = [["train", 2], ["fault", *fault], ["train", 2]]
+        do = [["train", 1], ["fault", *fault], ["train", 2]]
         jobs.append(job(name, do, zero=everything, config=SMALL) | {"may_fail": True})
     jobs.append(job("after the faults", [["load", from_nvme], ["train", 2]], zero=everything, config=SMALL))
     found = run_jobs(folder / "jobs", jobs)[0]
@@ -76,9 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["states", "parameters", "all", "all, fp32 states", "part", "part of parameters", "little staging"]
-)
+@pytest.mark.parametrize("name", ["states", "parameters", "all", "part", "part of parameters", "little staging"])
 def test_residency_does_not_change_a_bit(results: dict[str, Any], name: str) -> None:
     ram, other = passed(results, "RAM"), passed(results, name)
     assert other["losses"] == ram["losses"]
@@ -103,12 +97,6 @@ def test_a_step_writes_every_state_once_but_for_what_the_ring_keeps(results: dic
     states = passed(results, "states")
     for moved in (states["moved"]["state_written"], states["moved"]["state_read"]):
         assert states["state_bytes"] < moved <= 4 * states["state_bytes"]
-
-
-def test_8_bit_moments_are_the_same_in_ram_and_on_nvme(results: dict[str, Any]) -> None:
-    drive, ram = passed(results, "all, 8-bit"), passed(results, "RAM, 8-bit")
-    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
-    assert ram["losses"] != passed(results, "RAM")["losses"]
 
 
 @pytest.mark.parametrize("name", ["RAM to NVMe", "NVMe to RAM"])
@@ -155,25 +143,6 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
     assert list(nvme.iterdir()) == [], "the ranks' folders and the run's go with the run, the user's stays"
     for (loss, _), (one, _) in zip(ram["losses"], passed(results, "RAM")["losses"], strict=False):
         assert loss == pytest.approx(one, rel=5e-3)
-
-
-@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
-def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path: Path, preset: str) -> None:
-    nvme = tmp_path / "nvme"
-    nvme.mkdir()
-    model = {"preset": preset, "config_overrides": {"vocab_size": 512}}
-    go = [["train", 3]]
-    found = run_jobs(
-        tmp_path / "jobs",
-        [
-            job("all", go, model=model, zero=infinity(nvme), config=SMALL, min_bytes=65536),
-            job("RAM", go, model=model, config=SMALL),
-        ],
-    )[0]
-    drive, ram = passed(found, "all"), passed(found, "RAM")
-    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
-    assert drive["losses"][2] != drive["losses"][0]
-    assert drive["moved"]["params_on_nvme"] > 0
 
 
 @SLOW
@@ -262,7 +231,7 @@ def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, A
     assert "stopped" in result, "the run went on as if nothing had happened"
     kind, message = result["stopped"]
     assert kind in ("EngineError", "StorageError"), message
-    expected = {"the drive is full": "ENOSPC", "a write fails": "EIO", "a read fails": "EIO"}.get(name, "wanted")
+    expected = {"the drive is full": "ENOSPC", "a read fails": "EIO"}.get(name, "wanted")
     assert expected in message, message
 
 

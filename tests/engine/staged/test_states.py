@@ -137,7 +137,7 @@ ACTIONS = st.lists(st.sampled_from(["update", "settle", "look", "wait"]), min_si
     ACTIONS,
 )
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_passes_to_and_fro_change_no_bit(tmp_path_factory, pool, numels, num_slots, states, actions):
     folder = tmp_path_factory.mktemp("states")
