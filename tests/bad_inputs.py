@@ -4,8 +4,6 @@ tests/test_bad_inputs.py runs every case and checks exit code, message and disk,
 `--show ID...` prints the whole output of some.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import sys

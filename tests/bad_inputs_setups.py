@@ -1,7 +1,5 @@
 """How each case of `bad_inputs.py` is prepared: the damaged file, the full drive, the wrong tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

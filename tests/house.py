@@ -6,8 +6,6 @@ A *room* is a folder of `outcore/`, a *sub-room* a folder inside one (`outcore.f
 on what: a room may import from lower floors only, and from neighbours on the same floor only where `ARROWS` says so.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Docstrings read without the name above them: none starts with a word that needs it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The house stays as it is drawn: floors, no circles, doors, levels of few files. `python -m tests.house` shows it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The judges of the exactness benchmarks (`stream_exact.py`, `moments8.py`): what passes, and what does not."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

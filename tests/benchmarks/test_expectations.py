@@ -1,7 +1,5 @@
 """docs/expectations.md: current, judged by raw results, and each source is there."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/drives/lanes.py itself: a dry run from end to end, and how it judges."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/optim_rate.py: runs, counts its bytes right, writes every sample."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`plan_vs_measured.py`: what it refuses before a run, and the line that it prints after one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

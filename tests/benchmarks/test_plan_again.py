@@ -1,7 +1,5 @@
 """Runs that were measured, planned again: those on an H200 that constants were fitted to, and what a run keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """`infinity_staged.py`: what its children record, which losses must agree in every bit, and its table."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -48,9 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, children: dict[str, dict[str, Any]], *f
         ([2.0, math.nan], False, 0, "among ours: inf"),
     ],
 )
-def test_bits_are_compared_where_the_order_is_fixed(
-    tmp_path, monkeypatch, capsys, losses, deterministic, code, words
-) -> None:
+def test_bits_are_compared_where_the_order_is_fixed(tmp_path, monkeypatch, capsys, losses, deterministic, code, words):
     children = {name: result(given, deterministic=deterministic) for name, given in
                 (("ours-ram", [2.0, 1.0]), ("ours-all", losses))}  # fmt: skip
     assert run(monkeypatch, children, folder=tmp_path) == code

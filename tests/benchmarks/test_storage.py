@@ -1,7 +1,5 @@
 """The comparison with fio: its figures come from real transfers, and it says what is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -23,9 +21,7 @@ def script() -> ModuleType:
     return module
 
 
-def test_fio_missing(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-):
+def test_fio_missing(script, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["x", "--path", str(tmp_path)])
     assert script.main() == 2

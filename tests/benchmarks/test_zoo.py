@@ -1,7 +1,5 @@
 """The zoo of architectures: its table is what the results say, `outcore models` prints it, and it still holds."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

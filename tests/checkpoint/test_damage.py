@@ -1,7 +1,5 @@
 """Whatever is wrong with the newest checkpoint is named, and the next older one is used; nothing unlisted is read."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`outcore export`: a checkpoint becomes a model that transformers loads, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints: streamed safetensors, atomic, verified, rotated, swept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -200,9 +198,7 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_neither(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("undo", [False, True])
-def test_ranks_that_finish_a_replaced_step_at_once_do_not_stumble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: bool
-) -> None:
+def test_ranks_that_finish_a_replaced_step_at_once_do_not_stumble(tmp_path, monkeypatch, undo):
     """Another rank is faster: it has the new one in place before this one has looked at it, or right after."""
     old, new = _save(tmp_path, 5), _save(tmp_path / "elsewhere", 5)
     run, open_checkpoint = old.parent, ck.open_checkpoint
@@ -244,9 +240,7 @@ def test_no_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("short_bytes", "is_refused"), [(0, False), (1, True)])
-def test_a_margin_stays_free_behind_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_bytes: int, is_refused: bool
-) -> None:
+def test_a_margin_stays_free_behind_a_save(tmp_path, monkeypatch, short_bytes, is_refused):
     free_bytes = 1000 + ck.SPACE_MARGIN_BYTES - short_bytes
     monkeypatch.setattr(ck.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_bytes))
     with pytest.raises(CheckpointError, match="margin of") if is_refused else nullcontext():

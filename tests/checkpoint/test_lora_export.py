@@ -1,8 +1,6 @@
 """Exports with adapters merged in compute what the adapted model computed, whatever else the base model holds; and what
 adapters on the embedding and the head learn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports hold what `save_pretrained` writes: the names and shapes of a published checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +85,7 @@ def test_the_file_that_a_model_was_read_from_decides_no_names(tmp_path: Path) ->
     assert model._weight_conversions is attached
 
 
-def test_names_that_cannot_be_found_are_told_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_that_cannot_be_found_are_told_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
     def fails(base: Any, group: Any) -> Any:
         raise KeyError("a converter of another version")
 

@@ -1,7 +1,5 @@
 """Each setting by each of its doors: the command line, YAML and deepspeed_config.json mean the same."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

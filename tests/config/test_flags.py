@@ -1,7 +1,5 @@
 """Flags and YAML become one checked configuration; wrong input names the nearest right word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One flag, one meaning: the commands that run a model take the flags of training by the same names."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

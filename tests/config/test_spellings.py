@@ -1,7 +1,5 @@
 """What users of the Trainer, TRL, axolotl and LLaMA-Factory type: each spelling works or is told what it is here."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

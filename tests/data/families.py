@@ -5,8 +5,6 @@ where templates/README.md says. The tokenizers are ours: a byte-level BPE of 600
 family's special tokens are added, because no model repository can be reached from a test.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

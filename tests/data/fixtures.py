@@ -1,7 +1,5 @@
 """What the tests of the data room share: a small tokenizer made on the spot, and writers of small data files."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Conversations by the hundred from a seed: every kind of turn, and what people's data really holds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

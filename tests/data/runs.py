@@ -1,7 +1,5 @@
 """What bears loss, as text: the runs of tokens with loss, decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables of docs/data.md, made from the code: `python -m tests.data.tables` writes them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

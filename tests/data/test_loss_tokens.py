@@ -1,7 +1,5 @@
 """Which tokens bear loss, from rows in a file to the trained labels: each test is a fault that once trained wrongly."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

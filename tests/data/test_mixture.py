@@ -1,7 +1,5 @@
 """A folder with a file of every shape: read together, each by its own shape, and trained for two epochs on the CPU."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

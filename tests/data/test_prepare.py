@@ -1,7 +1,5 @@
 """The whole way: from a data set and a tokenizer to rows, with the summary, the sample and the limits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

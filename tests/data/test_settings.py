@@ -1,7 +1,5 @@
 """Settings and paths: wrong input is refused at once, in words that name the way out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

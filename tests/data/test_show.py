@@ -1,7 +1,5 @@
 """`outcore data`: rows shown with what bears loss, the page, and the tables of the docs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

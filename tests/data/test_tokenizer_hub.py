@@ -1,7 +1,5 @@
 """Tokenizers (loaded, trained, cached) and hub data sets (through `datasets`, with what is said when it fails)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

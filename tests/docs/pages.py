@@ -1,7 +1,5 @@
 """Commands, flags and snippets as README and docs print them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every program's own parser, and nothing behind it: what a command would do next is cut off once it is parsed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import runpy

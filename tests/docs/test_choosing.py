@@ -1,7 +1,5 @@
 """What people need to choose is where they look: `--help` of the real parser, README's table, the guide."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Each command line of README and docs is one that its program takes; each flag they name exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python of the docs runs as it is printed; only names of models, folders and ports are filled in."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

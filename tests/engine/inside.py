@@ -1,7 +1,5 @@
 """The one place in the tests that knows under which private name an engine keeps its parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """What a run tells the builders of engines about its machine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A tiny model, an adapter for it, and a database with two finished evaluations."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.evaluate.running import Evaluation, record_of, result_of

@@ -1,7 +1,5 @@
 """Evaluations as a user starts them, and results made by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

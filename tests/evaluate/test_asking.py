@@ -1,7 +1,5 @@
 """Questions, their journal, events: each answered once, whatever happens in between."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The harness's own command with our engine among its models."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

@@ -1,7 +1,5 @@
 """The history: two processes write it, a damaged or read-only one says what to do, and nothing in it is lost."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

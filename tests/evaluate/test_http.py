@@ -1,7 +1,5 @@
 """Evaluations by a running server, as programs and `outcore evaluate URL` use them; its end loses nothing."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.error

@@ -1,7 +1,5 @@
 """`outcore evaluate` on a tiny model: parity with the harness's own backend, adapters, presets, kills, wrong input."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ next start goes on from what it announced last. Anything else is one of the cell
 weights), "trace", "no path", "lost" (an announced checkpoint is gone), "hang".
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Each prepares what was there before, works while a fault may strike, and says wh
 same function as in the program. `check` looks at what is left, as the next start would.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import zlib

@@ -5,8 +5,6 @@ names alike, and every call after it fails with EIO. A new mount of the same ima
 after its power was cut. Needs root and loop devices; `available` says why not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -11,8 +11,6 @@ alone (`phases.py`) are killed before and after every system call that they make
 cell is silent, a trace, without a path, lost or hangs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

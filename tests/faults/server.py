@@ -11,8 +11,6 @@ streaming engine, makes the run's plan once itself, so that every later child fi
 time. DeepSpeed's plan joins a process group, whose threads a forked child would miss.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Damage in a cache is named once and the cache rebuilt; a full drive is told in words, whichever library met it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -70,9 +68,7 @@ def test_a_damaged_tokenizer_is_named_once_and_trained_again(cached: tuple[Any, 
     assert not said
 
 
-def test_an_error_that_a_library_in_rust_only_quotes_names_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_a_library_in_rust_only_quotes_names_the_folder(tmp_path, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
     def full(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,5 @@
 """Every block that a scratch store gives back is verified; what a drive lost, tore or flipped is named."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from pathlib import Path

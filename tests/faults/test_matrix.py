@@ -3,10 +3,7 @@
 The whole matrix, over whole runs of both engines, is `benchmarks/faults.py` (and test_runs.py with `slow`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -110,9 +107,7 @@ CASES = [(name, fault) for name, faults in CELLS.items() for fault in faults]
 
 
 @pytest.mark.parametrize(("name", "fault"), CASES, ids=[f"{name}: {fault}" for name, fault in CASES])
-def test_no_cell_is_silent_a_trace_or_without_a_path(
-    made: Server, expected: dict[str, str], tmp_path: Path, name: str, fault: Fault
-) -> None:
+def test_no_cell_is_silent_a_trace_or_without_a_path(made, expected, tmp_path, name, fault):
     phase = PHASES[name]
     phase.prepare(tmp_path)
     ended = made.phase(name, tmp_path, fault)

@@ -1,7 +1,5 @@
 """Both engines with everything on a drive: no read is unchecked, and what the drive changes stops the run by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

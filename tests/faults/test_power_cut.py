@@ -1,7 +1,5 @@
 """The power is cut before every system call that publishes something: what was announced before is whole, always."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The whole matrix and 1,000 kills over whole runs, with `slow`; `runs.py` is the same as a command."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

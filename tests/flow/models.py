@@ -1,7 +1,5 @@
 """Tiny models and batches for the tests of the streaming engine."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

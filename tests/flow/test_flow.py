@@ -1,7 +1,5 @@
 """A pass of calls through the parts of a model gives what the whole model gives; hooks may replace hidden states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

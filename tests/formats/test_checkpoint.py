@@ -1,7 +1,5 @@
 """Published checkpoints: what each method stores is found, read packed, and means what its own formula says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed formats: values are those of the libraries that define them, packing is near, layouts hold."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """GGUF files: what is written is read back by transformers and here as the same model; unknown ones are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

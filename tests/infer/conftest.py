@@ -1,7 +1,5 @@
 """A tiny model in a folder, made once."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.infer.models import save_tiny_model

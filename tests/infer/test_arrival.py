@@ -1,7 +1,5 @@
 """Weights that travel: the next pass's uploads begin while tokens of this one are chosen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

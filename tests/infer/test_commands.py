@@ -1,7 +1,5 @@
 """generate, score and chat as a user gives them; a job killed at any time ends with the same bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A small model that guesses: nothing that is said changes, and it stops where guesses do not pay."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The engine: answers do not depend on company, guesses, room or order; what is cancelled or late ends at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.infer import Request, Sampling

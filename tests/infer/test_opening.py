@@ -1,7 +1,5 @@
 """A model opened by name: wherever its weights live and however it is adapted, it says what the whole model says."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A job over several processes on the CPU: the same bytes as one, weights once, and on with another number of them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

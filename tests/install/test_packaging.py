@@ -1,7 +1,5 @@
 """pyproject.toml, the pinned sets of requirements/ and this environment tell the same story."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Fake /proc and /sys trees, and nvidia-smi answers, for machines that are not here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

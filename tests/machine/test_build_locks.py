@@ -1,7 +1,5 @@
 """Locks that killed builds of C++ extensions leave: removed when nobody builds, and only then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outcore.engine.deepspeed.environment import remove_stale_builds

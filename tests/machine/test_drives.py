@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -58,9 +56,7 @@ def test_nvme_partition_leads_to_its_disk(tmp_path: Path) -> None:
         ("nvme0n1", "nvme", {"device/model": "QEMU NVMe Ctrl"}, "virtual", False, "emulated"),
     ],
 )  # fmt: skip
-def test_kind_of_disk(
-    tmp_path: Path, name: str, device: str, files: dict[str, str], kind: str, trusted: bool, word: str
-):
+def test_kind_of_disk(tmp_path, name, device, files, kind, trusted, word):
     add_disk(tmp_path, name, device, files, {f"{name}1": "8:1"})
     add_mounts(tmp_path, f"8:1 / / rw ext4 /dev/{name}1 rw")
     found = drive(tmp_path)

@@ -1,7 +1,5 @@
 """Islands from faked /sys trees, NVML and cluster files; groups laid on them; layers shared out among stages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

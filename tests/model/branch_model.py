@@ -3,8 +3,6 @@
 A branch that does not run gets no gradient at all in that backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

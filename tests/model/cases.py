@@ -1,7 +1,5 @@
 """Small models and batches for the tests of outcore/model."""
 
-from __future__ import annotations
-
 import torch
 
 from outcore.model import ModelSettings

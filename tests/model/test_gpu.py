@@ -1,7 +1,5 @@
 """What only a GPU shows of the model room: same initial weights there, packing in 16 bits, memory of chunked logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The head's weight gets one gradient for all chunks: autograd's own values, and one matrix instead of two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

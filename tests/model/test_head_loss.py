@@ -1,7 +1,5 @@
 """The user's own loss of each token's logits: the same by plain PyTorch, by `TokenLoss` and by the streaming engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Initial weights made by several threads: bit for bit those of one thread."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading: initial weights by seed and name, trained weights, LoRA, exports, sampling."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA's automatic targets: layers that peft and the model take adapters on, whatever the architecture calls linear."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Losses: token-weighted, chunked, a user's own; what a step counts and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A user's own module: the example learns, and modules that break the contract are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

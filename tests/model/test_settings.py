@@ -1,7 +1,5 @@
 """Settings, presets and sources: what is accepted, and what people read when it is not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 The comparison runs in child processes (this file as a script): DeepSpeed's accelerator is chosen once a process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A fake NVML, /sys and /proc for the monitor's tests."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

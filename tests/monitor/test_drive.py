@@ -1,7 +1,5 @@
 """Drive counters, temperature and lifetime writes on fake machines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """TensorBoard, trackers, and the Prometheus endpoint."""
 
-from __future__ import annotations
-
 import math
 import socket
 import sys

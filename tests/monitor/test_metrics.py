@@ -1,7 +1,5 @@
 """metrics.jsonl: kill -9, resume, full disk, values that are not finite."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -202,9 +200,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     assert not caught.value.disk_full
 
 
-def test_sync_failure_reaches_the_writer_and_closing_twice_is_fine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_failure_reaches_the_writer_and_closing_twice_is_fine(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path / "metrics.jsonl", fsync_interval_s=0)
 
     def fail(fd: int) -> None:

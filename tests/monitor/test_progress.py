@@ -1,7 +1,5 @@
 """Progress on a terminal and in a log file, and loss.png."""
 
-from __future__ import annotations
-
 import io
 import math
 import time

@@ -1,7 +1,5 @@
 """Sampler and its sensors against a fake NVML, a fake /sys and /proc, and the machine of the test."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Space, memory, run warnings, sleep, and `outcore watch`."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -169,9 +167,7 @@ def test_a_drive_slower_than_measured() -> None:
         ((30.0, 5.0, 0), 9.0, "waits for the drive 90 %"),  # and no slow drive: it moved nothing at first
     ],
 )
-def test_the_first_step_does_not_judge_the_drive(
-    first: tuple[float, float, int], then: float, words: str | None
-) -> None:
+def test_the_first_step_does_not_judge_the_drive(first, then, words):
     """`first`: its seconds, those it waited, GB it read; `then`: seconds of 10 that each step after it waits."""
     step_s, stall_s, read_gb = first
     begun = quiet(step_s=step_s, phase_s={"stall_nvme": stall_s}, nvme_read_bytes=read_gb * GB, nvme_write_bytes=0)

@@ -1,7 +1,5 @@
 """Inputs shared by the tests of the CPU optimizer: awkward numbers, chunks filled with them, backends to compare."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

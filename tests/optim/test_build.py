@@ -1,7 +1,5 @@
 """Building the extension: once, atomically, one builder at a time, with errors that say what to install."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Compressed moments: every pattern comes back, updates give the plain format's bits, whatever goes to the tail."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from dataclasses import replace

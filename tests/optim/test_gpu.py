@@ -1,7 +1,5 @@
 """AdamW on a GPU: the bits of the CPU's kernels, for whatever numbers come."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

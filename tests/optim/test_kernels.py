@@ -1,7 +1,5 @@
 """The kernels: every instruction set and torch give the same bits, and they are AdamW."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

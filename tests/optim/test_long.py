@@ -1,7 +1,5 @@
 """The torch implementation and the C++ kernels over long sequences of steps: the same bytes after every one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

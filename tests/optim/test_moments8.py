@@ -1,7 +1,5 @@
 """8-bit moments: exact round trips, unbiased rounding, randomness that depends on place and step only."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

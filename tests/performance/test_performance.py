@@ -1,7 +1,5 @@
 """The performance test: the trial end to end on a tiny model, checks by fakes, the judge, the page, the comparison."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime
@@ -262,9 +260,7 @@ def test_why_a_trial_failed(code: int | None, log: str, words: str):
     assert words in main_module._why_failed(code, log)
 
 
-def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(tmp_path, monkeypatch, capsys):
     assert main(["--seq_len", "5"], ROOT) == 2 and main(["--steps", "0"], ROOT) == 2
     monkeypatch.setattr(PerformanceTest, "_trial", lambda self: (None, "RAM is full"))
     monkeypatch.setattr(main_module, "before_the_trial", lambda *a, **k: [])

@@ -1,7 +1,5 @@
 """Machines and shapes for the planner's tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command that the planner prints, pasted into train_model.py, plans to the same values."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -88,9 +86,7 @@ class Pasted:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
-def test_a_pasted_command_plans_to_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], examples: int
-) -> None:
+def test_a_pasted_command_plans_to_the_same(monkeypatch, capsys, examples):
     pasted = Pasted(monkeypatch)
 
     @settings(max_examples=examples, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

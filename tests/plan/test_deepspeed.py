@@ -1,7 +1,5 @@
 """DeepSpeed's forecast: the measured runs, bytes by stage and by GPUs, agreement with the configuration builder."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`outcore plan` and `outcore`: tables, JSON, pictures, exit codes, the guide in the docs, and what is not imported."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

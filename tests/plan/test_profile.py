@@ -1,7 +1,5 @@
 """Machine profiles: measured, nominal, missing, stale, damaged, incomplete; overrides; rates by a GPU's name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

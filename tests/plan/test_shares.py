@@ -1,8 +1,6 @@
 """The planner's shares against the engine's own classes, parameter by parameter: what lives on the drive, what the ring
 keeps, what a step moves. Models on the meta device; no drive is used."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,9 +190,7 @@ SLOW = pytest.mark.slow
         ("qwen3-4b", 8, {}, {}),
     ],
 )  # fmt: skip
-def test_a_step_moves_what_is_planned(
-    preset: str, ranks: int, lora_r: int, settings: dict[str, Any], outcore: dict[str, Any], monkeypatch: Any
-) -> None:
+def test_a_step_moves_what_is_planned(preset, ranks, lora_r, settings, outcore, monkeypatch):
     monkeypatch.setattr(homes_room.dist, "get_rank", lambda: 0)
     planned, (read, written) = both(preset, ranks, lora_r, settings, outcore)
     assert planned.drive_read_bytes_per_step == pytest.approx(ranks * read, rel=0.01)

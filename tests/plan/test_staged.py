@@ -1,7 +1,5 @@
 """Staged offload in the plan: bytes by hand, what the engine is told by the same settings, flags that reproduce it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

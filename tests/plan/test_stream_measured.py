@@ -1,7 +1,5 @@
 """The planner's streaming engine against runs that were measured: seconds, tensors, resident memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Machines made of Python for the tests of the ladder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The schema of `logs/gds_report.json` as code (docs/gds.md in words)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outcore.probe.report.record import LINKS, SCHEMA_VERSION

@@ -1,7 +1,5 @@
 """The benchmarks on whatever this machine has: they measure, stay inside their bounds and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The probe's configuration file: read, refused, and changed with the user's keys kept."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ladder on faked machines: every verdict, and the reasons that people read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts behind the ladder, from files and names."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

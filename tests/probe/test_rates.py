@@ -1,7 +1,5 @@
 """Rates of arithmetic, launches and the CPU optimizer, on whatever this machine has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings, warnings, report and picture, from made-up measurements."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

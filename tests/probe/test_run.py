@@ -1,7 +1,5 @@
 """gds_optimizer.py from end to end: a tiny run, wrong input, interruption, and stages that cannot run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -140,9 +138,7 @@ def test_ctrl_c_removes_the_test_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("between", ["made and noted", "noted and removed"])
-def test_ctrl_c_between_two_contexts(
-    between: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_between_two_contexts(between, tmp_path, capsys, monkeypatch):
     """The signal arrives where no `try` is around the file: in the opening call itself, in the removing one."""
     owner, name = (os, "open") if between == "made and noted" else (Path, "unlink")
     real = getattr(owner, name)
@@ -162,9 +158,7 @@ def test_ctrl_c_between_two_contexts(
     assert seen and list(tmp_path.iterdir()) == []
 
 
-def test_a_test_file_that_cannot_be_removed_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_file_that_cannot_be_removed_is_named(tmp_path, capsys, monkeypatch):
     left = tmp_path / "left.bin"
     mine, other = (tmp_path / f"{PREFIX}{run}-1{SUFFIX}" for run in (RUN, "123-abc"))
     mine.touch()

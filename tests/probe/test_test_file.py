@@ -1,7 +1,5 @@
 """The probe's test file: random, locked, removed; unusable folders and full drives leave nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A server over a tiny model, on a free port of this machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A server of the test's own process, on a free port of this machine."""
 
-from __future__ import annotations
-
 import threading
 import time
 

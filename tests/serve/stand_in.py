@@ -1,7 +1,5 @@
 """Stands in for vLLM: its command line, health, answers and events. `MODEL/behaviour.json` says how it behaves."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`outcore serve`, up to the moment in which uvicorn takes over."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.serve.main import main

@@ -1,7 +1,5 @@
 """`outcore serve --engine vllm` with a stand-in for vLLM: real processes, real HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """lm-evaluation-harness and litellm as they are, against a running server: scores equal those of the model itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Two hundred streams at once: no error, no leak, none starves, no place is lost."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reasoning and calls of tools told apart while text arrives, wherever it is cut."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

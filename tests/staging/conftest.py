@@ -1,7 +1,5 @@
 """A pool and an engine for a module of lanes' tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

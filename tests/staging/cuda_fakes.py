@@ -1,7 +1,5 @@
 """A CUDA runtime made of Python."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

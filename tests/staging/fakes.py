@@ -1,8 +1,6 @@
 """Stand-ins for the staging tests: a device whose copies happen later on its own threads, engines that fail, a program
 that closes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import random

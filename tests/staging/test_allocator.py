@@ -1,7 +1,5 @@
 """The extent allocator: exact, aligned, never overlapping, one free extent again when all is given back."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

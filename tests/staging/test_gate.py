@@ -1,7 +1,5 @@
 """Gated uploads: read ahead into slots while the device has no room, copied when the gate opens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

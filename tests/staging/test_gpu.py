@@ -1,7 +1,5 @@
 """What only a GPU shows: really pinned, exact sizes, order with compute streams, intact data through both lanes."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

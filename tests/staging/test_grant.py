@@ -1,7 +1,5 @@
 """How much is pinned: the probing child, and what its parent makes of it; with a CUDA runtime made of Python."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Lanes on the CPU: right bytes at any offset and size, back-to-back transfers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lanes on the CPU: errors where the data is awaited, waits that end, programs that close nothing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pool without CUDA: exact leases, who holds what, waiting, closing. Pinned behaviour is in test_staging_gpu.py."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -191,9 +189,7 @@ def test_bad_arguments_fail_early(arguments: dict, message: str) -> None:
         pool.lease(0, "nobody")
 
 
-def test_a_small_machine_gives_less_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_small_machine_gives_less_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(grants, "reserve_bytes", lambda: 10 * MIB)
     monkeypatch.setattr(grants, "available_ram_bytes", lambda: 12 * MIB + 17)
     with cpu_pool(8 * MIB) as pool:

@@ -1,7 +1,5 @@
 """Small tensors on their way to the device: the values that were given, whatever came before and after."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

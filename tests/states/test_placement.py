@@ -1,7 +1,5 @@
 """Which chunks of states stay in RAM: within the budget, nothing wasted, spread evenly."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import given

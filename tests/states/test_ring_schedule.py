@@ -1,7 +1,5 @@
 """Which chunk the state ring reads next, told by its bookkeeping alone: no drive, no threads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer states on NVMe: the same bits as in RAM, through checkpoints too."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Optimizer states on NVMe: a clean end whatever fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training of a tiny model with optimizer states on NVMe, a share of them in RAM, over a drive that may fail."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

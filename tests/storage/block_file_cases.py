@@ -1,7 +1,5 @@
 """Files and the kinds of I/O for the tests of BlockFile."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It is what tests of every layer above use instead of a broken drive: the failure
 thread that waits, and the bytes of a failed request are not moved (or only in part, for short ones).
 """
 
-from __future__ import annotations
-
 import errno as errno_module
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors for the tests of TensorStore."""
 
-from __future__ import annotations
-
 import torch
 
 from outcore.storage import TensorSpec, TensorStore

@@ -1,7 +1,5 @@
 """BlockFile against a bytearray, aligned or not, direct or buffered; sizes, ends and refusals."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -160,9 +158,7 @@ def test_padding_of_the_last_block_is_never_readable(tmp_path: Path, kind: str):
             file.read_into(bytearray(10), 695)
 
 
-def test_sync_during_a_write_of_the_last_block_leaves_the_exact_size(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_sync_during_a_write_of_the_last_block_leaves_the_exact_size(tmp_path, kind, monkeypatch):
     with make(tmp_path / "data.bin", kind) as file:
         file.write_from(b"x" * 1000, 0)  # padded on the drive in direct mode
         real = os.pwritev

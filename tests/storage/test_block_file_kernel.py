@@ -1,7 +1,5 @@
 """BlockFile and the kernel: direct or buffered, partial transfers, errors of the drive."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle
@@ -199,9 +197,7 @@ def test_short_of_resources_is_retried_and_then_reported(tmp_path: Path, monkeyp
         (errno.EROFS, "read-only"),
     ],
 )
-def test_errors_of_the_drive_have_place_amount_and_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
-):
+def test_errors_of_the_drive_have_place_amount_and_words(tmp_path, monkeypatch, number, words):
     def fail(*arguments: object) -> int:
         raise OSError(number, os.strerror(number))
 

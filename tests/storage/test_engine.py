@@ -1,7 +1,5 @@
 """The engines: any mix of requests equals a model, and failures arrive where they are awaited."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools
@@ -48,9 +46,7 @@ def file(tmp_path: Path):
     direct=st.booleans(),
     priorities=st.lists(st.integers(-2, 2), min_size=4, max_size=4),
 )
-def test_any_set_of_disjoint_requests_equals_a_bytearray(
-    tmp_path: Path, cuts: set, shifts: list, direct: bool, priorities: list
-):
+def test_any_set_of_disjoint_requests_equals_a_bytearray(tmp_path, cuts, shifts, direct, priorities):
     edges = [0, *sorted(cuts), 200_001]
     ranges = list(itertools.pairwise(edges))
     model = np.random.default_rng(len(cuts)).integers(0, 256, 200_001, dtype=np.uint8)

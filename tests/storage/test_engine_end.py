@@ -1,7 +1,5 @@
 """The end of an engine: closing with requests queued, threads nobody closes, forks; every wait ends."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -58,9 +56,7 @@ def test_close_with_cancel_fails_what_has_not_begun(file: BlockFile, monkeypatch
     assert not closer.is_alive()
 
 
-def test_submission_waits_when_the_queue_is_full_and_close_ends_that_wait(
-    file: BlockFile, monkeypatch: pytest.MonkeyPatch
-):
+def test_submission_waits_when_the_queue_is_full_and_close_ends_that_wait(file, monkeypatch):
     gate = Gate(monkeypatch)
     engine = PosixEngine(1, max_requests=2)
     for _ in range(3):  # one under way, two queued

@@ -1,7 +1,5 @@
 """Real refusals of the operating system: full filesystems, size limits, kills, power-cut ordering, 4 KiB sectors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

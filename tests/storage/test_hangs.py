@@ -1,7 +1,5 @@
 """A drive that hangs: every wait ends, says what is under way and where, and leaves files and buffers to the drive."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -122,9 +120,7 @@ def test_a_full_queue_of_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytest.
     file.close()
 
 
-def test_a_submission_that_fails_half_way_is_not_over_before_its_first_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submission_that_fails_half_way_is_not_over_before_its_first_half(tmp_path, monkeypatch):
     """Its buffer must not be used again as long as a part of it is under way."""
     engine = PosixEngine(1, max_requests=1)
     store = TensorStore.create([tmp_path / "a", tmp_path / "b"], SPECS, engine=engine, stripe_bytes=64 * KIB)
@@ -192,9 +188,7 @@ def test_a_program_ends_although_a_thread_hangs_in_the_system(tmp_path: Path) ->
     assert "threads hang in the drive" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_scratch_files_in_use_stay_and_the_next_run_removes_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_files_in_use_stay_and_the_next_run_removes_them(tmp_path, caplog, monkeypatch):
     scratch = Scratch([tmp_path])
     moments, _ = (scratch.store(spec.name, [spec]) for spec in reversed(SPECS))
     with pytest.MonkeyPatch.context() as patch:

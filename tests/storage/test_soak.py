@@ -3,8 +3,6 @@
 Run with `pytest -m slow tests/storage/test_soak.py`. A two-second round of the same traffic is part of the default run.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

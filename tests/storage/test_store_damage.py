@@ -1,7 +1,5 @@
 """TensorStore: damaged stores and flipped bytes are found, and refused with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
@@ -88,9 +86,7 @@ def _overwrite(path: Path, offset: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("words", "damage"), DAMAGES, ids=[words[:24] for words, _ in DAMAGES])
-def test_a_damaged_store_is_refused_with_the_reason(
-    tmp_path: Path, engine: PosixEngine, words: str, damage: Callable[[Path], object]
-):
+def test_a_damaged_store_is_refused_with_the_reason(tmp_path, engine, words, damage):
     TensorStore.create([tmp_path], SPECS, engine=engine).close()
     damage(tmp_path)
     with pytest.raises(StorageError, match=words):

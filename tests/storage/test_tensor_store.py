@@ -1,7 +1,5 @@
 """TensorStore: layouts, sub-ranges, commits, and every refusal of arguments with its reason."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -73,9 +71,7 @@ def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engin
     drives=st.integers(1, 3),
     checksum=st.booleans(),
 )
-def test_any_mix_of_sub_range_reads_and_writes_equals_a_tensor(
-    tmp_path_factory: pytest.TempPathFactory, engine: PosixEngine, steps: list, drives: int, checksum: bool
-):
+def test_any_mix_of_sub_range_reads_and_writes_equals_a_tensor(tmp_path_factory, engine, steps, drives, checksum):
     base = tmp_path_factory.mktemp("store")
     paths = [base / str(number) for number in range(drives)]
     model = torch.zeros(3_000_000, dtype=torch.uint8)

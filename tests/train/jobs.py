@@ -1,7 +1,5 @@
 """Runs of the main job for tests: a corpus, flags, one run without interruption by each engine, what a run left."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What fails around a run does not stop it: profile, NVML, sensors, the metrics port. A whole run of a tiny model."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -61,9 +59,7 @@ def _train(root: Path, monkeypatch: pytest.MonkeyPatch, profile: Path, faults: F
     return [line for line in lines if "event" not in line]
 
 
-def test_gpu_drive_profile_and_port_fail_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_gpu_drive_profile_and_port_fail_and_training_goes_on(tmp_path, monkeypatch, capsys):
     profile = tmp_path / "machine_profile.json"
     profile.write_text('{"format_version": 1, "os_fam')
     faults = Faults(tmp_path / "machine", FakeNvml(), break_at=3)

@@ -1,7 +1,5 @@
 """A run that cannot fit: refused before anything is read, on every way to a run; `--plan` shows the whole of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +29,7 @@ def _little_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("engine", ["stream", "deepspeed"])
-def test_a_run_that_cannot_fit_is_refused_before_its_data_is_read(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str
-) -> None:
+def test_a_run_that_cannot_fit_is_refused_before_its_data_is_read(tmp_path, corpus, monkeypatch, capsys, engine):
     _little_ram(monkeypatch)
     monkeypatch.setattr(run_module, "load_data", lambda *a: pytest.fail("data was read"))
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "1", "--engine", engine)
@@ -58,9 +54,7 @@ def test_two_ranks_are_refused_together(tmp_path: Path, corpus: Path) -> None:
     assert "Traceback" not in told[0] + told[1] and not list(tmp_path.glob("*/r")), told
 
 
-def test_warn_tries_it(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warn_tries_it(tmp_path, corpus, monkeypatch, capsys):
     _little_ram(monkeypatch)
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "1", "--no_export", "--fit_check", "warn")
     assert main([*argv, "--eval_steps", "0", "--save_strategy", "no"]) == 0
@@ -80,9 +74,7 @@ def test_a_drive_that_was_named_and_not_taken_is_told_with_the_reason(capsys: py
     assert "short (most of it" in out and ("Smallest change that fits" in out or "No single change" in out)
 
 
-def test_a_full_checkpoint_drive_is_told_before_anything_is_loaded(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_checkpoint_drive_is_told_before_anything_is_loaded(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.setattr(space, "SpaceWatch", partial(SpaceWatch, ask=lambda path: 1_000_000_000))
     monkeypatch.setattr(run_module, "load_data", lambda *a: pytest.fail("data was read"))
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "1")

@@ -1,7 +1,5 @@
 """The forecast of a run: of what was really chosen, on the machine as it is, and never a reason to stop."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -74,9 +72,7 @@ def test_staged_states_are_planned_in_their_format():
     assert fast.time.cpu_optimizer_s < slow.time.cpu_optimizer_s / 3
 
 
-def test_plan_flag_prints_and_makes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_plan_flag_prints_and_makes_nothing(tmp_path, monkeypatch, capsys):
     corpus = tmp_path / "text.txt"
     corpus.write_text("\n\n".join(f"the quick brown fox {i} jumps over the lazy dog " * 30 for i in range(20)))
     monkeypatch.chdir(ROOT)

@@ -1,9 +1,6 @@
 """The commands as a user types them, on a GPU: plan, train, resume, adapters, a packed base, generate, evaluate."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +20,7 @@ def test_free_memory_is_told_for_a_device_with_and_without_its_number() -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--lora_r", "4"), ("--lora_r", "4", "--quantize", "nf4")], ids=" ".join)
-def test_a_model_is_planned_trained_continued_and_used(
-    tmp_path: Path, corpus: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_planned_trained_continued_and_used(tmp_path, corpus, more, capsys):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--save_steps", "2", "--eval_steps", "2", *more)
     assert main(["plan", "--preset", "tiny", "--nominal"]) == 0
     assert main(["train", *argv, "--max_steps", "2", "--no_export"]) == 0

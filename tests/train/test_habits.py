@@ -3,8 +3,6 @@
 `--neftune_noise_alpha`, `--use_dora`, `--lora_modules_to_save`, `--group_by_length`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -94,9 +92,7 @@ def test_neftune_is_transformers_own(tmp_path: Path, corpus: Path, straight: Pat
 
 
 @pytest.mark.parametrize("engine", BOTH)
-def test_neftune_resumes_exactly_and_not_in_evaluation(
-    tmp_path: Path, corpus: Path, straight: Path, engine: str
-) -> None:
+def test_neftune_resumes_exactly_and_not_in_evaluation(tmp_path, corpus, straight, engine):
     base = straight / "export/r"
     argv = ["--max_steps", "4", "--save_steps", "2", "--no_export", "--neftune_noise_alpha", "5", *ENGINES[engine]]
     argv += ["--eval_steps", "4"]
@@ -154,9 +150,7 @@ def _first_adapters(root: Path, corpus: Path, base: Path, argv: list[str]) -> di
     return {name.removeprefix("model:"): value for name, value in found.items() if name.startswith("model:")}
 
 
-def test_dora_resumes_exactly_and_over_a_packed_base_starts_as_it(
-    tmp_path: Path, corpus: Path, straight: Path, seen: list
-) -> None:
+def test_dora_resumes_exactly_and_over_a_packed_base_starts_as_it(tmp_path, corpus, straight, seen):
     """Lengths are those of the packed weights as they are used: the first loss is that of the base in nf4."""
     base = straight / "export/r"
     argv = ["--max_steps", "2", "--save_steps", "1", "--lora_r", "4", "--quantize", "nf4", "--no_export"]
@@ -173,9 +167,7 @@ def test_dora_resumes_exactly_and_over_a_packed_base_starts_as_it(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", BOTH)
-def test_modules_trained_whole_are_pefts(
-    tmp_path: Path, corpus: Path, straight: Path, seen: list, engine: str, tied: bool
-) -> None:
+def test_modules_trained_whole_are_pefts(tmp_path, corpus, straight, seen, engine, tied):
     """Embedding, head and a norm beside adapters: losses, weights, the merged model, and both kinds of export."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -232,9 +224,7 @@ def _retied(model: Any, tied: bool) -> Any:
     return other
 
 
-def test_what_cannot_be_trained_whole_is_refused(
-    tmp_path: Path, corpus: Path, straight: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_trained_whole_is_refused(tmp_path, corpus, straight, capsys):
     base = straight / "export/r"
     cases = {
         ("--lora_modules_to_save", "lm_heat"): "no module 'lm_heat' with weights",
@@ -260,9 +250,7 @@ def _rows(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("several", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one source", "two"])
-def test_rows_of_one_length_together_are_transformers_own(
-    tmp_path: Path, corpus: Path, straight: Path, seen: list, monkeypatch: pytest.MonkeyPatch, several: bool
-) -> None:
+def test_rows_of_one_length_together_are_transformers_own(tmp_path, corpus, straight, seen, monkeypatch, several):
     """Their sampler on this run's random order gives the rows that this run took; resumed exactly; less padding."""
     from transformers import trainer_pt_utils
 
@@ -311,9 +299,7 @@ def _padding(batches: list[dict[str, torch.Tensor]]) -> int:
     return sum(batch["input_ids"].numel() - sum(_lengths(batch)) for batch in batches)
 
 
-def test_packed_rows_are_not_grouped(
-    tmp_path: Path, corpus: Path, straight: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_rows_are_not_grouped(tmp_path, corpus, straight, capsys):
     argv = _argv(tmp_path, corpus, straight / "export/r", "--max_steps", "1", "--group_by_length", "--packing", "on")
     assert main(argv) == 2
     assert "packed rows are all of one length. Use --packing off" in capsys.readouterr().err

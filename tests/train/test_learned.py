@@ -1,7 +1,5 @@
 """Forecasts learn: how long a finished run's steps took is kept by kind of run and machine, and said the next time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Label smoothing and kinds of adapters: equal to transformers' Trainer and to peft on a small resident model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,7 @@ def test_smoothed_loss_is_the_trainers() -> None:
 
 
 @pytest.mark.parametrize("engine", ["stream", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_label_smoothing_of_a_run(
-    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_label_smoothing_of_a_run(tmp_path, corpus, straight, monkeypatch, engine):
     from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import LabelSmoother
 

@@ -1,7 +1,5 @@
 """Schedules, run folders, stop requests, random state, and words for a full tier."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -301,9 +298,7 @@ def test_a_child_of_a_group_of_one_is_a_group_of_its_own() -> None:
         ({"save_strategy": "no", "lora_r": 8, "lora_export": "adapter"}, 0, 4 * 10**9),
     ],
 )
-def test_a_drive_keeps_free_what_the_run_will_write_there(
-    tmp_path: Path, flags: dict[str, Any], checkpoint_bytes: int, exported_bytes: int
-) -> None:
+def test_a_drive_keeps_free_what_the_run_will_write_there(tmp_path, flags, checkpoint_bytes, exported_bytes):
     config = TrainConfig(**flags)
     exported = export_bytes(config, 3 * 10**9, 2 * 10**9, "bf16")
     assert exported == exported_bytes

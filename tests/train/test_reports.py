@@ -1,7 +1,5 @@
 """mlflow, the hub and chat templates, each against a local stand-in of its own client, through the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,9 +40,7 @@ class Hub:
         self.uploaded += [repo_id, *sorted(path.name for path in Path(folder_path).iterdir())]
 
 
-def test_mlflow_and_the_hub(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_and_the_hub(tmp_path, corpus, monkeypatch, capsys):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/mlflow.py").write_text(MLFLOW)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))

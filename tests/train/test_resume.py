@@ -1,7 +1,5 @@
 """Stopping, saving and going on: bit for bit, with what was changed said, and never from a broken model."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -89,9 +87,7 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Call
         assert f"zero_stage {how} was asked for" in engine_of(tmp_path)["reason"]
 
 
-def test_a_refused_resume_leaves_the_log_whole(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_resume_leaves_the_log_whole(tmp_path, corpus, capsys):
     argv = flags(tmp_path, corpus, "--max_steps", "2", "--save_steps", "1", "--run_name", "r", "--no_export")
     assert main(argv) == 0
     before = (tmp_path / "log" / "r" / "metrics.jsonl").read_bytes()
@@ -144,9 +140,7 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
 
 
 @pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
-def test_what_a_resumed_run_changes_is_said(
-    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], capsys: pytest.CaptureFixture[str], engine: str
-) -> None:
+def test_what_a_resumed_run_changes_is_said(tmp_path, corpus, straight_by, capsys, engine):
     start = str(straight_by(engine) / "checkpoint/r/step-00000004")
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", *ENGINES[engine])
     argv += ["--no_export", "--save_steps", "1", "--save_total_limit", "9", "--resume_from_checkpoint"]
@@ -181,9 +175,7 @@ def test_what_a_resumed_run_changes_is_said(
 
 
 @pytest.mark.slow
-def test_another_format_of_states_and_dropout_of_adapters_is_said(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_format_of_states_and_dropout_of_adapters_is_said(tmp_path, corpus, capsys):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--precision", "bf16", "--no_export")
     argv += ["--lora_r", "4", "--save_steps", "1"]
     assert main(argv) == 0
@@ -197,9 +189,7 @@ def test_another_format_of_states_and_dropout_of_adapters_is_said(
 
 
 @pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
-def test_a_model_without_a_finite_validation_loss_is_never_saved(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], engine: str
-) -> None:
+def test_a_model_without_a_finite_validation_loss_is_never_saved(tmp_path, corpus, capsys, engine):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_total_limit", "1", *ENGINES[engine])
     argv += ["--precision", "bf16", "--learning_rate", "1e6", "--save_steps", "1", "--eval_steps", "2"]
     assert main(argv) == 1
@@ -238,9 +228,7 @@ def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
     assert sorted(p.name for p in (tmp_path / "checkpoint/r").iterdir()) == [f"step-0000000{n}" for n in kept]
 
 
-def test_auto_goes_on_from_where_a_run_went_back_to(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_goes_on_from_where_a_run_went_back_to(tmp_path, corpus, capsys):
     from outcore.train.loop import Trainer
 
     run = tmp_path / "checkpoint" / "r"
@@ -268,9 +256,7 @@ def test_auto_goes_on_from_where_a_run_went_back_to(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_kill_at_random_moments_then_resume(
-    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
-) -> None:
+def test_kill_at_random_moments_then_resume(tmp_path, corpus, straight_by, engine):
     """SIGKILL in a step, in a save, and between; each time the command is repeated; the end is the same."""
     straight = straight_by(engine)
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "2")

@@ -1,7 +1,5 @@
 """What a resumed run says of the format of its optimizer states."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

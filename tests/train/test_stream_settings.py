@@ -1,7 +1,5 @@
 """From flags and deepspeed_config.json to the streaming engine: which engine, which homes, which settings, said why."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

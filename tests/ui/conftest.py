@@ -1,7 +1,5 @@
 """Panels on a free port of this machine, in a folder of their own; and Debian's Chromium to look at them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 With OUTCORE_PICTURES=1 every panel is photographed at 1280 and 390 pixels into docs/pictures/.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

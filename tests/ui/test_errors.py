@@ -1,7 +1,5 @@
 """What people do wrong, and what happens to them: clear words, nothing lost."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

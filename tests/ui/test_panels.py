@@ -1,7 +1,5 @@
 """The panels as they are served: nothing from outside, every setting in the form; runs as the routes tell them."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

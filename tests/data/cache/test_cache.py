@@ -1,7 +1,5 @@
 """Caches on the drive: atomic, verified, rebuilt when damaged, built by one process; errors that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Shapes of rows and chat templates: what the model learns to write is exactly what the assistant wrote."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.data import DataError, DataSettings, TemplateError

@@ -1,7 +1,5 @@
 """Every published template in the tests' data: all that the assistant says bears loss, and nothing that others say."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

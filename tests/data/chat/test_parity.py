@@ -4,8 +4,6 @@ TRL swaps a known template for a marked copy of its own; the tables below name w
 otherwise, than the published template. Everything else must agree token for token and label for label.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

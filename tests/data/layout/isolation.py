@@ -10,8 +10,6 @@ What transformers 5.23 does by itself (masking_utils, modeling_flash_attention_u
 `isolates` finds out by experiment, so that no list of model names is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

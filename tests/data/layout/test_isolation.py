@@ -1,7 +1,5 @@
 """Packed documents do not see each other: measured on tiny models, with what the model must be given for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Streams: the order belongs to (seed, epoch) alone, whatever the ranks; resume is exact."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

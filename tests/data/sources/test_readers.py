@@ -1,7 +1,5 @@
 """Readers: every kind of file, its encodings and its damages, with file and line in what is said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

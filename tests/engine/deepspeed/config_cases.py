@@ -1,7 +1,5 @@
 """What the tests of the builder share."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -4,8 +4,6 @@ some.
 Usage: python dsconfig_child.py WORK_DIR. Reads WORK_DIR/jobs.json, writes WORK_DIR/results.json.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

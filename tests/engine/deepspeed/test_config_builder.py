@@ -1,7 +1,5 @@
 """The builder: defaults, precedence, repairs and fallbacks, without DeepSpeed."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public ZeRO-Infinity functions: space estimate, configuration, saving."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json

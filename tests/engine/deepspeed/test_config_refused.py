@@ -1,7 +1,5 @@
 """The builder refuses what is wrong, named by its key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

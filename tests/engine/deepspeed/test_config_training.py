@@ -4,8 +4,6 @@ with some.
 One child process for all of it (DeepSpeed is imported once); the accelerator is the CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A save of several ranks gathers parameter by parameter; memory holds one whole tensor at a time, on every rank."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from types import SimpleNamespace

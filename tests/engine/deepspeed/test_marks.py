@@ -1,7 +1,5 @@
 """Seconds by phase are asked for with a limit: a GPU that hangs ends the run with words."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

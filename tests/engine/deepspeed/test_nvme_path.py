@@ -1,7 +1,5 @@
 """Is this folder a place to offload to: what the user reads for good, bad and odd paths; speed measurement; memlock."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
@@ -156,9 +154,7 @@ def test_a_drive_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: 
         ("tmpfs", "saves no RAM"), ("virtual", None), ("unknown", None),
     ],
 )  # fmt: skip
-def test_the_kind_of_drive_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: str | None
-) -> None:
+def test_the_kind_of_drive_is_told(tmp_path, monkeypatch, kind, warned):
     monkeypatch.setattr(nvme, "drive_of", lambda path: drive(kind))
     ok, message = validate_nvme_path(tmp_path, 0)
     assert ok and ((warned in message) if warned else message == "")
@@ -190,9 +186,7 @@ def test_a_file_system_without_direct_io_is_told(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name, said", [("pwritev", "direct write came back short"), ("preadv", "direct read")])
-def test_short_direct_transfers_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
+def test_short_direct_transfers_are_found(tmp_path, monkeypatch, name, said):
     if not nvme.check_direct_io(tmp_path)[0]:
         pytest.skip("no direct I/O on the test folder's file system")
     monkeypatch.setattr(os, name, lambda fd, buffers, offset: 512)
@@ -234,9 +228,7 @@ def test_speed_words() -> None:
 
 
 @pytest.mark.parametrize("kind, is_ssd", [("nvme", True), ("hdd", False), ("virtual", None)])
-def test_a_fresh_profile_answers_for_its_drive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_ssd: bool | None
-) -> None:
+def test_a_fresh_profile_answers_for_its_drive(tmp_path, monkeypatch, kind, is_ssd):
     """Fresh: no byte is written. Old, or of another drive: measured."""
     here = drive_of(tmp_path)
     known = dataclasses.replace(here, kind=kind, read_gb_per_s=1.25, write_gb_per_s=6.0)

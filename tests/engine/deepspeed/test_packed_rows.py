@@ -1,7 +1,5 @@
 """Packed rows by documents' borders in DeepSpeed's engine: the bits of masks on the CPU, and the kernel where it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +47,7 @@ def test_training_is_the_same_bit_for_bit(results: dict[str, Any], name: str) ->
 
 
 @pytest.mark.parametrize(("name", "runs"), [("by the kernel", 1), ("recomputed by the kernel", 2)])
-def test_the_kernel_gets_the_documents_of_every_packed_micro_batch(
-    results: dict[str, Any], name: str, runs: int
-) -> None:
+def test_the_kernel_gets_the_documents_of_every_packed_micro_batch(results, name, runs):
     """Imitated, in three layers: one of the two micro-batches of a step is packed. Layers that are computed again in
     the backward pass, where nobody tells borders any more, have them from their forward."""
     found, masked = passed(results, name), passed(results, "fp32, masks")

@@ -1,7 +1,5 @@
 """A run's own shared-memory buffer goes as soon as its ranks have opened it, nobody else's."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

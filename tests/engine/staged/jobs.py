@@ -1,7 +1,5 @@
 """Jobs for `staged_child.py`, and how its processes are started."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

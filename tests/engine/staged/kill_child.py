@@ -6,8 +6,6 @@ transfer to the drive is under way), gradient (a gradient is on its way to the d
 begins), commit (a checkpoint is about to get its name).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

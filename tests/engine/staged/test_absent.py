@@ -1,7 +1,5 @@
 """Parameters without a gradient in a step: it counts as zero, as plain PyTorch with zeroed gradients has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed with outcore's staged offload: against stock DeepSpeed, against itself, over checkpoints and ranks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

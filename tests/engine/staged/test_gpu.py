@@ -1,7 +1,5 @@
 """Staged offload on a GPU: the CPU tests' core, with pinned memory, streams and several ranks where there are GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

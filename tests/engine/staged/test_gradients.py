@@ -1,7 +1,5 @@
 """Gradients on NVMe: the bits of gradients in RAM, the bytes that were said, and every fault stops the run."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,9 +151,7 @@ def test_nor_does_what_else_is_on_the_drive(results: dict[str, Any], name: str) 
 
 
 @pytest.mark.parametrize(("name", "count"), [("one micro-batch", 1), ("two micro-batches", 2)])
-def test_each_micro_batch_writes_once_and_all_but_the_first_read(
-    results: dict[str, Any], name: str, count: int
-) -> None:
+def test_each_micro_batch_writes_once_and_all_but_the_first_read(results, name, count):
     written_and_read(passed(results, f"NVMe, {name}")["moved"], count)
 
 

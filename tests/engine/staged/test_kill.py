@@ -1,7 +1,5 @@
 """A killed run with its states on NVMe resumes bit by bit from the last complete checkpoint, wherever the blow fell."""
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

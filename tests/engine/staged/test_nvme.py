@@ -1,7 +1,5 @@
 """Staged offload with states and parameters on NVMe: the bits of RAM, through checkpoints, budgets, faults, ranks."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any
@@ -147,9 +145,7 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
 
 @SLOW
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
-def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(
-    tmp_path: Path, preset: str
-) -> None:
+def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(tmp_path, preset):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     model = {"preset": preset, "config_overrides": {"vocab_size": 16384}}  # x 128 x 2 B: 4 MiB, 2 MiB of two ranks

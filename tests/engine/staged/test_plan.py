@@ -1,7 +1,5 @@
 """What the staged engine is told: sizes from settings, none too small, a RAM budget divided in order of spilling."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """States of shares on the drive, updated to and fro: bits as in RAM, and bytes counted, without DeepSpeed's engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """States, parameters and gradients of shares on the drive: bits as in RAM, whatever is kept, lent or asked."""
 
-from __future__ import annotations
-
 import random
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the streaming engine is measured against: plain PyTorch over the whole model, and random batches for both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

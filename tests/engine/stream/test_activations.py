@@ -1,7 +1,5 @@
 """Activation checkpoints on NVMe: same bits as on the device, space known beforehand, failures where they are taken."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Building the streaming engine: whatever step of it fails, all that was opened before is closed again."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

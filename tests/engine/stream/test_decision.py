@@ -1,7 +1,5 @@
 """What the planner is told of the streaming engine's decision."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

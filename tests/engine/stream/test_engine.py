@@ -1,7 +1,5 @@
 """The streaming engine on the CPU: equal to plain AdamW, and bit-identical wherever things live."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

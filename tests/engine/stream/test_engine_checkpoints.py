@@ -1,7 +1,5 @@
 """Checkpoints of the streaming engine: resumed bit by bit, in another format, from DeepSpeed's, exported, refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

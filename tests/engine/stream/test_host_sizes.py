@@ -1,7 +1,5 @@
 """RAM that an engine asks for: gradients of all layers where it is free, the least where it is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.engine.stream import host_sizes

@@ -1,7 +1,5 @@
 """Models that are made without memory and get their weights layer by layer: the same bits as a whole load."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

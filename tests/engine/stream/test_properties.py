@@ -1,8 +1,6 @@
 """Whatever the micro-batches, the model and the engine's settings: the same training as plain PyTorch's, bit by bit the
 same wherever things live. Default runs are few and always the same; `-m slow` draws many at random."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from contextlib import contextmanager

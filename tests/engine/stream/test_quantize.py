@@ -1,7 +1,5 @@
 """A packed frozen base under adapters: training equals, to the bit, that over the same base expanded and resident."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

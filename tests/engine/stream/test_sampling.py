@@ -1,7 +1,5 @@
 """Greedy sampling by the streaming engine: the tokens that the whole model gives, one pass over the weights each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Training of tiny models by the streaming engine on the CPU, and the same by torch's own AdamW."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gemma 4's text models: kinds of layers with heads of their own, a scalar in each layer, a mixture beside an MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """From `load_model` to a streaming engine, as a training run does it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Packed rows by documents' borders in the streaming engine: the same training as with masks."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

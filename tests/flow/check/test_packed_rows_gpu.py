@@ -1,7 +1,5 @@
 """Packed rows by torch's variable-length flash kernel on a CUDA device: what masks give, to rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which models can be taken apart into units, and the reason for those that cannot."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

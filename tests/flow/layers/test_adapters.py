@@ -1,7 +1,5 @@
 """LoRA's adapters as compiled layers run them: peft's numbers and gradients, and peft's own code for all else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

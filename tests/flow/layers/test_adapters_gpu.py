@@ -1,7 +1,5 @@
 """Compiled layers with adapters on a CUDA device: the eager ones' losses, and no more memory than without adapters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

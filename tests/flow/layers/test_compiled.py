@@ -1,7 +1,5 @@
 """Layers that are alike share one compiled function; results are those of the eager layers."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

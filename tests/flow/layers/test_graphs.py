@@ -1,7 +1,5 @@
 """Graphs of layers: the bookkeeping with a stand-in that replays on the CPU, and real captures on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks that wait are held small, are the same bits again, and are not there at all where none is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Units run one after another give the loss and the gradients of the whole model under plain autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

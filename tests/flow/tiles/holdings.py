@@ -1,7 +1,5 @@
 """Ways to hold units on the device that save memory: none of them may change a result."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from outcore.sizing.tiles import Holding

@@ -1,7 +1,5 @@
 """How the device holds units changes no bit: layers at a time, buffers for gradients, parts or whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

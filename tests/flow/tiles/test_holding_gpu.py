@@ -1,7 +1,5 @@
 """Less held on a CUDA device: the same results, and no more memory than the rule reckons with."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Units computed in tiles: the same losses, gradients and states as whole ones, chosen by the device's memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Units in tiles on a CUDA device: the same results as whole ones, and training where whole ones do not fit."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from typing import Any

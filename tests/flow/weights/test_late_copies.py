@@ -1,7 +1,5 @@
 """A device whose copies end long after they were queued: nothing is read, overwritten or updated before its copy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

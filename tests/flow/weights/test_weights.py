@@ -1,7 +1,5 @@
 """Frozen parameters on NVMe (the base under LoRA adapters): the same bits as in RAM, within a budget of RAM."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

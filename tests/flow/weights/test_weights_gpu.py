@@ -1,7 +1,5 @@
 """Parameters, states and activation checkpoints on NVMe with a CUDA device: what everything in RAM gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Trained parameters on NVMe, written back after each update: the same bits as in RAM, with states there or not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over pages gives what attention over whole rows gives, however it is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

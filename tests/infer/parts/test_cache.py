@@ -1,7 +1,5 @@
 """Pages: nobody reads another's, beginnings are shared and verified, windows give back, room is made."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

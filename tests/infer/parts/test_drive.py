@@ -1,7 +1,5 @@
 """Keys and values on a drive: the same as in RAM; damage is told; beginnings of prompts outlive the program."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Forms that answers must have: masks for every place of a pass, worked out while its layers run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Choosing tokens: greedy, cut and drawn exactly, by a generator that keeps nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Text while tokens arrive: whole letters only, stop texts across tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.infer.requests import TextStream

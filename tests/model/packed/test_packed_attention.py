@@ -1,7 +1,5 @@
 """Attention by documents' borders: the borders themselves, what they mean, and when the kernel gets them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

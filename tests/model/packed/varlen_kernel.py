@@ -3,8 +3,6 @@
 Documents one by one, as the operator's arguments say: borders over flattened tokens, causal, a window to the left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Every architecture: the chunked loss equals the model's own, packed documents equal separate ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

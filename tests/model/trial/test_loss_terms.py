@@ -1,7 +1,5 @@
 """Terms that a model's own forward adds to its cross-entropy: trained, by its balancing loss or by its whole run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny configs: sizes that must agree do, and every kind of layer is still there."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.model.facts import model_class_of

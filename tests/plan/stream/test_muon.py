@@ -1,7 +1,5 @@
 """Muon in the planner: which matrices, the bytes that a momentum alone saves, what Newton-Schulz costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed bases in the planner: their bytes are the formats' own, and packing is proposed where it saves something."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Planner and engine ask one rule what is computed in tiles, and get one answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

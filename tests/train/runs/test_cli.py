@@ -1,7 +1,5 @@
 """The console command: runs by name or folder, listed, exported and deleted; training through it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ corpus, shared, straight, straight_by, in_the_repository = fixtures
 pytestmark = pytest.mark.no_cover
 
 
-def test_runs_are_listed_and_deleted_after_a_question(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_and_deleted_after_a_question(tmp_path, corpus, monkeypatch, capsys):
     argv = flags(tmp_path, corpus, "--run_name", "mine", "--max_steps", "2", "--eval_steps", "0", "--no_export")
     assert main(["train", *argv]) == 0
     folders = [f"--{name}_dir={tmp_path / name}" for name in ("checkpoint", "log", "export")]
@@ -40,9 +36,7 @@ def test_runs_are_listed_and_deleted_after_a_question(
     assert main(["runs", *folders]) == 0 and "no runs here" in capsys.readouterr().out
 
 
-def test_a_run_is_exported_by_name_or_folder_the_best_first(
-    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exported_by_name_or_folder_the_best_first(tmp_path, straight, monkeypatch, capsys):
     root = f"--checkpoint_dir={straight / 'checkpoint'}"
     assert main(["export", "r", root, "--out", str(tmp_path / "a")]) == 0
     assert main(["export", str(straight / "checkpoint/r"), "--out", str(tmp_path / "b")]) == 0
@@ -57,9 +51,7 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(
         assert main(["watch", run, "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
 
 
-def test_a_traced_run_is_drawn_by_name_or_folder(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_traced_run_is_drawn_by_name_or_folder(tmp_path, corpus, monkeypatch, capsys):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--no_export")
     assert main(["train", *argv, "--trace", "1", "--save_strategy", "no"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -87,9 +79,7 @@ def test_a_run_is_opened_by_name_or_folder(straight: Path, tmp_path: Path, monke
         assert found is not None and found.name == "step-00000006"
 
 
-def test_an_adapter_is_merged_into_its_base_from_any_folder(
-    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_merged_into_its_base_from_any_folder(tmp_path, corpus, straight, monkeypatch):
     """The base was named by a relative path; the merged model is the one that the run itself exports."""
     monkeypatch.chdir(straight / "export")
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--lora_r", "4")
@@ -108,9 +98,7 @@ def test_an_adapter_is_merged_into_its_base_from_any_folder(
     AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
-def test_a_packed_base_is_resumed_packed_and_its_merge_says_what_it_is(
-    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_packed_base_is_resumed_packed_and_its_merge_says_what_it_is(tmp_path, corpus, straight, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     common = ("--run_name", "r", "--eval_steps", "0", "--lora_r", "4", "--precision", "fp32")
     argv = [*flags(tmp_path, corpus, *common), "--model_name_or_path", str(straight / "export/r")]

@@ -1,7 +1,5 @@
 """How runs end and go on when something around them breaks: late signals, loads that fail, readers that leave."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -35,9 +33,7 @@ def continued(tmp_path: Path, corpus: Path, straight: Path, last_step: int) -> l
     return flags(tmp_path, corpus, *RUN, "--save_steps", "2", "--no_export", "--resume_from_checkpoint", "auto")
 
 
-def test_a_load_that_fails_after_the_check_falls_back_to_the_older_one(
-    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_load_that_fails_after_the_check_falls_back_to_the_older_one(tmp_path, corpus, straight, monkeypatch, capsys):
     argv, stem = continued(tmp_path, corpus, straight, 4), "exp_avg_sq"
     original = shards.ShardReader.read
 
@@ -58,9 +54,7 @@ def test_a_load_that_fails_after_the_check_falls_back_to_the_older_one(
     assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4, 5, 6]
 
 
-def test_one_that_was_named_is_not_passed_over(
-    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_was_named_is_not_passed_over(tmp_path, corpus, straight, monkeypatch, capsys):
     argv = continued(tmp_path, corpus, straight, 4)
     named = tmp_path / "checkpoint/r/step-00000004"
 
@@ -73,9 +67,7 @@ def test_one_that_was_named_is_not_passed_over(
     assert str(named) in told.err and "EIO" in told.err and "passing over" not in told.out
 
 
-def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(tmp_path, corpus, monkeypatch, capsys):
     original = Trainer.run
 
     def signalled(self: Trainer, stop: Any) -> bool:
@@ -90,9 +82,7 @@ def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(
     assert (tmp_path / "export/r/model.safetensors").is_file()
 
 
-def test_a_damaged_line_of_the_log_is_said_with_its_file(
-    tmp_path: Path, corpus: Path, straight: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_line_of_the_log_is_said_with_its_file(tmp_path, corpus, straight, capsys):
     argv = continued(tmp_path, corpus, straight, 4)
     log = tmp_path / "log/r/metrics.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)

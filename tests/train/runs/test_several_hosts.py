@@ -1,8 +1,6 @@
 """Two hosts, rehearsed: two network namespaces of this machine, joined by one cable, with a rank of DeepSpeed's engine
 in each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

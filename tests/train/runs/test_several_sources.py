@@ -1,7 +1,5 @@
 """Several sources mixed by weight: through the command line and YAML, the same every time, exactly resumable."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -78,9 +76,7 @@ def test_what_a_source_may_be_called(tmp_path: Path) -> None:
     assert parse_config(["--dataset", "a", "--dataset", "b"]).dataset == ("a", "b")
 
 
-def test_a_mixture_trains_and_resumes_exactly(
-    tmp_path: Path, sources: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_trains_and_resumes_exactly(tmp_path, sources, corpus, capsys):
     common = ["--run_name", "r", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2", "--precision", "fp32"]
     common += ["--dataset", f"{sources / 'qa.csv'}:0.5", "--sample_steps", "2", "--no_export"]
     assert main(flags(tmp_path / "one", sources / "chats.jsonl", *common)) == 0

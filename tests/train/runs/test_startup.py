@@ -1,7 +1,5 @@
 """The start's parts: every second in one of them, none in two."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

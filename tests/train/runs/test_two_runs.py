@@ -1,7 +1,5 @@
 """Two processes and one run: the second is told, names are taken once, and workers end with their launcher."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -1,7 +1,5 @@
 """The whole example of docs/runs.md, line by line as a stranger copies it: only MODEL and the size are filled in."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """LoRA on fused experts: streamed training gives peft's numbers, also over a packed base, in tiles and from the drive;
 what is exported is what peft and transformers read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

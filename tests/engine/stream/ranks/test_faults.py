@@ -1,7 +1,5 @@
 """A rank that dies, fails or is slow: the others end with the reason, within seconds, and say which one it was."""
 
-from __future__ import annotations
-
 import signal
 import time
 

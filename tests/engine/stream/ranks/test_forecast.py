@@ -1,7 +1,5 @@
 """The streaming engine's forecast for several GPUs of one host: RAM once, links each, DRAM and drive together."""
 
-from __future__ import annotations
-
 import pytest
 
 from outcore.model import preset_shape

@@ -1,7 +1,5 @@
 """Two GPUs of one host against one: the same losses, and checkpoints that either goes on from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs of train_model.py as two ranks: a killed rank ends the run, one rank goes on from its checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

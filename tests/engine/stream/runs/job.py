@@ -1,7 +1,5 @@
 """The main job with `--engine stream` in this process or in one that is killed at a chosen moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Each ends with exit code 1 and a paragraph that says what happened and what to d
 whole, and the run resumed from it ends with the bits of one that nothing happened to.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 import subprocess

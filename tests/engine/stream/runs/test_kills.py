@@ -1,7 +1,5 @@
 """kill -9 anywhere in a run of the streaming engine: resumed, with states elsewhere too, it ends with the same bits."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

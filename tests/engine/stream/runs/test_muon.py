@@ -1,7 +1,5 @@
 """Muon for the layers' matrices beside AdamW for all else: torch's own, with checkpoints, and refused in words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

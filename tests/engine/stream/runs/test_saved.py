@@ -1,7 +1,5 @@
 """Layers whose forward is saved: no second forward, and the same bits without it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
