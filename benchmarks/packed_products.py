@@ -3,6 +3,8 @@
     python benchmarks/packed_products.py --out products.json                 (all cores)
     python benchmarks/packed_products.py --threads 2 --rows 14336 --columns 4096 --formats nf4,q4_k
     python benchmarks/packed_products.py --peers                             (torch's bf16, int8 and int4 products too)
+    python benchmarks/packed_products.py --ggml FOLDER                       (ggml's, of the package libggml-python:
+                                          pip install --no-deps --target FOLDER libggml-python)
 
 Every call reads another copy of the matrix, together larger than the caches, as a model's layers would be. `share` is
 the packed bytes per second over what the memory gives to reads alone, measured in the same run; `over m=1` the time
@@ -12,6 +14,7 @@ over that of one row. Targets (issue 26): share 0.85 at one row, 1.4 times its t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
@@ -19,6 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,20 +31,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from outcore.formats import PackedSpec, packed_format
 from outcore.formats.products import PackedProducts
 
-FORMATS = ("nf4", "int8", "int4_128_fp16", "mxfp4", "q4_0", "q8_0", "q4_k", "q5_k")
-CACHE_BYTES = 768 << 20
+FORMATS = ("nf4", "int8", "int4_128_fp16", "mxfp4", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
+GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
+"""Numbers of ggml.h."""
+CACHE_BYTES = 512 << 20
 """All copies of a matrix together."""
 
 
 def best_s(calls: list[Callable[[], object]], repeats: int) -> float:
-    """Median seconds of a call, going round the copies."""
+    """Median seconds of a call, going round the copies; of one thread its own time, whoever else wants the core."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for call in calls:
         call()
     times = []
     for number in range(repeats):
-        began_s = time.perf_counter()
+        began_s = clock()
         calls[number % len(calls)]()
-        times.append(time.perf_counter() - began_s)
+        times.append(clock() - began_s)
     return statistics.median(times)
 
 
@@ -98,6 +105,45 @@ def peers(args: argparse.Namespace) -> list[dict]:
     return found
 
 
+def ggml(args: argparse.Namespace, folder: Path) -> list[dict]:
+    """Products of ggml: all copies in one graph, so that its threads start once for them."""
+
+    class Params(ctypes.Structure):
+        _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+    libraries = [
+        ctypes.CDLL(str(next(folder.rglob(f"lib{n}.so"))), ctypes.RTLD_GLOBAL) for n in ("ggml-base", "ggml-cpu")
+    ]
+
+    def call(name: str, *given: object, returns: type | None = ctypes.c_void_p) -> Any:
+        function = getattr(next(library for library in libraries if hasattr(library, name)), name)
+        function.restype = returns
+        return function(*given)
+
+    found = []
+    call("ggml_cpu_init", returns=None)
+    for name in [name for name in args.formats.split(",") if name in GGML_TYPES]:
+        spec = PackedSpec(packed_format(name), (args.rows, args.columns))
+        copies, sizes = copies_of(spec), [ctypes.c_int64(args.columns), ctypes.c_int64(args.rows)]
+        for m in args.m:
+            room = sum(data.nbytes + 4096 + 4 * m * args.rows for data in copies) + 64 * m * args.columns + (64 << 20)
+            context = ctypes.c_void_p(call("ggml_init", Params(room, None, False)))
+            x = ctypes.c_void_p(call("ggml_new_tensor_2d", context, 0, sizes[0], ctypes.c_int64(m)))
+            values = torch.randn(m, args.columns)
+            ctypes.memmove(call("ggml_get_data", x), values.data_ptr(), values.nbytes)
+            graph = ctypes.c_void_p(call("ggml_new_graph", context))
+            for data in copies:
+                weight = ctypes.c_void_p(call("ggml_new_tensor_2d", context, GGML_TYPES[name], *sizes))
+                ctypes.memmove(call("ggml_get_data", weight), data.data_ptr(), data.nbytes)
+                product = ctypes.c_void_p(call("ggml_mul_mat", context, weight, x))
+                call("ggml_build_forward_expand", graph, product, returns=None)
+            compute = partial(call, "ggml_graph_compute_with_ctx", context, graph, args.threads, returns=ctypes.c_int)
+            seconds = best_s([compute], max(3, args.repeats // 4)) / len(copies)
+            found.append(row(f"ggml {name}", m, seconds, spec.size_bytes))
+            call("ggml_free", context, returns=None)
+    return found
+
+
 def row(name: str, m: int, seconds: float, size_bytes: float) -> dict:
     return {"what": name, "m": m, "ms": seconds * 1e3, "gb_per_s": size_bytes / seconds / 1e9}
 
@@ -112,10 +158,11 @@ def main() -> None:
     parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=[1, 2, 4, 8, 16])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="where libggml-python is")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rate = read_rate(args.threads)
-    found = ours(args) + (peers(args) if args.peers else [])
+    found = ours(args) + (peers(args) if args.peers else []) + (ggml(args, args.ggml) if args.ggml else [])
     first = {entry["what"]: entry["ms"] for entry in found if entry["m"] == args.m[0]}
     print(f"{args.rows} x {args.columns}, {args.threads} threads, reads {rate / 1e9:.1f} GB/s\n")
     print("| product | m | ms | GB/s | share | over m=1 |\n|---|--:|--:|--:|--:|--:|")
