@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from outcore.common.ports import free_port
 from outcore.optim.formats.chunk_state import cast_param
 from outcore.train.run import main
+from tests.forked import start_script
 from tests.train.jobs import (
     ENGINES,
+    REPOSITORY,
     engine_of,
     fixtures,
     flags,
@@ -104,14 +107,11 @@ def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corp
     assert not same(states(tmp_path / "m8" / at_end), states(straight / at_end))
 
 
-@pytest.mark.parametrize("budget_gib", ["0", "0.64"])
-def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(
-    tmp_path: Path, corpus: Path, straight: Path, budget_gib: str
-) -> None:
-    """RAM first up to a budget, the rest on the drive: the same bits, the scratch gone, checkpoints whole."""
+def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(tmp_path, corpus, straight):
+    """The bits of RAM, the scratch gone, checkpoints whole."""
     drive = tmp_path / "drive"
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "0")
-    argv += ["--nvme_offload_path", str(drive), "--ram_budget_gib", budget_gib, "--save_steps", "4", "--no_export"]
+    argv += ["--nvme_offload_path", str(drive), "--ram_budget_gib", "0", "--save_steps", "4", "--no_export"]
     assert main(argv) == 0
     plan = json.loads((tmp_path / "log/r/plan.json").read_text())
     assert plan["stream"]["nvme_path"] == str(drive) and plan["stream"]["state_ram_bytes"] is not None
@@ -257,21 +257,32 @@ def test_a_run_imports_no_compiler_before_it_compiles() -> None:
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr
 
 
-def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
-    """The deepspeed launcher with two processes and half the accumulation sees the same losses as one process."""
-    env = fresh_env(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
+def test_two_ranks_equal_one(tmp_path: Path, corpus: Path, launched: bool) -> None:
+    """Two processes, as the deepspeed launcher starts them or by it, and half the accumulation see the same losses."""
     common = ["--run_name", "r", "--max_steps", "3", "--eval_steps", "3", "--precision", "fp32", "--no_export"]
     common += ["--engine", "deepspeed"]
     two = flags(tmp_path / "two", corpus, *common, "--gradient_accumulation_steps", "1", "--save_steps", "0")
-    launcher = str(Path(sys.executable).parent / "deepspeed")
-    done = subprocess.run(
-        [launcher, "--num_accelerators=2", "--master_port=29617", "train_model.py", *two],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    place = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    if launched:
+        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators=2", "--master_port=29617"]
+        with open(logs[0], "wb") as log:
+            command = [*launcher, "train_model.py", *two]
+            done = subprocess.run(command, env=fresh_env(**place), stdout=log, stderr=subprocess.STDOUT, timeout=200)
+        assert done.returncode == 0, logs[0].read_text()[-6000:]
+    else:
+        place |= {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [
+            start_script(
+                REPOSITORY / "train_model.py",
+                [f"--local_rank={rank}", *two],
+                fresh_env(**place, RANK=str(rank), LOCAL_RANK=str(rank)),
+                log,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        assert [rank.wait(200) for rank in ranks] == [0, 0], [log.read_text()[-3000:] for log in logs]
     one = flags(tmp_path / "one", corpus, *common, "--save_steps", "0")
     assert main(one) == 0
     assert engine_of(tmp_path / "two")["name"] == "deepspeed"
