@@ -1,6 +1,7 @@
 """Two processes and one run: the second is told, names are taken once, and workers end with their launcher."""
 
 import errno
+import fcntl
 import os
 import platform
 import signal
@@ -67,6 +68,22 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     assert path.exists() and holder_of(path) is None
     RunLock.take("r", [tmp_path]).release()
     assert not path.exists()
+
+
+def test_a_file_that_its_last_holder_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """A run that ends between our opening of the file and our lock takes the file's name away."""
+    flock = fcntl.flock
+
+    def late(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock_path(tmp_path, "r").unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = RunLock.take("r", [tmp_path])
+    with pytest.raises(RunInUse):
+        RunLock.take("r", [tmp_path])
+    lock.release()
 
 
 def test_a_lock_that_cannot_be_written_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
