@@ -125,11 +125,6 @@ class PlannedRun:
     flags: tuple[str, ...]
     uses_nvme: bool = False
 
-    @property
-    def is_bound_by_launches(self) -> bool:
-        """On a fast GPU: Python and launches of eager layers take longer than their kernels."""
-        return "deepspeed" in self.flags or "off" in self.flags or "dropout" in self.shape
-
     def words(self) -> str:
         """For --list."""
         nvme = " --nvme_offload_path NVME" if self.uses_nvme else ""

@@ -8,9 +8,7 @@
     python benchmarks/plan/plan_vs_measured.py --again plan_vs_measured.json          (no run: today's planner)
 
 Each run is `train_model.py` in a process of its own, its allocator capped at 8 GB. The forecast is the one that the run
-wrote into its plan.json, made with the machine profile that `gds_optimizer.py --quick` measures at the start; before
-runs that are bound by launches (DeepSpeed, eager layers) the profile's rate of the host is measured once more, because
-on a server with other guests it changes by a third within minutes. Measured:
+wrote into its plan.json, made with the machine profile that `gds_optimizer.py --quick` measures at the start. Measured:
 process memory as the driver sees it (used by the device, less what was used before), the allocator's peak, resident
 memory of the process, drive bytes of the block device, seconds per step (medians after --warmup steps). A line per run
 says how much of the drive it took at most, with all its files, and how its resident memory compares with its budget.
@@ -41,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 CAP_BYTES = 8 * 10**9
 POLL_S = 0.05
-HOST_AGAIN_S = 1.0
 
 
 def child(cap_bytes: int, report: Path, argv: list[str]) -> int:
@@ -223,24 +220,6 @@ def measure_profile(args: argparse.Namespace) -> dict[str, Any] | None:
     return json.loads((ROOT / "logs" / "machine_profile.json").read_text())["links"]
 
 
-HOST_AGAIN = """import sys, torch
-from outcore.probe.bench.host import measure_host
-print(measure_host(torch.device("cuda" if torch.cuda.is_available() else "cpu"), float(sys.argv[1])))"""
-
-
-def measure_host_again() -> float | None:
-    """Write today's seconds of a layer's launches into the machine profile, if there is one; what was measured."""
-    profile = ROOT / "logs" / "machine_profile.json"
-    if not profile.exists():
-        return None
-    command = [sys.executable, "-c", HOST_AGAIN, str(HOST_AGAIN_S)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    kept = json.loads(profile.read_text())
-    kept["links"]["host_layer_s"] = round(float(done.stdout.split()[-1]), 6)
-    profile.write_text(json.dumps(kept, indent=1))
-    return kept["links"]["host_layer_s"]
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -298,9 +277,8 @@ def main(argv: list[str]) -> int:
             if time.monotonic() - started_s > args.time_limit_s:
                 left_out.append(name)
                 continue
-            host_s = measure_host_again() if RUNS[name].is_bound_by_launches else None
             result = measure(RUNS[name], args, Path(temporary))
-            results.append(result if host_s is None else {**result, "host_layer_s": host_s})
+            results.append(result)
             print(words_of(result), flush=True)
             table = [compare(result) for result in results if not result["rc"] and result["forecast"]]
             kept = {"links": links, "steps": args.steps, "left_out": left_out, "table": table, "runs": results}

@@ -70,14 +70,18 @@ def test_memory_of_more_runs_is_described_within_the_limits(planned_again: Any, 
     _check_memory(planned_again(run, None)["forecast"], measured)
 
 
-H100 = json.loads((ROOT / "benchmarks/results/plan_vs_measured-h100.json").read_text())["runs"]
-H100_LANE_GB_PER_S = 19.5
-"""What a lane took from pageable RAM there, by pageable.py; the profile of that run did not measure it yet."""
+H100 = [
+    (run, lane_gb_per_s, host_layer_s)
+    for name, lane_gb_per_s, host_layer_s in (("h100", 19.5, 0.005531), ("h100-second", 20.888, 0.003756))
+    for run in json.loads((ROOT / f"benchmarks/results/plan_vs_measured-{name}.json").read_text())["runs"]
+    if (name, run["name"]) != ("h100-second", "s-lora-short-pageable")  # copying threads starved what launches
+]
+"""Runs, and of the profile measured before them: what a lane took from pageable RAM, a layer's launches."""
 
 
-@pytest.mark.parametrize("run", H100, ids=lambda run: run["name"])
-def test_runs_on_a_card_that_no_constant_was_fitted_on(planned_again: Any, run: dict[str, Any]):
-    run["forecast"]["asked"]["hardware"]["copies_gb_per_s"] = H100_LANE_GB_PER_S
+@pytest.mark.parametrize(("run", "lane", "host"), H100, ids=[run["name"] for run, *_ in H100])
+def test_runs_on_a_card_that_no_constant_was_fitted_on(planned_again: Any, run: dict[str, Any], lane, host):
+    run["forecast"]["asked"]["hardware"] |= {"copies_gb_per_s": lane, "host_layer_s": host}
     found, measured = planned_again(run, None)["forecast"], run["measured"]
     assert found["time_s"]["step_s"] == pytest.approx(measured["step_s"], rel=0.20)
     assert found["expected_vram_bytes"] == pytest.approx(measured["driver_vram_bytes"], rel=0.10)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -124,14 +126,15 @@ class RamHome:
 
 class HostCopier:
     """Copies between CPU tensors on `num_threads` threads (started at the first copy). `at_once`: copies that are under
-    way together; threads share one only where there are fewer, because a piece costs the interpreter's lock some 40 µs,
-    which launches need."""
+    way together; threads share one only where there are fewer. A piece costs the interpreter's lock, which launches
+    need: in pieces of 2 MiB 16 threads reached 18.8 GB/s on a host whose memory gave them 53, eight 26.6."""
 
     def __init__(self, num_threads: int | None = None, name: str = "lane", at_once: int = 1) -> None:
         self.num_threads = num_threads or copy_threads(usable_cores())
         self._most_pieces = -(-self.num_threads // at_once)
         self._name = name
-        self._threads: ThreadPoolExecutor | None = None
+        self._pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def submit(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -155,16 +158,24 @@ class HostCopier:
                 transfer.finish()
 
         with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix=f"{self._name}-copy")
-            threads = self._threads
+            while len(self._threads) < self.num_threads:
+                name = f"{self._name}-copy-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
         for begin, end in pairwise(bounds):
-            threads.submit(copy, begin, end)
+            self._pieces.put(partial(copy, begin, end))
         return transfer
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            piece()
+            del piece  # an idle thread keeps no tensor alive
 
     def close(self) -> None:
         """Finishes what was submitted and ends the threads."""
         with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._pieces.put(None)
+        for thread in threads:
+            thread.join()
