@@ -12,7 +12,8 @@ from outcore.infer.opening.check import CPU, kept_of_layers
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
 from outcore.model import shape_from_config
-from outcore.sizing.inference import AttentionLimits, PassSize, pass_bytes
+from outcore.sizing.inference import GRAPH_ROWS, AttentionLimits, PassSize
+from outcore.sizing.inference.pass_bytes import LIBRARY_BYTES, pass_bytes
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine
 
@@ -83,6 +84,29 @@ def test_counted_bytes_hold_what_a_pass_takes(name):
     counted = pass_bytes(layer, loaded.facts.vocab_size, size, 4, limits=limits)
     one.close()
     assert measured <= counted <= 1.2 * measured
+
+
+def test_counted_bytes_hold_what_passes_of_fixed_sizes_keep():
+    """Many sizes, of which none may hold anything for itself alone but its tables."""
+    loaded = tiny_loaded("llama", **WIDTHS, vocab_size=4000)
+    attentions = attentions_of(loaded, discover_units(loaded)).values()
+    layer = layer_size(loaded, shape_from_config("tiny", loaded.config), attentions, CPU, torch.float32)
+    tiny = {"num_pages": 300, "call_tokens": 64}
+    one = TinyEngine("llama", loaded=loaded, page_tokens=PAGE, small=True, speculates=False, tiny=tiny)
+
+    def answer() -> None:
+        for length in (1, 3, 9, 40, 300, 500):
+            prompts = [tuple(range(2, 2 + length))] * (4 if length < 10 else 1)
+            sampling = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
+            list(one.engine.generate([Request(f"{length}-{n}", ids, sampling) for n, ids in enumerate(prompts)]))
+        one.cache.clear_prefixes()
+
+    measured = peak_bytes(answer)
+    assert len(one.runner.small._slots) > 5
+    size = PassSize(64, 16, 512, GRAPH_ROWS[-1], 0)
+    plain, whole = (pass_bytes(layer, 4000, size, 4, has_graphs=graphs) for graphs in (False, True))
+    assert measured <= whole - LIBRARY_BYTES and whole > plain + LIBRARY_BYTES
+    one.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])

@@ -6,7 +6,7 @@ from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, Pass
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import PrefixIndex
-from outcore.infer.cache.rows import RowTables, first_page
+from outcore.infer.cache.rows import RowMasks, RowTables, first_page
 from outcore.infer.cache.states import SequenceStates
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 
@@ -25,6 +25,7 @@ __all__ = [
     "PageLedger",
     "PassTables",
     "PrefixIndex",
+    "RowMasks",
     "RowTables",
     "SequencePages",
     "SequenceStates",

@@ -7,12 +7,27 @@ writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from outcore.infer.cache.kv_cache import SequencePages
 from outcore.staging.pool import SmallCopies
+
+
+class RowMasks:
+    """What rows see, of tables of all sizes in turn: memory for the largest, `most_keys` keys of all rows together."""
+
+    def __init__(self, most_keys: int, device: torch.device) -> None:
+        self.counted = torch.arange(most_keys, device=device)
+        self._kept: dict[tuple, torch.Tensor] = {}
+
+    def take(self, name: tuple, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor [rows, 1, shares, keys] at the one address that this name has."""
+        if name not in self._kept:
+            self._kept[name] = torch.zeros(len(self.counted) * shape[2], dtype=dtype, device=self.counted.device)
+        return self._kept[name][: math.prod(shape)].view(shape)
 
 
 class RowTables:
@@ -25,13 +40,13 @@ class RowTables:
         windows: Sequence[int | None],
         page_tokens: int,
         copies: SmallCopies,
+        masks: RowMasks,
     ) -> None:
-        device, self._copies = copies.device, copies
+        self._copies, self._masks = copies, masks
         self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
         self._page_tokens = page_tokens
         widths = [1, 1, *(width for count in num_pages for width in (1, 1, count))]
-        self._device = torch.zeros(sum(widths) * num_rows, dtype=torch.long, device=device)
-        self._counted = torch.arange(max(num_pages) * page_tokens, device=device)
+        self._device = torch.zeros(sum(widths) * num_rows, dtype=torch.long, device=copies.device)
         parts = self._device.split([width * num_rows for width in widths])
         ids, self._places, *rest = (part.view(num_rows, -1) for part in parts)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
@@ -39,7 +54,8 @@ class RowTables:
         """For each group, the slot that each row's key and value go to."""
         self._firsts, self.pages = rest[1::3], rest[2::3]
         self.seen = [
-            torch.zeros((num_rows, 1, 1, count * page_tokens), dtype=torch.bool, device=device) for count in num_pages
+            masks.take(("seen", group), (num_rows, 1, 1, count * page_tokens), torch.bool)
+            for group, count in enumerate(num_pages)
         ]
         """For each group, which keys of its pages each row sees; made, like `positions`, by `work_out`."""
         self._biases: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -66,7 +82,7 @@ class RowTables:
         at = self._places
         self.positions.copy_(at.view(1, -1))
         for window, first, seen in zip(self._windows, self._firsts, self.seen, strict=True):
-            keys, visible = first + self._counted[: seen.shape[-1]], seen.view(self.num_rows, -1)
+            keys, visible = first + self._masks.counted[: seen.shape[-1]], seen.view(self.num_rows, -1)
             torch.le(keys, at, out=visible)
             if window is not None:
                 visible &= keys > at - window
@@ -78,8 +94,8 @@ class RowTables:
         head. Made once a pass: torch's attention would make it of a bool mask again in every layer."""
         key = group, shares, dtype
         if key not in self._biases:  # by the slot's first pass, which no graph captures: the address stays
-            seen = self.seen[group]
-            self._biases[key] = seen.new_empty((self.num_rows, 1, shares, seen.shape[-1]), dtype=dtype)
+            shape = (self.num_rows, 1, shares, self.seen[group].shape[-1])
+            self._biases[key] = self._masks.take(("bias", *key), shape, dtype)
             self._fill(self._biases[key], group)
         return self._biases[key]
 

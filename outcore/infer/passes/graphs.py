@@ -23,18 +23,18 @@ from outcore.common.deadline import after
 from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
 from outcore.infer.attention import PagedAttention
-from outcore.infer.cache import KvCache, RowTables, SequencePages, first_page
+from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
-from outcore.sizing.inference import GRAPH_ROWS
+from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 48
 """The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
-ROW_KEYS, SPAN_KEYS = 1 << 18, 1 << 15
-"""Keys that all rows may see together: of rows by themselves, and where a sequence has several, each of which reads its
-own copy of the same pages."""
+SPAN_KEYS = 1 << 15
+"""Keys that all rows may see together (`GRAPH_KEYS`) where a sequence has several, each of which reads its own copy of
+the same pages."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class SmallPasses:
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool: Any = None
-        self._handed = Handed(most_rows)
+        self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
         if cache.memory.device != device:
@@ -216,7 +216,7 @@ class SmallPasses:
                 for place in {0, work.count - 1}
             )
             pages.append(rounded_up(most + (window is not None), fine=self.cache.memory.crosses_link))
-        limit = ROW_KEYS if total == len(works) else SPAN_KEYS
+        limit = GRAPH_KEYS if total == len(works) else SPAN_KEYS
         return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
 
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
@@ -225,7 +225,7 @@ class SmallPasses:
             if len(self._slots) >= MAX_SLOTS:
                 self._slots.popitem(last=False)
             settings = self.cache.settings
-            tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies)
+            tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies, self._masks)
             self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._is_on_cpu)
         self._slots.move_to_end(key)
         return self._slots[key]

@@ -4,12 +4,12 @@ from outcore.sizing.inference.in_place import compute_in_place
 from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
     DRAWN_ROWS,
+    GRAPH_KEYS,
     GRAPH_ROWS,
     AttentionLimits,
     AttentionSize,
     LayerSize,
     PassSize,
-    pass_bytes,
 )
 from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
 from outcore.sizing.inference.rates import InPlaceRates

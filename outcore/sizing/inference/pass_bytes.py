@@ -20,6 +20,8 @@ GUESSED_TOKENS = 64
 """Guessed tokens of a pass, of all answers together, unless told."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of a pass that CUDA graphs run; padding costs nothing while weights are what a pass waits for."""
+GRAPH_KEYS = 1 << 18
+"""Keys that all rows of such a pass may see together."""
 LEAST_GRAPH_ROWS = 64
 """Tokens of a pass that have room as CUDA graphs, however few answers there are."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
@@ -123,6 +125,8 @@ def pass_bytes(
         rows = size.graph_rows
         made = itemsize if itemsize < 4 else 0
         found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (8 + made) + layer.hidden_size * 4)
+        shares = sum(1 + itemsize * (a.heads // a.kv_heads) for a in layer.attentions)
+        found += GRAPH_KEYS * (2 * 8 + shares)  # numbers of keys, which of them rows see, and that as numbers
     return found
 
 

@@ -14,6 +14,7 @@ from outcore.infer.cache import (
     KvStore,
     OutOfPages,
     PageLedger,
+    RowMasks,
     RowTables,
 )
 from outcore.staging.pool import SmallCopies
@@ -103,7 +104,7 @@ def test_what_is_written_is_read(kv_format, error):
 
 def test_a_bias_follows_the_tables_at_the_same_address():
     cache = cache_of((None, 8), (3, 8))
-    tables = RowTables(2, (2, 2), cache.windows, 4, SmallCopies(CPU))
+    tables = RowTables(2, (2, 2), cache.windows, 4, SmallCopies(CPU), RowMasks(64, CPU))
     pages = cache.open(range(6))
     cache.extend(pages, 6)
     kept = [tables.bias(group, 3, torch.bfloat16) for group in (0, 1)]
