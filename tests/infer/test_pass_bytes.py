@@ -89,7 +89,7 @@ def test_counted_bytes_hold_what_a_pass_takes(name):
 def test_counted_bytes_hold_what_passes_of_fixed_sizes_keep():
     """Many sizes, of which none may hold anything for itself alone but its tables."""
     loaded = tiny_loaded("llama", **WIDTHS, vocab_size=4000)
-    attentions = attentions_of(loaded, discover_units(loaded)).values()
+    attentions = kept_of_layers(loaded, discover_units(loaded)).attentions.values()
     layer = layer_size(loaded, shape_from_config("tiny", loaded.config), attentions, CPU, torch.float32)
     tiny = {"num_pages": 300, "call_tokens": 64}
     one = TinyEngine("llama", loaded=loaded, page_tokens=PAGE, small=True, speculates=False, tiny=tiny)

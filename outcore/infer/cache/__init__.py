@@ -1,30 +1,26 @@
 """Keys and values of running sequences: pages, their users, shared beginnings."""
 
-from outcore.infer.cache.drive import DriveMemory, DriveStore, open_memory
+from outcore.infer.cache.drive import DriveMemory, open_memory
 from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
-from outcore.infer.cache.prefix import PrefixIndex
 from outcore.infer.cache.rows import RowMasks, RowTables, first_page
 from outcore.infer.cache.states import SequenceStates
-from outcore.infer.cache.store import KvFormat, KvShape, KvStore
+from outcore.infer.cache.store import KvShape, KvStore
 
 __all__ = [
     "CacheSettings",
     "DriveMemory",
-    "DriveStore",
     "GroupPlan",
     "KeptPrefixes",
     "KvCache",
-    "KvFormat",
     "KvMemory",
     "KvShape",
     "KvStore",
     "OutOfPages",
     "PageLedger",
     "PassTables",
-    "PrefixIndex",
     "RowMasks",
     "RowTables",
     "SequencePages",
