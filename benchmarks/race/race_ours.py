@@ -100,8 +100,7 @@ def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
     residents = engine._parts.residents
     engine._drain()
     residents.forget()
-    residents._limit_bytes, late = turn["resident_bytes"], engine._parts.updates.late
-    late._finds, late.count, late._has_turned = turn["late_moments"] is None, turn["late_moments"] or 0, False
+    residents._limit_bytes = turn["resident_bytes"]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -134,8 +133,7 @@ def measured(
     after = drive_bytes(options.get("nvme"))
     use_pct = watch.use_pct if watch is not None else []
     n_steps = options["steps"] * options["repeats"]
-    words = (parts.residents.words(), parts.updates.late.words())
-    print(f"residents: {words[0]}; late: {words[1]}", flush=True)
+    print(f"residents: {parts.residents.words()}", flush=True)
     return {
         "step_s": sorted(repeats)[len(repeats) // 2],
         "repeats_s": repeats,
@@ -148,7 +146,6 @@ def measured(
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
         "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
-        "late_moments": parts.updates.late.count,
     }
 
 

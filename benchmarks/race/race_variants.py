@@ -216,11 +216,9 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
         for name in ("split8", "fp24_m8")
     }
-    uses = {"off": (0, 0), "stay": (None, 0), "late-stay": (None, None)}
-    turns = {name: {"resident_bytes": stay, "late_moments": late} for name, (stay, late) in uses.items()}
     idle = {
-        f"ours-{states}{suffix}": ours(shape, t16, clip, states, resident_bytes=0, late_moments=None)
-        | {"turns": turns, "turn_warm": 12}
+        f"ours-{states}{suffix}": ours(shape, t16, clip, states, resident_bytes=0)
+        | {"turns": {"stay": {"resident_bytes": None}}, "turn_warm": 5}
         for states in ("fp32", "split")
         for clip, suffix in ((1, "-clip"), (0, ""))
     }

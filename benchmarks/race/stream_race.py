@@ -17,9 +17,9 @@ with something on NVMe have `--nvme_steps`: at the beginning of one the drive is
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
 micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, idle
-(what hides updates, one engine after one compilation: late moments, then neither, layers that stay, both; --warm 12,
-for late moments are found step by step), muon (ours with either optimizer), mfu (Qwen2.5 7B's shape, 158 rows of
-1,024 tokens, --cap_gib 0: how much arithmetic a large GPU gives),
+(ours without and with layers that stay, one engine after one compilation; a size a call, because graphs of one keep the
+memory that the next would use), muon (ours with either optimizer), mfu (Qwen2.5 7B's shape, 158 rows of 1,024 tokens,
+--cap_gib 0: how much arithmetic a large GPU gives),
 expectations (docs/expectations.md: --shape 0.2b, 524,288 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B
 under 2 GB; a layer of hidden size 65,536), rivals and
 rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). TFLOPS are 6

@@ -15,10 +15,7 @@ from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 
-Half = Literal["weights", "moments"]
-"""An update in two calls with one gradient: the weights by moments that are not kept, later the moments. Together they
-give the bits of an update at once."""
-Work = Literal["update", "guarded_update", "weights", "moments", "sum_squares", "add_up"]
+Work = Literal["update", "guarded_update", "sum_squares", "add_up"]
 Status = Literal["done", "skipped", "cancelled", "failed"]
 BackendName = Literal["auto", "extension", "torch"]
 

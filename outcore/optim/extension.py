@@ -19,13 +19,9 @@ from outcore.optim.formats.compressed import check_moments, check_unsigned
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 6
+ABI = 5
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
-WORK_CODES: dict[Work, int] = {
-    "update": 0, "weights": 0, "moments": 0, "guarded_update": 1, "sum_squares": 2, "add_up": 3,
-}  # fmt: skip
-HALF_CODES: dict[Work, int] = {"weights": 1, "moments": 2}
-"""abi.h: Half."""
+WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2, "add_up": 3}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")
 REAP_CAPACITY = 64
 LAYOUT_NAMES = (
@@ -68,7 +64,7 @@ class CTypes(ctypes.Structure):
         ("format", ctypes.c_int32),
         ("grad_dtype", ctypes.c_int32),
         ("param_dtype", ctypes.c_int32),
-        ("half", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
     )
 
 
@@ -269,7 +265,7 @@ class ExtensionQueue:
             )
 
     def submit(self, priority: int, batch: JobBatch, hyper: AdamWHyper | None, work: Work, notify_chunks: bool) -> int:
-        types, code = c_types(batch, work), ctypes.c_int()
+        types, code = c_types(batch), ctypes.c_int()
         c_hyper = CHyper() if hyper is None else c_scalars(hyper)
         ticket_id = self._library.outcore_optim_pool_submit(
             self._pool,
@@ -321,10 +317,10 @@ class ExtensionQueue:
         self._library.outcore_optim_pool_delete(self._pool)
 
 
-def c_types(batch: JobBatch, work: Work = "update") -> CTypes:
-    """Format and types of a batch and what of it is written, as the C++ side reads them."""
+def c_types(batch: JobBatch) -> CTypes:
+    """Format and types of a batch, as the C++ side reads them."""
     code = 0 if batch.state_format is None else batch.state_format.code
-    return CTypes(code, DTYPE_CODES[batch.grad_dtype], DTYPE_CODES[batch.param_dtype], HALF_CODES.get(work, 0))
+    return CTypes(code, DTYPE_CODES[batch.grad_dtype], DTYPE_CODES[batch.param_dtype], 0)
 
 
 def c_scalars(hyper: AdamWHyper) -> CHyper:

@@ -38,7 +38,7 @@ import torch
 
 from outcore.common.quantities import format_s
 from outcore.machine import usable_cores
-from outcore.optim.backend import Backend, BackendName, FinishedUnit, Half, Work, WorkQueue
+from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue
 from outcore.optim.choice import open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
@@ -120,20 +120,16 @@ class OptimizerPool:
         *,
         guard: bool = False,
         notify_chunks: bool = False,
-        half: Half | None = None,
     ) -> Ticket:
         """Queue AdamW on a unit's chunks; returns at once.
 
         `guard`: skip the unit when a gradient is not finite. `notify_chunks`: each chunk is reported by `next_chunk`,
-        and someone must take those reports. `half`: of an update in two calls (`backend.Half`; formats with
-        fp32 moments), the moments once the weights have finished; not guarded.
+        and someone must take those reports.
         """
         if jobs.state_format is None:
             raise ValueError("these jobs have gradients only; an update needs JobBatch(format, jobs)")
         hyper.check_moments(jobs.state_format.moments8)
-        return self._submit(
-            unit_id, priority, jobs, hyper, half or ("guarded_update" if guard else "update"), notify_chunks
-        )
+        return self._submit(unit_id, priority, jobs, hyper, "guarded_update" if guard else "update", notify_chunks)
 
     def submit_sumsq(self, unit_id: Hashable, priority: int, grads: Sequence[torch.Tensor]) -> Ticket:
         """Queue the sum of squares and finiteness of a unit's gradients; the result's `stats` has them.

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import torch
 
-from outcore.optim.backend import Half
 from outcore.optim.formats import BLOCK_NUMEL, StateFormat
 from outcore.optim.formats.chunk_state import cast_param, join_master, one_nan, round_to_24_bits, split_master
 from outcore.optim.formats.compressed import compress_moments, expand_moments
@@ -33,7 +32,6 @@ from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob
 
 SLICE_NUMEL = 1 << 18
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SUM_BLOCK_NUMEL = 4096
 SUM_LANES = 64
 SMALLEST_NORMAL = 2.0**-126
@@ -41,12 +39,12 @@ LARGEST_GRAD = 2.0**60
 """Scaled gradients above it are refused like infinity: their square would overflow the second moment."""
 
 
-def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper, half: Half | None = None) -> None:
-    """AdamW on one chunk, in place; the arguments are those of a checked `JobBatch`. `half`: write only that."""
+def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
+    """AdamW on one chunk, in place; the arguments are those of a checked `JobBatch`."""
     numel = job.grad.numel()
     views = state_format.views(job.state, numel)
     if state_format.compressed:
-        moments = {name: torch.empty(numel, dtype=torch.float32) for name in MOMENTS}
+        moments = {name: torch.empty(numel, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         expand_moments(state_format, job.state, **moments)
         views = {name: view for name, view in views.items() if name in ("master", "residual")} | moments
     grad = job.grad.detach().reshape(-1)
@@ -54,11 +52,6 @@ def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper, ha
     scalars = hyper.scalars()
     if not job.weight_decay:
         scalars = scalars._replace(decay=1.0)
-    if half == "moments":
-        param = None if param is None else param.clone()
-        views = {name: view if name in MOMENTS else view.clone() for name, view in views.items()}
-    elif half == "weights":
-        views = {name: view.clone() if name in MOMENTS else view for name, view in views.items()}
     for start in range(0, numel, SLICE_NUMEL):
         at = slice(start, min(start + SLICE_NUMEL, numel))
         blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))

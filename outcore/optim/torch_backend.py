@@ -104,7 +104,7 @@ class TorchQueue:
                 hyper,
                 work,
                 notify_chunks and work in ("update", "guarded_update"),
-                work not in ("update", "weights", "moments"),
+                work != "update",
                 chunks_left=len(batch),
                 sums=[(0.0, True)] * len(batch),
             )
@@ -180,8 +180,7 @@ class TorchQueue:
                     scanned = (total, all_finite)
                 else:
                     assert unit.batch.state_format is not None and unit.hyper is not None
-                    half = unit.work if unit.work in ("weights", "moments") else None
-                    update_chunk(unit.batch.state_format, unit.batch.jobs[index], unit.hyper, half)
+                    update_chunk(unit.batch.state_format, unit.batch.jobs[index], unit.hyper)
             except BaseException as caught:  # delivered to whoever waits for the unit
                 error = caught
             ended_s = time.perf_counter()

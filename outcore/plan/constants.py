@@ -142,8 +142,6 @@ OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType(
     {"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1, "fp24_m8": 12.1}
 )
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
-HALVES_DRAM_BYTES: Mapping[str, tuple[float, float]] = MappingProxyType({"fp32": (20, 18), "split": (18, 18)})
-"""DRAM bytes per parameter of an update in halves: the weights' (no moment written), the moments' (no master read)."""
 STREAM_DRIVE_SHARE = 0.95
 """Share of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96
 and 99 %, staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""

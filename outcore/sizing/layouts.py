@@ -68,8 +68,6 @@ class StreamLayout:
     """Pinned memory. None: as the request says, or what the machine gives."""
     resident_bytes: int | None = 0
     """Idle GPU memory for layers that stay there, at most. None: all of it, where that gains."""
-    late_moments: int | None = 0
-    """Parts whose update is made in halves; None: as many as help, else none."""
     saved_bytes: int | None = 0
     """Room for what the last layers keep of their forward."""
 

@@ -17,8 +17,6 @@ RESIDENT_BYTES: int | None = 0
 """Memory for layers that stay, at most, where nobody says; None: all that is idle. Measured (H100, cap 6.5 GiB, 1.2 B,
 16,384 tokens, clipping, fp32 states, one run each): 0.521 s a step without, 0.460 with all that is idle. Nothing until
 every GPU test has ended well with None."""
-LATE_MOMENTS: int | None = 0
-"""Parts whose update is made in halves where nobody says; None: as many as help. None until it was measured."""
 SAVED_BYTES: int | None = 0
 """Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 LEAST_GAIN = 0.03

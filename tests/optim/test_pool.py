@@ -25,7 +25,6 @@ from outcore.optim import torch_backend as torch_backend_module
 from outcore.optim.backend import Backend
 from tests.optim.cases import (
     all_same,
-    all_variants,
     copy_of,
     extension,
     hyper,
@@ -60,27 +59,6 @@ def test_results_are_those_of_direct_calls(backend, state_format, guard):
             assert pool.done(ticket)
     for unit, after in zip(units, expected):
         assert all_same(unit, after)
-
-
-@pytest.mark.parametrize("state_format", [FP32, SPLIT], ids=lambda f: f.name)
-def test_two_halves_are_an_update(state_format):
-    """After the weights' half parameter and master are new and the moments are old; after the other all is as at
-    once, to the bit, with every instruction set."""
-    for backend in (torch_backend(), *all_variants()):
-        unit, halves = make_unit(state_format, 5), make_unit(state_format, 5)
-        with OptimizerPool(3, backend=backend, task_numel=4096) as pool:
-            for step in (1, 2):
-                before, now, batch = [copy_of(job) for job in halves], hyper(step), JobBatch(state_format, halves)
-                pool.wait(pool.submit("layer", 0, JobBatch(state_format, unit), now), WAIT_S)
-                pool.wait(pool.submit("layer", 0, batch, now, half="weights"), WAIT_S)
-                for old, job, whole in zip(before, halves, unit, strict=True):
-                    found = state_format.views(job.state, job.grad.numel())
-                    for name, view in found.items():
-                        other = old if name.startswith("exp_avg") else whole
-                        assert torch.equal(view, state_format.views(other.state, job.grad.numel())[name]), name
-                    assert torch.equal(job.param, whole.param) and not torch.equal(job.param, old.param)
-                pool.wait(pool.submit("layer", 0, batch, now, half="moments"), WAIT_S)
-                assert all_same(halves, unit), (backend.name, step)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

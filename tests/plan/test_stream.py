@@ -380,23 +380,17 @@ def test_saved_forwards_take_idle_memory_and_spare_computing(lora):
 
 
 @pytest.mark.parametrize("accumulation", [4, 1])
-@pytest.mark.parametrize("states", ["fp32", "split"])
-def test_what_hides_updates_is_taken_where_it_gains(states, accumulation):
-    """16,384 and 4,096 tokens: clipped, layers that stay and updates in halves each make a step shorter, both most;
-    unclipped and compute-bound, none stays. Gradients still needed lend activation checkpoints no home."""
+def test_layers_stay_where_that_gains(accumulation):
+    """16,384 and 4,096 tokens: clipped, a step is shorter by more than 3 %; unclipped and compute-bound, none stays."""
     shape, gpu = prototype_shape(), server(vram_bytes=8 * GIB)
 
-    def planned(clip: float, resident_bytes: int | None, late_moments: int | None):
-        layout = StreamLayout(4, accumulation, "ram", resident_bytes=resident_bytes, late_moments=late_moments)
-        return plan_stream(shape, RunRequest(max_grad_norm=clip, state_format=states), gpu, 1024, layout)
+    def planned(clip: float, resident_bytes: int | None):
+        layout = StreamLayout(4, accumulation, "ram", resident_bytes=resident_bytes)
+        return plan_stream(shape, RunRequest(max_grad_norm=clip), gpu, 1024, layout)
 
-    off, stay, late, both = (planned(1.0, *uses) for uses in ((0, 0), (None, 0), (0, None), (None, None)))
-    assert stay.time.step_s < 0.97 * off.time.step_s and late.time.step_s < 0.99 * off.time.step_s
-    assert both.time.step_s < 0.99 * stay.time.step_s and both.part_bytes("vram", STAYING) > 0
-    kept = 22 * accumulation * 4096 * 2048 * 2
-    found = [sum(plan.used_bytes(tier) for tier in ("ram", "pinned")) for plan in (off, late)]
-    assert found[1] - found[0] == pytest.approx(kept, rel=0.01)
-    assert (planned(0.0, None, None).part_bytes("vram", STAYING) > 0) is (accumulation == 1)
+    assert planned(1.0, None).time.step_s < 0.97 * planned(1.0, 0).time.step_s
+    assert planned(1.0, None).part_bytes("vram", STAYING) > 0
+    assert (planned(0.0, None).part_bytes("vram", STAYING) > 0) is (accumulation == 1)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])

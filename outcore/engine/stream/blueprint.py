@@ -66,11 +66,6 @@ class Blueprint:
         """Indices of the units with parameters on NVMe."""
         return frozenset(unit.index for unit in self.units.all if self.cuts[unit.index] < unit.layout.home_numel)
 
-    @property
-    def has_any_on_nvme(self) -> bool:
-        """Whether parameters or optimizer states live on a drive."""
-        return bool(self.on_nvme) or any(chunk.on_nvme for chunks in self.chunks.values() for chunk in chunks)
-
 
 def draw_blueprint(
     loaded: LoadedModel,

@@ -34,12 +34,11 @@ from outcore.engine.stream.host_sizes import (
     rank_pool_bytes,
     read_ahead_bytes,
 )
-from outcore.engine.stream.idle.late_moments import LateMoments, open_late_moments
-from outcore.engine.stream.idle.residents import ResidentDownload, Residents, open_residents, open_saved
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
@@ -117,9 +116,7 @@ def build_stream_engine(
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents)
         flow = _flow(plan, traffic)
-        schedule = _schedule(
-            plan, flow, traffic.download, _activations(plan, ground, arena, optimizer.updates.late), saved
-        )
+        schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena), saved)
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -291,10 +288,7 @@ def _open_optimizer(
         undo.callback(ring.close)
     published = None if ground.host is None else PublishedUpdates(ground.host, pool)
     muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
-    late = open_late_moments(plan, pool, stalls, residents, TIMEOUT_S)
-    updates = PartUpdates(
-        homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, late=late, muon=muon
-    )
+    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 
 
@@ -340,7 +334,6 @@ def _traffic(
         arena if host is None else host.slots,
         ground.download,
         make_room=updates.make_room if reducer is None else reducer.make_room,
-        used_up=updates.late.settle,
         accumulate_dtype=plan.sum_dtype,
         num_buffers=holding.ship_buffers,
         ends_in_parts=holding.ends_in_parts,
@@ -397,12 +390,12 @@ def _schedule(
     )
 
 
-def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena, late: LateMoments) -> Activations:
+def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
     """Home in which checkpoints wait; on NVMe with the space that the settings say a step needs."""
     num_layers = len(plan.units.layers)
     where = plan.settings.activations_on(plan.device)
     if where == "ram":
-        lend = lender(plan.units, arena, plan.tile_plan.indices, late.takes, plan.place.rank, plan.place.world_size)
+        lend = lender(plan.units, arena, plan.tile_plan.indices, plan.place.rank, plan.place.world_size)
         return RamActivations(ground.memory, ground.upload, ground.download, num_layers, lend=lend)
     if where == "nvme":
         assert ground.scratch is not None

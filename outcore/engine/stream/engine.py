@@ -137,13 +137,13 @@ class StreamEngine:
         self._attempts += 1
         clock.wait()
         norm = float(parts.download.norm()) / scale
-        phase_s = clock.seconds() | parts.stalls.seconds()
-        parts.updates.late.step_ends(phase_s)
         begin_s = time.perf_counter()
         ce_sum, aux_sum = self._ranks.sums([float(sums.ce_sum), float(sums.aux_sum)], "losses of the step")
         self._check_loss(ce_sum + aux_sum, total)
         skipped = self._settle(shipped, norm, scale, lr) if self._deferred else self._settle_immediate(norm)
+        phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
+        phase_s |= parts.stalls.seconds()
         if self.world_size > 1:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s

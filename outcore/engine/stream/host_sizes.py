@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -11,9 +10,8 @@ from outcore.common.quantities import GIB, round_up
 from outcore.engine.stream.activations.memory import Lend, lent_bytes
 from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
-from outcore.engine.stream.idle.late_moments import halved_parts
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts import ModelParts, Part
+from outcore.flow.parts import ModelParts
 from outcore.machine import available_ram_bytes
 from outcore.optim import state_format
 from outcore.sizing.streaming import STAY_LAYERS
@@ -66,9 +64,8 @@ def checkpoint_bytes(plan: Blueprint) -> int:
     ends = list(accumulate(round_up(tokens * row_bytes, ALIGNMENT_BYTES) for tokens in settings.step_tokens))
     has_homes = plan.is_deferred or not place.is_alone or arena_bytes(plan.units, settings) is None
     leaving = plan.units.layer_units[: max(0, len(plan.units.layer_units) - STAY_LAYERS)]
-    lend_none = plan.tile_plan.indices | {unit.index for unit in halved_parts(plan)}
     room = [
-        gradient_bytes_of(unit) // place.world_size if has_homes and unit.index not in lend_none else 0
+        gradient_bytes_of(unit) // place.world_size if has_homes and unit.index not in plan.tile_plan.indices else 0
         for unit in leaving
     ]
     return sum(ends[-1] - lent_bytes(ends, of_layer) for of_layer in room)
@@ -90,20 +87,12 @@ def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
-def lender(
-    units: ModelParts,
-    arena: GradientArena,
-    tiled: frozenset[int],
-    reads: Callable[[Part], bool],
-    rank: int = 0,
-    world_size: int = 1,
-) -> Lend:
-    """Gradients' homes for checkpoints, but those that the optimizer still `reads`; a tiled layer's are written to
-    while its checkpoints are still needed. Of homes that several ranks share each gets an equal piece: a sum is written
-    there when all have used their checkpoints."""
+def lender(units: ModelParts, arena: GradientArena, tiled: frozenset[int], rank: int = 0, world_size: int = 1) -> Lend:
+    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed. Of homes
+    that several ranks share each gets an equal piece: a sum is written there when all have used their checkpoints."""
 
     def lend(layer: int) -> torch.Tensor | None:
-        if units.layer_units[layer].index in tiled or reads(units.layer_units[layer]):
+        if units.layer_units[layer].index in tiled:
             return None
         home = arena.own_home(units.layer_units[layer])
         if home is None:

@@ -13,7 +13,7 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.quantities import format_gb, format_gib
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientShipping
-from outcore.engine.stream.idle.residents import Residents
+from outcore.engine.stream.residents import Residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates

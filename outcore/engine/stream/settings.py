@@ -9,7 +9,7 @@ import torch
 
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
-from outcore.sizing.residents import LATE_MOMENTS, RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -50,9 +50,6 @@ class StreamSizes:
     """Layers on the device at a time, at most: where memory is short, fewer (`sizing.tiles`)."""
     device_bytes: int | None = None
     """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
-    late_moments: int | None = LATE_MOMENTS
-    """Parts whose moments are updated under the backward after the forward that waits for their weights. None: as many
-    as make steps shorter; 0: none."""
     optimizer_threads: int | None = None
     """Threads of the optimizer. None: all cores, because these threads stand behind those that launch kernels and
     move bytes; with a drive under the run all but two."""
@@ -169,7 +166,7 @@ class StreamSettings(StreamSizes):
     def _check_residency(self) -> None:
         names = (
             "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
-            "resident_bytes", "saved_bytes", "late_moments",
+            "resident_bytes", "saved_bytes",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

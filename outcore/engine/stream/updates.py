@@ -19,12 +19,11 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.engine.stream.idle.late_moments import LateMoments
-from outcore.engine.stream.idle.residents import Residents
 from outcore.engine.stream.ranks.published import PublishedUpdates
+from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.optim import LARGEST_GRAD, AdamWHyper, JobBatch, MatrixUpdates, OptimizerPool, Ticket
+from outcore.optim import LARGEST_GRAD, AdamWHyper, MatrixUpdates, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
 from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, StateRing
 from outcore.storage import TensorStore
@@ -41,7 +40,6 @@ class _Pending:
         self.ticket: Ticket | None = None
         self.ring_ticket: RingTicket | None = None
         self.matrices: Future[None] | None = None
-        self.late: tuple[JobBatch, AdamWHyper] | None = None
         self.skipped = False
         self.error: BaseException | None = None
 
@@ -49,7 +47,7 @@ class _Pending:
 class PartUpdates:
     """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
     `published`: where other ranks update the rest of each part. `residents` update their parts themselves, `muon`
-    matrices; of `late` ones only the weights are waited for."""
+    matrices."""
 
     def __init__(
         self,
@@ -62,11 +60,10 @@ class PartUpdates:
         stalls: Stalls | None = None,
         published: PublishedUpdates | None = None,
         residents: Residents,
-        late: LateMoments,
         muon: MatrixUpdates | None = None,
     ) -> None:
         self._muon = muon
-        self._published, self._residents, self.late = published, residents, late
+        self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
         self._guards = ThreadPoolExecutor(1, thread_name_prefix="gradient-guard") if ring is not None else None
@@ -129,10 +126,7 @@ class PartUpdates:
             pending.ring_ticket = self._ring.submit(unit, flowing, grad, hyper)
         jobs = self._homes.jobs(unit, grad)
         if jobs is not None:
-            if self.late.takes(unit):
-                pending.late = jobs, hyper
-            half = None if pending.late is None else "weights"
-            pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard, half=half)
+            pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)
 
     def _begin_finite(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper) -> None:
         """On the guards' thread: as a guarded update, over the unit's chunks wherever they live."""
@@ -221,8 +215,6 @@ class PartUpdates:
             with self._stalls.because("optimizer", f"update of {unit.name} on other ranks"):
                 self._published.wait(unit)
         del self._pending[unit.index]
-        if pending.late is not None:
-            self.late.weights_done(unit, *pending.late)
         self._arena.give_back(unit)
 
     def make_room(self) -> None:
@@ -238,7 +230,6 @@ class PartUpdates:
         """Until every unit is up to date, on the drive too; the first failure is raised."""
         for pending in list(self._pending.values()):
             self.wait(pending.unit)
-        self.late.drain()
         if self._ring is not None:
             self._ring.flush()
 

@@ -42,8 +42,6 @@ COLOURS = {
     "write": ("#0b7285", "drive writes"),
     "update": ("#5c7a29", "AdamW on a unit"),
     "guarded_update": ("#5c7a29", "AdamW on a unit"),
-    "weights": ("#5c7a29", "AdamW on a unit, its weights"),
-    "moments": ("#5c7a29", "AdamW on a unit, its moments"),
     "sum_squares": ("#a9b665", "look for non-finite gradients"),
     "wait pcie": ("#f1b0b0", "waits for a copy"),
     "wait nvme": ("#c92a2a", "waits for the drive"),

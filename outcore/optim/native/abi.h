@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 6
+#define OUTCORE_ABI 5
 
 namespace outcore {
 
@@ -24,8 +24,6 @@ static inline bool is_compressed(int32_t format) { return format & 8; }
 static inline int64_t master_bytes(int32_t format) { return format & 4 ? 1 : format & 1 ? 2 : 4; }  // or the residual's
 
 enum Dtype : int32_t { kNone = 0, kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3 };
-// An update in two halves: first the weights by moments that are not kept, later the moments, from the same gradient.
-enum Half : int32_t { kWhole = 0, kWeights = 1, kMoments = 2 };
 enum Variant : int32_t { kAuto = -1, kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 constexpr int64_t kBlock = 256;       // elements per 8-bit block, and per tile of the kernels
@@ -61,7 +59,7 @@ struct Types {
   int32_t format;
   int32_t grad_dtype;
   int32_t param_dtype;
-  int32_t half;
+  int32_t padding;
 };
 
 struct Layout {  // byte offsets inside a chunk; -1 where the format has no such state

@@ -169,16 +169,15 @@ INLINE void pack(const Block& block, const float* exp_avg, const float* root, ui
   }
 }
 
-// kMaster: bytes of the master (4), or of the residual of a split (2, 1). kHalf: what is written, of fp32 moments.
-template <int kMaster, bool kMoments8, int kHalf = kWhole>
+// kMaster: bytes of the master (4), or of the residual of a split (2, 1).
+template <int kMaster, bool kMoments8>
 INLINE void update_block(const Types& types, const Block& block, const Hyper& h, const Divisor& bias_correction2_sqrt,
                          uint64_t key) {
   const int64_t grad_size = size_of(types.grad_dtype);
-  constexpr bool kAside = kMoments8 || kHalf == kWeights;  // new exp_avg are not for the block
-  alignas(64) float unpacked[kAside ? kBlock : 1], root[kBlock];
+  alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
   alignas(64) uint32_t hashes[kMoments8 ? kBlock / 2 : 1];
   if constexpr (kMoments8) hash_block(hashes, key);
-  float* const exp_avg = kAside ? unpacked : (float*)block.exp_avg;
+  float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
   Words top_m{}, top_s{};
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     fetch_ahead(block.grad, i, grad_size);
@@ -195,20 +194,19 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
       store(exp_avg + i, without_tiny(m, size, kSmallestExpAvg8));
       store(root + i, s);
     } else {
-      const auto [m, v] = new_moments({load((float*)block.exp_avg + i), load((float*)block.exp_avg_sq + i)}, g, h);
+      const auto [m, v] = new_moments({load(exp_avg + i), load((float*)block.exp_avg_sq + i)}, g, h);
       const Floats positive = without_tiny(v, magnitude(v), kSmallestNormal);
-      if constexpr (kHalf != kMoments) store(root + i, square_root(positive));
+      store(root + i, square_root(positive));
       store(exp_avg + i, one_nan(without_tiny(m, magnitude(m), kSmallestNormal)));
-      if constexpr (kHalf != kWeights) store((float*)block.exp_avg_sq + i, one_nan(positive));
+      store((float*)block.exp_avg_sq + i, one_nan(positive));
     }
   }
-  if constexpr (kHalf == kMoments) return;
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     fetch_ahead(block.master, i, kMaster);
     if (kMaster < 4) fetch_ahead(block.param, i, 2);
-    // With 8-bit moments, or with none to write, arithmetic takes longer than memory does.
+    // With 8-bit moments arithmetic takes longer than memory does.
     const Floats m = load(exp_avg + i), s = load(root + i);
-    const Floats corrected = kAside ? quotient(s, bias_correction2_sqrt) : s / bias_correction2_sqrt.by;
+    const Floats corrected = kMoments8 ? quotient(s, bias_correction2_sqrt) : s / bias_correction2_sqrt.by;
     if constexpr (kMaster == 2) {
       uint16_t *param = (uint16_t*)block.param + i, *residual = (uint16_t*)block.master + i;
       const Floats w = new_master(join(param, (const int16_t*)residual), m, corrected, h);
@@ -230,7 +228,7 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
   if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), hashes);
 }
 
-template <int kMaster, bool kMoments8, bool kCompressed = false, int kHalf = kWhole>
+template <int kMaster, bool kMoments8, bool kCompressed = false>
 void update_range(const Types types, const Job job, const Hyper h, int64_t start, int64_t stop) {
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
@@ -256,7 +254,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     }
     const int64_t n = stop - start;
     if (n >= kBlock) {
-      update_block<kMaster, kMoments8, kHalf>(types, block, h, bias_correction2_sqrt, key);
+      update_block<kMaster, kMoments8>(types, block, h, bias_correction2_sqrt, key);
     } else {  // the last few of a chunk, in a block filled up with zeros, which stay zeros
       alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
       alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
@@ -265,7 +263,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       __builtin_memcpy(master, block.master, n * kMaster);
       __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize<kMoments8>);
       __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize<kMoments8>);
-      update_block<kMaster, kMoments8, kHalf>(
+      update_block<kMaster, kMoments8>(
           types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s, false}, h,
           bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
@@ -278,18 +276,11 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
   end_streams();
 }
 
-template <int kMaster>
-void update_plain(const Types& types, const Job& job, const Hyper& h, int64_t start, int64_t stop) {
-  if (types.half == kWeights) update_range<kMaster, false, false, kWeights>(types, job, h, start, stop);
-  else if (types.half == kMoments) update_range<kMaster, false, false, kMoments>(types, job, h, start, stop);
-  else update_range<kMaster, false>(types, job, h, start, stop);
-}
-
 void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
   Hyper h = hyper;
   if (!job.decays) h.decay = 1.f;
-  if (types.format == kFp32) update_plain<4>(types, job, h, start, stop);
-  else if (types.format == kSplit) update_plain<2>(types, job, h, start, stop);
+  if (types.format == kFp32) update_range<4, false>(types, job, h, start, stop);
+  else if (types.format == kSplit) update_range<2, false>(types, job, h, start, stop);
   else if (types.format == kFp32Moments8) update_range<4, true>(types, job, h, start, stop);
   else if (types.format == kSplit8) update_range<2, true>(types, job, h, start, stop);
   else if (types.format == kFp32Compressed) update_range<4, false, true>(types, job, h, start, stop);

@@ -204,8 +204,7 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
-        lent = 0 if shape.lora_r or makes_halves(case, tiling) else e * min(shape.layer_params)
-        fixed.append(Item("ram", BEYOND, _beyond(shape, lent, all_checkpoints, ranks)))
+        fixed.append(Item("ram", BEYOND, _beyond(shape, e, all_checkpoints, ranks)))
     return [Item("ram", name, size) for name, size in sizes.items()] + fixed, sizes
 
 
@@ -217,17 +216,11 @@ def _gradients(shape: ModelShape) -> list[int]:
     return [*shape.layer_params, *ends]
 
 
-def makes_halves(case: Case[StreamLayout], tiling: Tiling) -> bool:
-    """Whether the engine may update parts in halves, were everything in RAM (`engine.stream.idle.late_moments`)."""
-    request, hardware = case.request, case.hardware
-    is_out = tiling.any or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or case.layout.late_moments == 0
-    return request.clips and request.format in k.HALVES_DRAM_BYTES and not is_out
-
-
-def _beyond(shape: ModelShape, lent: int, all_checkpoints: int, ranks: int) -> int:
+def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int, ranks: int) -> int:
     """Activation checkpoints of all ranks lie in the homes of their layer's gradients, which are free meanwhile, as far
-    as they fit (`lent` bytes); this is what does not. `all_checkpoints`: of one rank."""
+    as they fit; this is what does not. `all_checkpoints`: of one rank."""
     batch_hidden = ranks * all_checkpoints // (shape.num_layers + 1)
+    lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
     return max(0, shape.num_layers - STAY_LAYERS) * max(0, batch_hidden - lent)
 
 

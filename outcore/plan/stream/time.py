@@ -12,7 +12,7 @@ from functools import cached_property
 
 from outcore.plan import constants as k
 from outcore.plan.record import StepTime
-from outcore.plan.stream.memory import Staying, makes_halves
+from outcore.plan.stream.memory import Staying
 from outcore.plan.stream.tiles import Tiling
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.rates import Rates, overlapped_s
@@ -91,23 +91,9 @@ class StreamRates(Rates):
 
 
 def step_time(case: Case[StreamLayout], placed: Placed) -> tuple[Traffic, StepTime]:
-    """What a step moves and how long it takes, with as many updates in halves as make it short."""
-    rates, traffic = stream_rates(case, placed), stream_traffic(case, placed)
-    tried = [traffic]
-    if makes_halves(case, placed.tiling) and placed.spill == Spill():
-        tried += [_in_halves(traffic, case.request.format, eighths / 8) for eighths in range(1, 9)]
-    found = [(one, rates.seconds(one)) for one in tried]
-    return min(found, key=lambda pair: pair[1].step_s)
-
-
-def _in_halves(traffic: Traffic, states: str, share: float) -> Traffic:
-    """Traffic with `share` of the updates under the forward made in halves, the moments' under the backward."""
-    weights, moments = (share * half / k.OPTIMIZER_DRAM_BYTES[states] for half in k.HALVES_DRAM_BYTES[states])
-    later = moments * traffic.sum(lambda one: one.updated_params)
-    *before, backward = (
-        replace(one, updated_params=(1 - share + weights) * one.updated_params) for one in traffic.passes
-    )
-    return replace(traffic, passes=(*before, replace(backward, updated_params=later)))
+    """What a step moves and how long it takes."""
+    traffic = stream_traffic(case, placed)
+    return traffic, stream_rates(case, placed).seconds(traffic)
 
 
 def _is_compiled(case: Case[StreamLayout], placed: Placed) -> bool:

@@ -89,16 +89,6 @@ def test_layers_that_stay_give_what_streamed_ones_give(fixed_order, max_grad_nor
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
-@pytest.mark.parametrize("states", ["fp32", "split"])
-@pytest.mark.parametrize("changes", [{"late_moments": 99}, {"late_moments": None, "resident_bytes": 120_000}])
-def test_late_moments_give_what_updates_at_once_give(fixed_order, changes, states, compile):
-    """Their gradients and checkpoints of activations lie in RAM side by side; tiny steps leave no time between."""
-    settings = replace(SETTINGS, states=states, max_grad_norm=0.1, compile=compile, activations="ram")
-    expected = train("llama", replace(settings, late_moments=0, resident_bytes=0), 12, dtype=torch.bfloat16)
-    assert same(train("llama", replace(settings, **changes), 12, dtype=torch.bfloat16), expected)
-
-
-@pytest.mark.parametrize("compile", ["off", "on"])
 def test_saved_forwards_give_what_recomputation_gives(fixed_order, compile):
     """Compiled, forward and backward are other code than both at once, so roundings may differ there."""
     settings = replace(SETTINGS, compile=compile, cuda_graphs="off", step_tokens=(54, 27), row_tokens=27)

@@ -36,7 +36,6 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
         packed_attention=told.packed_attention,
         staging_bytes=told.staging_bytes,
         resident_bytes=told.resident_bytes,
-        late_moments=told.late_moments,
         saved_bytes=told.saved_bytes,
         residency=Residency(
             told.state_ram_bytes,

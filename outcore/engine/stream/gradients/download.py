@@ -37,7 +37,7 @@ class GradientShipping(Protocol):
 
 class GradientDownload:
     """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device. `make_room` waits for an
-    update and gives its gradient's memory back; `used_up` waits until nobody reads a part's last gradient.
+    update and gives its gradient's memory back.
 
     `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
     them, but what `count` is told of them is part of the norm. `norm_per_unit`: each shipped unit's own norm comes down
@@ -53,7 +53,6 @@ class GradientDownload:
         lane: DownloadLane,
         *,
         make_room: Callable[[], None],
-        used_up: Callable[[Part], None] = lambda part: None,
         accumulate_dtype: torch.dtype = torch.float32,
         num_buffers: int = SHIP_BUFFERS,
         ends_in_parts: bool = False,
@@ -62,7 +61,7 @@ class GradientDownload:
         stalls: Stalls | None = None,
         norm_per_unit: bool = False,
     ) -> None:
-        self._arena, self._lane, self._make_room, self._used_up = arena, lane, make_room, used_up
+        self._arena, self._lane, self._make_room = arena, lane, make_room
         self._stalls = stalls or Stalls(lane.device)
         trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
         self._ends = {units.embed.index, units.head.index}
@@ -158,7 +157,6 @@ class GradientDownload:
 
     def home(self, unit: Part) -> torch.Tensor:
         """Memory in RAM for the unit's gradient; waits for updates until there is room. Raises what went wrong."""
-        self._used_up(unit)
         home = self._arena.try_take(unit)
         while home is None:
             with self._stalls.until(f"room in RAM for the gradient of {unit.name}", "optimizer"):

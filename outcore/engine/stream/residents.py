@@ -276,9 +276,10 @@ def open_saved(plan: Blueprint) -> SavedForwards:
 def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
+    on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
     fits_none = (
         plan.tile_plan.tiled
-        or plan.has_any_on_nvme
+        or on_drive
         or settings.optimizer == "muon"
         or not plan.place.is_alone
         or not updates_on_device(plan.states)
