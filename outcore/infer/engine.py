@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from outcore.flow.trace import moment, wait_for
 from outcore.infer.passes import DraftModel, OnScores, OnVectors, PassRunner, Texts, WaitingTexts
 from outcore.infer.requests import (
     Answer,
@@ -302,6 +303,8 @@ class InferenceEngine:
 
     def _accept(self, works: list[Work], found: list[tuple[Work, torch.Tensor]]) -> None:
         """Choose tokens from the logits; a guess counts when it is what would have been chosen."""
+        if not found:  # only prompts were read, and no logits: nothing else has waited for the device
+            wait_for(moment(self.runner.copies.device), "a pass")
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)

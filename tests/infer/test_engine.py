@@ -169,3 +169,14 @@ def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
         assert found["wanted"].tokens == alone.tokens  # with every log-probability, bit by bit
     finally:
         opened.close()
+
+
+def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monkeypatch):
+    """It ends in no logits, which all other passes are waited for by."""
+    seen = []
+    monkeypatch.setattr("outcore.infer.engine.wait_for", lambda at, what: seen.append("waited"))
+    one = TinyEngine("llama", limits=ScheduleLimits(2, 16, 16, 0))
+    one.engine.waited_s = lambda: seen.append("asked") or {}
+    one.greedy([list(range(2, 42))], 2)
+    one.close()
+    assert seen == ["waited", "asked", "waited", "asked", "asked", "asked"]

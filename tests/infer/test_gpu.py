@@ -151,7 +151,7 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
     for share, kv_home in ((None, "vram"), (1, "ram")):
         if share is not None:
             monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
-        settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home)
+        settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home, pass_tokens=1024)
         opened = open_engine(str(tmp_path), settings)
         monkeypatch.setattr(build, "place_inference", place)
         assert bool(opened.placement.travelling_bytes) == (share is not None)
