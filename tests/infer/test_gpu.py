@@ -11,7 +11,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
 from outcore.infer.opening import InferSettings, build, open_engine
 from outcore.sizing.inference import AttentionLimits
-from tests.infer.models import prompts_of, save_tiny_model
+from tests.infer.models import greedy_by_transformers, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = prompts_of(6, vocab=270)
@@ -174,3 +174,33 @@ def test_the_second_gpu_answers_as_the_first(wide_folder, monkeypatch):
     assert torch.cat([torch.tensor(s) for s in second[1]]).allclose(
         torch.cat([torch.tensor(s) for s in first[1]]), atol=0.05
     )
+
+
+QWEN3_NEXT = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+}
+
+
+def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch):
+    """Greedy tokens as transformers' on the CPU in fp32: chunks, batches of single tokens, copies of states in RAM."""
+    model, _ = save_tiny_model(tmp_path, family="qwen3_next", **QWEN3_NEXT)
+    expected = [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
+    for share in (None, 1):
+        place = build.place_inference
+        if share is not None:
+            monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+        settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
+        opened = open_engine(str(tmp_path), settings)
+        monkeypatch.setattr(build, "place_inference", place)
+        try:
+            assert opened.way == "states"
+            sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+            requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+            for _ in range(2):
+                found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+                assert [found[str(i)] for i in range(len(PROMPTS))] == expected
+            assert opened.engine.counts.cached_tokens > 0
+        finally:
+            opened.close()
