@@ -15,6 +15,9 @@ from typing import Any
 
 from outcore.sizing.shape import Blocks, ModelShape, in_blocks, shape_from_fields, stays_eager
 
+KEYLESS = ("linear_attention", "conv", "mamba", "moe", "mlp")
+"""Kinds of layers, as transformers names them, that keep no keys and values."""
+
 
 def resolve_shape(
     model: str,
@@ -207,11 +210,13 @@ def _numel(module: Any) -> int:
 def _windows(text: Any, num_layers: int) -> tuple[tuple[int | None, int], ...]:
     """`ModelShape.windows` by the names that transformers gives the kinds of attention."""
     window = getattr(text, "sliding_window", None)
-    if not window:
+    keyless = set(KEYLESS) & set(kinds := getattr(text, "layer_types", None) or [])
+    if not window and not keyless:
         return ()
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    kinds = [kind for kind in kinds or ["sliding_attention"] * num_layers if kind not in KEYLESS]
     sliding = sum(kind == "sliding_attention" for kind in kinds)
-    return tuple((w, count) for w, count in ((None, len(kinds) - sliding), (int(window), sliding)) if count)
+    found = tuple((w, count) for w, count in ((None, len(kinds) - sliding), (window, sliding)) if count)
+    return found or ((None, 0),)
 
 
 def _first(config: Any, *names: str) -> Any:

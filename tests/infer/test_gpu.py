@@ -176,31 +176,29 @@ def test_the_second_gpu_answers_as_the_first(wide_folder, monkeypatch):
     )
 
 
-QWEN3_NEXT = {
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-}
+LINEAR = {f"linear_{name}": n for name, n in (("num_value_heads", 4), ("num_key_heads", 2))}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("travels", [False, True])
+def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch, travels):
     """Greedy tokens as transformers' on the CPU in fp32: chunks, batches of single tokens, copies of states in RAM."""
-    model, _ = save_tiny_model(tmp_path, family="qwen3_next", **QWEN3_NEXT)
+    model, _ = save_tiny_model(tmp_path, family="qwen3_next", shared_expert_intermediate_size=32, **LINEAR, **EXPERTS)
     expected = [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
-    for share in (None, 1):
+    if travels:
         place = build.place_inference
-        if share is not None:
-            monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
-        settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
-        opened = open_engine(str(tmp_path), settings)
-        monkeypatch.setattr(build, "place_inference", place)
-        try:
-            assert opened.way == "states"
-            sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
-            requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-            for _ in range(2):
-                found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
-                assert [found[str(i)] for i in range(len(PROMPTS))] == expected
-            assert opened.engine.counts.cached_tokens > 0
-        finally:
-            opened.close()
+        monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+    settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
+    opened = open_engine(str(tmp_path), settings)
+    try:
+        assert opened.way == "states"
+        sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+        for _ in range(2):
+            found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+            assert [found[str(i)] for i in range(len(PROMPTS))] == expected
+        assert opened.engine.counts.cached_tokens > 0
+    finally:
+        opened.close()

@@ -6,10 +6,11 @@ import dataclasses
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from outcore import cli
 from outcore.common.quantities import GIB, MIB
-from outcore.model import resolve_shape
+from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, words_of
@@ -173,3 +174,13 @@ def test_layers_on_the_cpu_are_counted():
     assert together.terms["CPU"] == rates.cpu_s(len(names), shared.placement.size_of(names), 1)
     assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
     assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms
+
+
+@pytest.mark.parametrize(("family", "with_keys"), [("qwen3_next", 12), ("nemotron_h", 1), ("mamba2", 0)])
+def test_layers_that_keep_states_have_no_keys_and_values(family, with_keys):
+    shape, laptop = shape_from_config(family, AutoConfig.for_model(family)), load_hardware("rtx4070-laptop")
+    assert sum(layers for _, layers in shape.windows) == with_keys
+    small = dataclasses.replace(shape, layer_params=(1000,) * shape.num_layers, embedding_params=1000, head_params=1000)
+    plan = plan_inference(small, laptop, context=1024)
+    assert plan.kv.token_bytes == 2 * 2 * with_keys * shape.num_kv_heads * shape.head_dim
+    assert plan.tokens_per_s(1, 1024) > 0 and words_of(plan)
