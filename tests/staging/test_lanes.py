@@ -1,5 +1,6 @@
 """Lanes on the CPU: right bytes at any offset and size, back-to-back transfers."""
 
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_pageable_ram_goes_through_slots_by_copy_threads(pool, late: bool) -> No
         down.submit_host(out, back).wait(60)
         assert up.stats().chunks == 3 and down.stats().chunks == 6
     assert torch.equal(out, source) and torch.equal(back, source)
+
+
+@pytest.mark.parametrize(("slots", "pieces"), [(1, 2), (2, 1)])
+def test_copying_threads_share_a_slot_only_where_slots_are_fewer(pool, monkeypatch, slots: int, pieces: int) -> None:
+    """A piece a slot and thread: pieces of 2 MiB kept the interpreter busy, and launches waited for it."""
+    sizes, copy = [], ctypes.memmove
+    monkeypatch.setattr(ctypes, "memmove", lambda to, at, n_bytes: (sizes.append(n_bytes), copy(to, at, n_bytes)))
+    source = random_bytes(4 * MIB)
+    out = torch.zeros_like(source)
+    with UploadLane(pool, None, CPU, LaneSettings(4 * MIB, slots, copy_threads=2)) as up:
+        up.submit_host(source, out).wait(60)
+    assert sizes == [4 * MIB // pieces] * pieces and torch.equal(out, source)
 
 
 def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
