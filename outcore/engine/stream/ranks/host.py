@@ -27,8 +27,8 @@ SMALLEST_RING_BYTES = 512 << 20
 
 
 SPARE_CORES = 2
-"""Cores of a rank that its optimizer leaves to the threads that launch and copy. Where it had all, a thread that let go
-of the interpreter's lock had it back 5 ms later: eight micro-batches' embeddings took 120 ms on two H100s, not 16."""
+"""Cores of a rank that its optimizer leaves to the threads that launch and copy. Where it had all, eight micro-batches'
+embeddings took 120 ms on two H100s, not 16: probably a thread that lets go of the interpreter waits for a core."""
 
 
 def _only_me(mine: Any) -> list[Any]:
