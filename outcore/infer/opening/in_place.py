@@ -62,7 +62,8 @@ def open_in_place(
         return None, placement
     trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device)
     spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
-    rates = InPlaceRates(*_rates(products, spec, device), _hand_over_s(trial, units, spec))
+    with torch.cuda.device(device):  # whose streams and events these are
+        rates = InPlaceRates(*_rates(products, spec, device), _hand_over_s(trial, units, spec))
     placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
     return (trial if placement.cpu_parts else None), placement
 
