@@ -1,8 +1,8 @@
 // Rows of packed weights times rounded activations; compiled once per instruction set.
 //
 // A format says how 128 codes come out of its bytes as words of 16 bits, in which order, and which scales they have:
-// weight = scale * code - minimum. Offsets of codes are in the words already, and so are the whole-numbered scales within
-// a block of a K-quant, whose products of 256 columns are summed before one scale is applied.
+// weight = scale * code - minimum. Offsets of codes are in the words already, and so are the whole-numbered scales
+// within a block of a K-quant, whose products of 256 columns are summed before one scale is applied.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,8 +19,8 @@
 namespace outcore {
 namespace {
 
-// bitsandbytes' NF4 times 8191, rounded: eight products with 32767 still fit a lane. Codes are 6e-5 of a block's largest
-// value apart from the exact ones at most.
+// bitsandbytes' NF4 times 8191, rounded: eight products with 32767 still fit a lane. Codes are 6e-5 of a block's
+// largest value apart from the exact ones at most.
 constexpr float kNf4Unit = 1.0f / 8191.0f;
 alignas(64) const int16_t kNf4Words[16] = {-8191, -5703, -4301, -3235, -2330, -1513, -746, 0,
                                       652,   1318,  2016,  2768,  3610,  4608,  5922, 8191};
@@ -28,8 +28,8 @@ alignas(64) const int16_t kTwiceFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -
 alignas(64) const int16_t kUnsigned4[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 alignas(64) const int16_t kAround8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
-// Patterns for `spread`: byte number kFirst + kStride * run to each word of a run of 32 / kRuns words, as its lower byte or
-// as its upper one.
+// Patterns for `spread`: byte number kFirst + kStride * run to each word of a run of 32 / kRuns words, as its lower
+// byte or as its upper one.
 template <int kFirst, int kStride, int kRuns, bool kUpper>
 struct Pattern {
   alignas(64) uint8_t at[64];
@@ -78,7 +78,9 @@ struct Int8 : Plain {
   static inline void words(const Product& p, uint64_t at, Words* w) {
     for (int i = 0; i < 4; i++) w[i] = signed_bytes(p.codes + at + 32 * i);
   }
-  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(((const float*)p.scale)[at >> p.block_shift]); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    return of_one(((const float*)p.scale)[at >> p.block_shift]);
+  }
 };
 
 struct Int4 : Plain {  // of any kind
@@ -100,7 +102,9 @@ struct Int4 : Plain {  // of any kind
 template <int32_t kType>
 struct PlainInt4 : Plain {  // in blocks of 128 or more, around 8: without branches nearly twice as fast
   static inline void words(const Product& p, uint64_t at, Words* w) { nibbles(load(p.codes + at / 2), kAround8, w); }
-  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(scale_at(p, kType, at >> p.block_shift)); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    return of_one(scale_at(p, kType, at >> p.block_shift));
+  }
 };
 
 struct Mxfp4 : Plain {
@@ -123,7 +127,8 @@ struct Q4_0 : Plain {
   }
   static inline Floats scale(const Product& p, uint64_t at, int) {
     const uint8_t* block = p.codes + at / 32 * kBytes;
-    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes), read_half(block + 3 * kBytes)));
+    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes),
+                        read_half(block + 3 * kBytes)));
   }
 };
 
@@ -135,7 +140,8 @@ struct Q4_1 : Plain {
   }
   static inline Floats scale(const Product& p, uint64_t at, int) {
     const uint8_t* block = p.codes + at / 32 * kBytes;
-    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes), read_half(block + 3 * kBytes)));
+    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes),
+                        read_half(block + 3 * kBytes)));
   }
   static inline Eight minima(const Product& p, uint64_t at, int count) {
     float least[8] = {};
@@ -150,7 +156,9 @@ struct Q8_0 : Plain {
   static inline void words(const Product& p, uint64_t at, Words* w) {
     for (int i = 0; i < 4; i++) w[i] = signed_bytes(p.codes + (at / 32 + i) * kBytes + 2);
   }
-  static inline Floats scale(const Product& p, uint64_t at, int i) { return of_one(read_half(p.codes + (at / 32 + i) * kBytes)); }
+  static inline Floats scale(const Product& p, uint64_t at, int i) {
+    return of_one(read_half(p.codes + (at / 32 + i) * kBytes));
+  }
 };
 
 template <bool kFive>
@@ -189,7 +197,9 @@ struct QK : Plain {
     const Words even = spread(all, kPattern<0, 2, 2>.at), odd = spread(all, kPattern<1, 2, 2>.at);
     w[0] = times(w[0], even), w[1] = times(w[1], odd), w[2] = times(w[2], even), w[3] = times(w[3], odd);
   }
-  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(read_half(p.codes + at / 256 * kBytes)); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    return of_one(read_half(p.codes + at / 256 * kBytes));
+  }
   static inline Eight minima(const Product& p, uint64_t at, int) {
     const uint8_t* block = p.codes + at / 256 * kBytes;
     uint64_t scales, minima;
@@ -218,7 +228,9 @@ struct Q6_K : Plain {
     w[0] = times(minus(w[0], 32), low), w[1] = times(minus(w[1], 32), high);
     w[2] = times(minus(w[2], 32), low), w[3] = times(minus(w[3], 32), high);
   }
-  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(read_half(p.codes + at / 256 * kBytes + 208)); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    return of_one(read_half(p.codes + at / 256 * kBytes + 208));
+  }
 };
 
 // The last 64 columns of a row where it is not of whole 128, with nothing behind them.
@@ -238,8 +250,8 @@ struct Tail {
   }
 };
 
-// Has the same columns of the rows that come next brought to the second cache: several rows at once are several streams,
-// and the processor's own prefetching follows one of them to the end of a page.
+// Has the same columns of the rows that come next brought to the second cache: several rows at once are several
+// streams, and the processor's own prefetching follows one of them to the end of a page.
 template <class Format, int R>
 inline void ask_ahead(const Product& p, uint64_t at) {
   const uint8_t* codes = p.codes + at / Format::kColumns * Format::kBytes;
@@ -250,9 +262,11 @@ inline void ask_ahead(const Product& p, uint64_t at) {
     __builtin_prefetch((const uint8_t*)p.scale + R * (p.columns / 64 * 4) + at / 64 * 4, 0, 2);
 }
 
-// 128 columns (256 of a K-quant) of R rows of weights, which begin at `at` of their products, times M rows of activations.
+// 128 columns (256 of a K-quant) of R rows of weights, which begin at `at` of their products, times M rows of
+// activations.
 template <class Format, int R, int M>
-inline void add_chunk(const Product& p, const uint64_t (&at)[R], const int16_t* x, int64_t stride, Floats (&parts)[R][M]) {
+inline void add_chunk(const Product& p, const uint64_t (&at)[R], const int16_t* x, int64_t stride,
+                      Floats (&parts)[R][M]) {
   Ints ints[R][M];
   for (int r = 0; r < R; r++) {
     ask_ahead<Format, R>(p, at[r]);
@@ -296,7 +310,8 @@ __attribute__((noinline)) void add_rest(const Product& p, int64_t row, int from,
   uint64_t at[1] = {(uint64_t)(row * p.columns + (groups - 1) * kGroup)};
   Floats parts[1][M];
   for (int m = 0; m < M; m++) parts[0][m] = no_floats();
-  if constexpr (Format::kMinima) add_minima<Format, M>(p, at[0], (int)(p.columns % kGroup / 32), from, groups - 1, taken);
+  if constexpr (Format::kMinima)
+    add_minima<Format, M>(p, at[0], (int)(p.columns % kGroup / 32), from, groups - 1, taken);
   if (p.columns % kGroup >= 128) {
     add_chunk<Format, 1, M>(p, at, x, stride, parts);
     at[0] += 128;

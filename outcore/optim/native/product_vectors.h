@@ -1,10 +1,10 @@
 // 128 codes as signed 16-bit words and their products with 128 rounded activations, on each instruction set.
 //
-// `Words` are 32 words, `Ints` and `Floats` 16 lanes of two words each. Codes are so small that eight products with words
-// of 16 bits (sixteen for K-quants) cannot overflow a lane.
+// `Words` are 32 words, `Ints` and `Floats` 16 lanes of two words each. Codes are so small that eight products with
+// words of 16 bits (sixteen for K-quants) cannot overflow a lane.
 //
-// kRowsAtOnce rows of weights are multiplied with kShared rows of activations: the former share loads of activations, the
-// latter the unpacking of weights.
+// kRowsAtOnce rows of weights are multiplied with kShared rows of activations: the former share loads of activations,
+// the latter the unpacking of weights.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -50,8 +50,8 @@ inline Words load_once(const void* p) {  // into a register: loads are as scarce
 inline Words load_four(const uint8_t* p, int64_t stride) {  // 16 bytes from each of four places
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)),
                                               _mm_loadu_si128((const __m128i*)(p + stride)), 1);
-  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(p + 2 * stride))),
-                                               _mm_loadu_si128((const __m128i*)(p + 3 * stride)), 1);
+  const __m256i high = _mm256_set_m128i(_mm_loadu_si128((const __m128i*)(p + 3 * stride)),
+                                        _mm_loadu_si128((const __m128i*)(p + 2 * stride)));
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 inline Words load_twice(const uint8_t* p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)); }
@@ -90,7 +90,8 @@ inline Floats floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats of_one(float s) { return _mm512_set1_ps(s); }
 inline Floats of_two(float s, float t) { return _mm512_insertf32x8(_mm512_set1_ps(s), _mm256_set1_ps(t), 1); }
 inline Floats of_four(__m128 s) {
-  return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), _mm512_castps128_ps512(s));
+  return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
+                               _mm512_castps128_ps512(s));
 }
 inline Floats add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 inline float total(Floats sum) { return _mm512_reduce_add_ps(sum); }
@@ -113,10 +114,13 @@ inline __m256i load32(const void* p) { return _mm256_loadu_si256((const __m256i*
 inline Words load(const void* p) { return {load32(p), load32((const uint8_t*)p + 32)}; }
 inline Words load_once(const void* p) { return load(p); }
 inline Words load_four(const uint8_t* p, int64_t stride) {
-  return {_mm256_set_m128i(load16(p + stride), load16(p)), _mm256_set_m128i(load16(p + 3 * stride), load16(p + 2 * stride))};
+  return {_mm256_set_m128i(load16(p + stride), load16(p)),
+          _mm256_set_m128i(load16(p + 3 * stride), load16(p + 2 * stride))};
 }
 inline Words load_twice(const uint8_t* p) { return {load32(p), load32(p)}; }
-inline Words signed_bytes(const uint8_t* p) { return {_mm256_cvtepi8_epi16(load16(p)), _mm256_cvtepi8_epi16(load16(p + 16))}; }
+inline Words signed_bytes(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi16(load16(p)), _mm256_cvtepi8_epi16(load16(p + 16))};
+}
 template <int kBy>
 inline Words shift_right(Words w) { return {_mm256_srli_epi16(w.a, kBy), _mm256_srli_epi16(w.b, kBy)}; }
 template <int kBy>
@@ -174,7 +178,9 @@ inline Floats of_four(__m128 s) {
   return {_mm256_permutevar8x32_ps(both, _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0)),
           _mm256_permutevar8x32_ps(both, _mm256_set_epi32(3, 3, 3, 3, 2, 2, 2, 2))};
 }
-inline Floats add(Floats sum, Floats a, Floats b) { return {_mm256_fmadd_ps(a.a, b.a, sum.a), _mm256_fmadd_ps(a.b, b.b, sum.b)}; }
+inline Floats add(Floats sum, Floats a, Floats b) {
+  return {_mm256_fmadd_ps(a.a, b.a, sum.a), _mm256_fmadd_ps(a.b, b.b, sum.b)};
+}
 inline float total(Floats sum) { return total(_mm256_add_ps(sum.a, sum.b)); }
 
 #else  // any processor
