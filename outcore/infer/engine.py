@@ -288,7 +288,7 @@ class InferenceEngine:
                 choice,
                 derived_seed(seed, choice),
                 TextStream(self.speech.tokenizer, sampling.stop, keeps_special=request.keeps_special),
-                Drafter() if self.speculates else None,
+                Drafter(self.drafts is not None) if self.speculates else None,
                 Clock(arrived_s),
                 frozenset(ends),
             )

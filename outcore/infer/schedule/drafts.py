@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_MATCH, MAX_MATCH = 1, 6
-"""Tokens that must have stood there before."""
+MIN_MATCH, MAX_MATCH, MATCH_BESIDE_MODEL = 1, 6, 3
+"""Tokens that must have stood there before; at least so many where a small model guesses better than a short match."""
 MAX_DRAFT = 24
 """Longest guess."""
 FADING = 0.95
@@ -27,7 +27,8 @@ TRIED_DRAFTS = 8
 class Drafter:
     """Prompt lookup for one sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside_model: bool = False) -> None:
+        self._least = MATCH_BESIDE_MODEL if beside_model else MIN_MATCH
         self._places: dict[tuple[int, ...], int] = {}
         """Place where each run of tokens ended last."""
         self._seen = 0
@@ -72,15 +73,15 @@ class Drafter:
     def _match(self, tokens: Sequence[int]) -> int | None:
         """Find where what followed the longest known run at the end of `tokens` begins."""
         self._learn(tokens[:-1])
-        for size in range(min(MAX_MATCH, len(tokens) - 1), MIN_MATCH - 1, -1):
+        for size in range(min(MAX_MATCH, len(tokens) - 1), self._least - 1, -1):
             place = self._places.get(tuple(tokens[-size:]))
             if place is not None and place < len(tokens):
                 return place
         return None
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        for end in range(max(self._seen + 1, MIN_MATCH), len(tokens) + 1):
-            for size in range(MIN_MATCH, min(MAX_MATCH, end) + 1):
+        for end in range(max(self._seen + 1, self._least), len(tokens) + 1):
+            for size in range(self._least, min(MAX_MATCH, end) + 1):
                 self._places[tuple(tokens[end - size : end])] = end
         self._seen = max(self._seen, len(tokens))
 
