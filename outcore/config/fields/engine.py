@@ -69,7 +69,7 @@ class EngineFields:
     """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
     resident_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
-    states, which the GPU then updates. Default: all that is idle, where steps get shorter."""
+    states, which the GPU then updates. Default: 0."""
     saved_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for what the last layers' backward needs of their
     forward, instead of a second forward. Default: 0."""
