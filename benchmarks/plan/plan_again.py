@@ -76,6 +76,7 @@ def _older(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
     layout: Layout
     if stream is not None:
         device = "cpu" if asked["hardware"].get("is_cpu") else "cuda"
+        stream = dataclasses.replace(stream, resident_bytes=0)  # no layers stayed when these runs were made
         layout = stream_layout(stream, figures["micro_batch"], figures["accumulation"], device)
     else:
         assert offload is not None
