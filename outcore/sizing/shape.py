@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from outcore.sizing.states import PACKED_SIZES
+from outcore.sizing.states import packed_size
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 """(how many in a row, the numbers of each) of blocks of a model in its order: a layer, or what lies beside them."""
@@ -125,7 +125,7 @@ class ModelShape:
         """Bytes less that the base takes at home because it is packed."""
         if not self.quantize:
             return 0
-        size = PACKED_SIZES[self.quantize]
+        size = packed_size(self.quantize)
         return sum(
             times * (numel * element_bytes - size.of(numel))
             for times, block in self.matrices

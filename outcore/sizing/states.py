@@ -4,6 +4,7 @@ Their layouts are outcore/optim/formats and outcore/formats."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,12 +77,23 @@ QUANTIZED = {
     "nf4": PackedSize(64, 36, "16 levels in each 64 values, what QLoRA trains on"),
 }
 """What `--quantize` takes, the larger first."""
-PACKED_SIZES = {
-    **QUANTIZED,
-    "fp8_128": PackedSize(128, 132, AS_PUBLISHED),
-    "mxfp4": PackedSize(32, 17, AS_PUBLISHED),
-    "int4_128_fp16_zero": PackedSize(128, 67, AS_PUBLISHED),
-    "q4_k": PackedSize(256, 144, AS_PUBLISHED),
-    "q8_0": PackedSize(32, 34, AS_PUBLISHED),
+_PUBLISHED = {
+    name: PackedSize(block, block_bytes, AS_PUBLISHED)
+    for name, block, block_bytes in (
+        *(("mxfp4", 32, 17), ("q8_0", 32, 34), ("q4_0", 32, 18), ("q4_1", 32, 20)),
+        *(("q4_k", 256, 144), ("q5_k", 256, 176), ("q6_k", 256, 210)),
+    )
 }
-"""tests/plan/stream/test_packed.py holds it against the formats themselves."""
+
+
+def packed_size(name: str) -> PackedSize:
+    """Size of the packed format of that name, as `outcore.formats` has it (tests/plan/stream/test_packed.py holds it
+    against the formats themselves). KeyError for a name that is none."""
+    if found := QUANTIZED.get(name) or _PUBLISHED.get(name):
+        return found
+    if match := re.fullmatch(r"(?:fp8|int8)_(\d+)", name):  # a byte each, one fp32 scale
+        return PackedSize(int(match[1]), int(match[1]) + 4, AS_PUBLISHED)
+    if match := re.fullmatch(r"int4_(\d+)_(fp16|bf16|fp32)(_zero)?", name):
+        extra = (4 if match[2] == "fp32" else 2) + (1 if match[3] else 0)
+        return PackedSize(int(match[1]), int(match[1]) // 2 + extra, AS_PUBLISHED)
+    raise KeyError(name)

@@ -20,18 +20,26 @@ from outcore.plan.fields import parse_plan
 from outcore.plan.inference import changes, plan_inference
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
-from outcore.sizing.states import PACKED_SIZES, QUANTIZED
+from outcore.sizing.states import QUANTIZED, packed_size
 
+FORMATS = ("nf4", "int8", "mxfp4", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "fp8_128", "fp8_64", "int8_64")
+FORMATS += ("int4_128_fp16_zero", "int4_32_bf16", "int4_64_fp32")
 LAPTOP = load_hardware("rtx4070-laptop")
 REQUEST = RunRequest(engine="stream")
 
 
-@pytest.mark.parametrize("name", PACKED_SIZES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_sizes_are_those_of_the_formats(name: str) -> None:
-    size, real = PACKED_SIZES[name], packed_format(name)
+    size, real = packed_size(name), packed_format(name)
     assert size.block == real.block
     assert size.block_bytes == sum(plane.block_bytes for plane in real.planes)
     assert set(QUANTIZED) == set(QUANTIZE_CHOICES)
+
+
+def test_a_base_in_a_published_format_is_counted() -> None:
+    """A GGUF file's types, too: planning adapters over one died of a KeyError."""
+    sizes = [preset_shape("llama-1b").with_lora(8).packed(name).saved_bytes(2) for name in ("q4_0", "q5_k", "q8_0")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE_CHOICES)
