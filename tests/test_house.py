@@ -113,7 +113,7 @@ def test_contributing_and_architecture_name_functions_that_are_there():
         (house.ROOT / page).read_text(encoding="utf-8") for page in ("CONTRIBUTING.md", "docs/architecture.md")
     )
     named = re.findall(r"`([a-z_/0-9]+\.py):(\w+)`", text)
-    assert {"_issue", "_settle", "_clip_factor", "packed_format"} <= {name for _, name in named}
+    assert {"_issue", "_settle", "_clip_factor", "packed_size"} <= {name for _, name in named}
     for file, name in named:
         source = (house.PACKAGE / file).read_text(encoding="utf-8")
         assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.*=", source, re.MULTILINE), (file, name)
