@@ -128,6 +128,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
     """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
     from outcore.model.facts import model_class_of, model_facts, resolve_attention, skeleton_and_tied
     from outcore.model.source import max_positions
+    from outcore.model.states import state_numels
 
     model_class = model_class_of(config)
     model, tied_numels = skeleton_and_tied(model_class, config)
@@ -175,6 +176,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         matrices=_by_layer(layers, _matrices(layers)),
         windows=_windows(text, len(layers)),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
+        states=(0, 0) if facts.is_encoder_decoder else state_numels(model, config),
     )
 
 

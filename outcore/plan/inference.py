@@ -121,6 +121,7 @@ class InferencePlan:
         """What that pass moves and computes."""
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = self.kv.read_bytes(kv_tokens, answers, rows)
+        states_bytes = 2 * answers * state_bytes_of(shape, self.itemsize)  # read, and written
         windows = shape.windows or ((None, shape.num_layers),)
         seen_by_layers = sum(layers * min(seen, rows * (window or math.inf)) for window, layers in windows)
         kv_travels = placement.kv_home != "vram"
@@ -132,11 +133,11 @@ class InferencePlan:
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             attention_flops=4.0 * seen_by_layers * shape.num_heads * shape.head_dim,
-            device_bytes=resident_bytes + travelling_bytes + self._expanded_bytes(),
+            device_bytes=resident_bytes + travelling_bytes + self._expanded_bytes() + states_bytes,
             launched_layers=shape.num_layers * calls * COMPILED_SHARE,
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
-            ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,
+            ram_bytes=placement.bytes_at("ram") + kv_bytes + states_bytes if is_cpu else 0.0,
         )
 
     def _expanded_bytes(self) -> int:
@@ -211,7 +212,16 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> Inferen
     )
     layer = LayerSize(shape.hidden_size, shape.ffn_width, attentions, shape.experts_per_token)
     kv = kv_of(shape, kv_itemsize)
-    return InferenceNeeds(tuple(parts), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize)
+    states = InferenceNeeds.COPIES_WITH_GUESSES * state_bytes_of(shape, itemsize)
+    return InferenceNeeds(
+        tuple(parts), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
+    )
+
+
+def state_bytes_of(shape: ModelShape, itemsize: int) -> int:
+    """Bytes of one answer's recurrent states; 0 where they are not known, which `words_of` says."""
+    own, wide = shape.states or (0, 0)
+    return own * itemsize + wide * 4
 
 
 def kv_of(shape: ModelShape, itemsize: float) -> KvSize:
@@ -249,6 +259,8 @@ def plan_inference(
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
     )
+    if of_one := state_bytes_of(shape, itemsize):
+        needs, limits = needs.with_snapshots(of_one, limits)
     return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv, itemsize)
 
 
@@ -311,6 +323,8 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
         f"keys and values: {format_gib(plan.kv.token_bytes)} a token{''.join(f' ({words})' for words in seen)}; "
         f"the longest context is {full}"
     )
+    if plan.shape.states is None:
+        lines.append("recurrent states are not counted: this model keeps them where they cannot be seen before it runs")
     if not plan.hardware.is_cpu and not plan.hardware.compute_tflops:
         lines.append("the GPU's rate is not known: passes of many tokens may take longer (--tflops)")
     return lines + [f"change {change}" for change in changes(plan, **asked)]
@@ -326,6 +340,7 @@ def to_json(plan: InferencePlan) -> dict[str, Any]:
         "bytes": {home: placement.bytes_at(home) for home in ("vram", "ram", "nvme")},
         "vram_bytes": placement.vram_bytes,
         "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv.token_bytes},
+        "state_bytes": None if plan.shape.states is None else state_bytes_of(plan.shape, plan.itemsize),
         "context_tokens": placement.context_tokens,
         "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
         "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},

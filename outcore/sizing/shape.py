@@ -78,6 +78,8 @@ class ModelShape:
     """(tokens that a token sees, itself included; layers that are so); None: all before it. (): all layers see all."""
     stays_eager: bool = False
     """Layers have dropout, or routers a balancing loss: the streaming engine neither compiles nor captures them."""
+    states: tuple[int, int] | None = (0, 0)
+    """Numbers of a sequence's recurrent states, (in the model's type, in fp32); None: not known."""
 
     @property
     def num_layers(self) -> int:

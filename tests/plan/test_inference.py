@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from outcore import cli
 from outcore.common.quantities import GIB, MIB
+from outcore.flow import discover_units
+from outcore.infer.opening.check import kept_of_layers
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
-from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, words_of
+from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, state_bytes_of, to_json, words_of
 from outcore.sizing.inference import (
     PRESETS,
     AttentionSize,
@@ -29,6 +33,7 @@ from outcore.sizing.inference import (
     place_inference,
     row_cost_of,
 )
+from tests.flow.models import tiny_loaded
 
 
 def needs(layers: int = 32, layer_mib: int = 416, ends_mib: int = 1000, token_kib: int = 128) -> InferenceNeeds:
@@ -184,3 +189,26 @@ def test_layers_that_keep_states_have_no_keys_and_values(family, with_keys):
     plan = plan_inference(small, laptop, context=1024)
     assert plan.kv.token_bytes == 2 * 2 * with_keys * shape.num_kv_heads * shape.head_dim
     assert plan.tokens_per_s(1, 1024) > 0 and words_of(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "nemotron_h", "falcon_h1", "granitemoehybrid"])
+def test_recurrent_states_are_counted_before_opening_as_after_it(family, dtype):
+    mixed = {"layer_types": ["linear_attention", "full_attention"]}
+    fields: dict[str, Any] = mixed if family == "granitemoehybrid" else {}
+    loaded = tiny_loaded(family, dtype=dtype, attention="eager" if family.startswith("mamba") else None, **fields)
+    kept = kept_of_layers(loaded, discover_units(loaded), "states")
+    assert 0 < kept.state_bytes == state_bytes_of(shape_from_config(family, loaded.config), dtype.itemsize)
+
+
+def test_answers_whose_states_do_not_fit_take_turns():
+    laptop = load_hardware("rtx4070-laptop")
+    shape = dataclasses.replace(resolve_shape("llama-8b"), states=(10**6, 10**8))
+    plain, plan = plan_inference(resolve_shape("llama-8b"), laptop), plan_inference(shape, laptop)
+    fit = int((laptop.vram_bytes - laptop.gpu_context_bytes) * PRESETS["balanced"].kv_share) // (2 * 402 * 10**6)
+    assert plan.placement.max_sequences == fit < plain.placement.max_sequences == 32
+    more = plan.traffic(1, 10, 1, 10).device_bytes - plan.placement.bytes_at("vram") - plan.placement.travelling_bytes
+    assert more >= 2 * 402 * 10**6 and "recurrent states" in "\n".join(words_of(plan))
+    unknown = plan_inference(dataclasses.replace(shape, states=None), laptop)
+    assert "recurrent states are not counted" in "\n".join(words_of(unknown))
+    assert to_json(unknown)["state_bytes"] is None and to_json(plan)["state_bytes"] == 402 * 10**6

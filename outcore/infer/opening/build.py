@@ -309,7 +309,7 @@ def needs_of(
         by_window = ((None, 1),)
     elif not by_window:  # a cache of the model's own: no more than keys and values of every layer would be
         by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
-    copies = 1 if settings.draft_tokens == 0 else 2  # those before a guess are kept until it is judged
+    copies = 1 if settings.draft_tokens == 0 else InferenceNeeds.COPIES_WITH_GUESSES
     sizes, is_packed = (layer, found.loaded.facts.vocab_size, dtype.itemsize), settings.kv_format != "same"
     return InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=copies * kept.state_bytes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize
 
@@ -93,6 +93,9 @@ class KvSize:
 @dataclass(frozen=True)
 class InferenceNeeds:
     """What is to be placed."""
+
+    COPIES_WITH_GUESSES: ClassVar = 2
+    """Copies of an answer's recurrent states where tokens are guessed: those before a guess stay until it is judged."""
 
     parts: tuple[PartSize, ...]
     kv: KvSize
