@@ -38,7 +38,7 @@ def test_inference_takes_the_flags_of_training(parser: Callable[[], argparse.Arg
 def _differs(row: Field, action: argparse.Action) -> str:
     """How the flag differs from that of training; '' where it is of one kind and of the same values."""
     if row.is_switch:
-        return "" if action.nargs == 0 else "a switch there"
+        return "" if action.nargs == 0 or (action.nargs, action.const) == ("?", "true") else "a switch there"
     if row.choices:
         return "" if action.choices is not None and set(action.choices) <= set(row.choices) else "other choices"
     return "" if (action.type or str) is row.kind or row.kind is str else f"{row.kind.__name__} there"

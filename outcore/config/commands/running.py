@@ -56,7 +56,17 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     drive = ("--nvme_offload_path", "--nvme_path")
     group.add_argument(*drive, dest="nvme_path", action="append", default=[], help="folder for what RAM does not hold")
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
-    group.add_argument("--pin_memory", choices=("true", "false"), default="true", help="page-lock RAM that a GPU reads")
+    group.add_argument(
+        "--pin_memory",
+        nargs="?",
+        const="true",
+        choices=("true", "false"),
+        default="true",
+        help="page-lock RAM that a GPU reads (--no_pin_memory: do not)",
+    )
+    group.add_argument(
+        "--no_pin_memory", dest="pin_memory", action="store_const", const="false", help=argparse.SUPPRESS
+    )
     group.add_argument("--buffer_mib", type=float, help="page-locked slots that other RAM and drives are read through")
     buffers = ("--num_layer_buffers", "--buffer_count")
     group.add_argument(*buffers, type=int, default=3, help="travelling layers on the device at a time")
