@@ -7,7 +7,7 @@ from outcore.flow.layers.compiled import (
     compiler_errors,
     draws_random_numbers,
 )
-from outcore.flow.layers.graphs import LayerGraphs
+from outcore.flow.layers.graphs import GraphPool, LayerGraphs
 from outcore.flow.layers.head import Head
 from outcore.flow.layers.runner import Batch, HeadInput, PartRunner, RouterTaps
 from outcore.flow.layers.tiled_head import HeadRow, TiledHead

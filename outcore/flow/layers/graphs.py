@@ -19,7 +19,8 @@ graphs and the reason is said once."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,28 @@ class _Call:
         return self.function(self.weights, tensors[0], args, kwargs, *more)
 
 
+class GraphPool:
+    """Memory and stream of one device's graphs that never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Have a graph of what the block queues, which does not run. Waits for the device and gives back what is
+        cached."""
+        if self._stream is None:
+            # torch's own stream for captures is one for the process, of the device that captured first: work of another
+            # device would run at once beside it, and the graph be empty.
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            yield graph
+
+
 class LayerGraphs:
     """Runs functions through graphs where it can. Use from one thread, under no_grad."""
 
@@ -96,7 +119,7 @@ class LayerGraphs:
         """Why nothing is captured any more."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._shapes: dict[Hashable, _Shapes] = {}
-        self._pool: Any = None
+        self._pool = GraphPool(device)
 
     @property
     def num_graphs(self) -> int:
@@ -169,12 +192,7 @@ class LayerGraphs:
         return output
 
     def _capture(self, call: _Call, static: list[torch.Tensor]) -> _Graph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Waits for the device and gives back what is cached. Other threads wait for copies meanwhile, which a capture
-        # of the whole process would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._pool.capture() as graph:
             output = call.on(static)
         return _Graph(graph, static, output)
 

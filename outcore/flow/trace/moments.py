@@ -19,11 +19,11 @@ POLL_S = 1e-4
 
 
 def moment(device: torch.device) -> Moment:
-    """When the work queued so far on the current stream is over."""
+    """When the work queued so far on the device's current stream is over."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

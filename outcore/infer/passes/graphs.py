@@ -22,6 +22,7 @@ import torch
 from outcore.common.deadline import after
 from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
+from outcore.flow.layers import GraphPool
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
@@ -121,6 +122,7 @@ class SlotPass:
 
     def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
         runner = self.flow.runner
+        self.attention.moved(segment.uses.start - 2, 0)  # graphs before it have run without telling
         for at, slab in zip(segment.uses, slabs, strict=True):
             if at == 0:
                 self.tables.work_out()
@@ -175,7 +177,7 @@ class SmallPasses:
         """Seconds that captures have taken."""
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
-        self._pool: Any = None
+        self._pool = GraphPool(device)
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
@@ -232,12 +234,8 @@ class SmallPasses:
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with self._pool.capture() as graph:
                 function()
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise _CaptureFailed(line_of(error)) from error
