@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from outcore.infer.opening import InferSettings, open_engine
-from outcore.infer.passes.graphs import rounded_up
+from outcore.infer.passes.graphs import SmallPasses, rounded_up
 from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
@@ -38,6 +42,37 @@ def test_slots_read_long_rows_in_pieces(family):
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
     one = TinyEngine(family, loaded=loaded, small=True, tiny={"limits": AttentionLimits(gathered=256)})
     assert one.greedy(prompts, 20) == expected and slots_used(one)
+    one.close()
+
+
+class ReplayedPasses(SmallPasses):
+    """Captures as a GPU does: what Python keeps changes with the capture alone, tensors with the replay alone."""
+
+    def _capture(self, function):
+        place, handed = copy.copy(self.attention._place), copy.deepcopy(self._handed._kept)
+        function()
+        for name, before in handed.items():
+            self._handed._kept[name].copy_(before)
+
+        def replay():
+            now, self.attention._place = self.attention._place, copy.copy(place)
+            function()
+            self.attention._place = now
+
+        return SimpleNamespace(replay=replay)
+
+
+def test_a_layer_that_the_cpu_computes_between_graphs_finds_its_own_pages(monkeypatch):
+    loaded = tiny_loaded("llama")
+    prompts = prompts_of(3)
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 12) for prompt in prompts]
+    one = TinyEngine("llama", loaded=loaded, speculates=False)
+    flow = one.runner.flow
+    monkeypatch.setattr(flow.arrival, "stays", lambda part: False)
+    last, cpu = flow.units.layer_units[-1], torch.device("cpu")
+    one.runner.small = ReplayedPasses(flow, one.runner.attention, one.cache, cpu, is_on_cpu=lambda part: part is last)
+    assert one.greedy(prompts, 12) == expected
+    assert any(slot.runs > 2 and slot.is_captured for slot in one.runner.small._slots.values())
     one.close()
 
 

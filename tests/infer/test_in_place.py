@@ -156,16 +156,16 @@ def test_what_does_nothing_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile_choice", ["auto", "off"])
-def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice):
+@pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
+def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice, link, on_cpu):
     from tests.infer.test_gpu import travelling
 
     place = build.place_inference
     monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
-    monkeypatch.setattr(in_place, "InPlaceRates", lambda rates, link, part: InPlaceRates(rates, 1e-3, 0.0))
+    monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
     tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)
-    assert placement.cpu_parts and placement.cpu_tokens == 16
+    assert len(placement.on_cpu(1)) == on_cpu and placement.cpu_tokens == 16
     expected = answers(tiny_file, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
