@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from outcore import cli
+from outcore.infer import Answer, Request, Sampling
+from outcore.infer.commands import Line, result_of
 from outcore.infer.commands.chat import Conversation
 from outcore.infer.opening import InferSettings, open_engine
 from tests.forked import ROOT, start_script
@@ -194,3 +196,9 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
         assert talk.last.timings.cached_tokens > 0  # the second turn found the first one's pages
     finally:
         opened.close()
+
+
+@pytest.mark.parametrize("shape", ["plain", "/v1/completions"])
+def test_a_line_that_was_cancelled_says_so(shape):
+    line = Line(0, shape, "a", Request("a", (1,), Sampling()))
+    assert "was cancelled" in str(result_of(line, [Answer("a", 0, "half", (), "cancelled")], "tiny", 0)["error"])

@@ -88,8 +88,8 @@ def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -
     """What stands in the output for one line; nothing in it depends on when it was made."""
     if line.request is None:
         return _failed(line, line.error)
-    if failed := next((a for a in answers if a.finish == "error"), None):
-        return _failed(line, failed.error)
+    if failed := next((a for a in answers if a.finish in ("error", "cancelled")), None):
+        return _failed(line, failed.error or "the request was cancelled")
     ordered = sorted(answers, key=lambda a: a.choice)
     usage = {"prompt_tokens": len(line.request.prompt), "completion_tokens": sum(len(a.tokens) for a in ordered)}
     usage["total_tokens"] = sum(usage.values())

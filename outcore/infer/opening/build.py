@@ -188,7 +188,7 @@ def open_found(
     needs = needs_of(found, units, kept, layer, dtype, settings)
     limits = limits_of(found, settings, device, way)
     if way == "states" and settings.share_prefixes and not settings.deterministic:
-        needs, limits = needs.with_snapshots(kept.state_bytes, limits)
+        needs, limits = needs.with_snapshots(kept.state_bytes, limits, 1 if share is None else share.world_size)
     if share is not None:
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)

@@ -110,10 +110,14 @@ class InferenceNeeds:
     num_snapshots: int = 0
     """Copies of states in RAM, for prompts that begin alike."""
 
-    def with_snapshots(self, of_one: int, limits: InferenceLimits) -> tuple[InferenceNeeds, InferenceLimits]:
-        """Make room in RAM for copies of states, `of_one` bytes each, that later prompts may begin from."""
-        count = min(MOST_SNAPSHOTS, int(limits.ram_bytes * RAM_SHARE_OF_SNAPSHOTS) // max(1, of_one))
-        return replace(self, num_snapshots=count), replace(limits, ram_bytes=limits.ram_bytes - count * of_one)
+    def with_snapshots(
+        self, of_one: int, limits: InferenceLimits, processes: int = 1
+    ) -> tuple[InferenceNeeds, InferenceLimits]:
+        """Make room in RAM for copies of states, `of_one` bytes each, that later prompts may begin from. Each of the
+        `processes` that share the RAM keeps its own."""
+        of_all = of_one * processes
+        count = min(MOST_SNAPSHOTS, int(limits.ram_bytes * RAM_SHARE_OF_SNAPSHOTS) // max(1, of_all))
+        return replace(self, num_snapshots=count), replace(limits, ram_bytes=limits.ram_bytes - count * of_all)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from outcore.infer.cache import SequenceStates
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.opening.check import way_of
 from outcore.infer.schedule import Drafter, ScheduleLimits
+from outcore.sizing.inference import InferenceLimits, InferenceNeeds, KvSize, LayerSize
 from tests.flow.models import needs, tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of, save_tiny_model
 
@@ -193,3 +194,10 @@ def test_what_a_hybrid_model_cannot_is_said(hybrid, tmp_path):
         open_engine(str(hybrid[0]), InferSettings(context=128, ram_gib=1, prefix_path=tmp_path))
     with pytest.raises(ValueError, match="cannot step back"):
         open_engine(str(hybrid[0]), InferSettings(context=128, ram_gib=1, draft_model=str(hybrid[0])))
+
+
+def test_processes_that_share_ram_share_the_room_for_copies():
+    needs, limits = InferenceNeeds((), KvSize(()), LayerSize(64, 128, ()), 64, 2), InferenceLimits(None, 100_000)
+    for processes, copies in ((1, 50), (2, 25), (4, 12)):
+        found, left = needs.with_snapshots(100, limits, processes)
+        assert found.num_snapshots == copies and left.ram_bytes == 100_000 - processes * copies * 100
