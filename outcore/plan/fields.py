@@ -61,6 +61,8 @@ class InferFields:
     """Tokens of prompt and answer together."""
     kv_format: Literal["same", "int8"] = "same"
     """How keys and values are kept."""
+    cpu_tokens: int | None = setting(None, least=0)
+    """Tokens of a pass up to which the CPU may compute packed layers, at the rates of this machine's last start."""
 
 
 @dataclass(frozen=True)

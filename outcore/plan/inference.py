@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gib, format_s
@@ -25,10 +25,12 @@ from outcore.sizing.inference import (
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
+    InPlaceRates,
     KvSize,
     LayerSize,
     PartSize,
     Placement,
+    compute_in_place,
     pairs,
     place_inference,
 )
@@ -241,8 +243,11 @@ def plan_inference(
     kv_format: str = "same",
     quantize: str = "none",
     uses_nvme: bool = True,
+    cpu_tokens: int | None = None,
+    cpu_rates: Mapping[str, InPlaceRates] | None = None,
 ) -> InferencePlan:
-    """Place and time. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format, in passes of up to `cpu_tokens`
+    (None: as many as pay). DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
     shape = shape.packed(quantize)
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
@@ -261,7 +266,16 @@ def plan_inference(
     )
     if of_one := state_bytes_of(shape, itemsize):
         needs, limits = needs.with_snapshots(of_one, limits)
-    return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv, itemsize)
+    placement = place_inference(needs, limits, preset)
+    if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
+        travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
+        rates = (cpu_rates or {}).get(quantize)
+        if rates is not None:
+            placement = compute_in_place(placement, travel, rates, cpu_tokens)
+        elif travel and cpu_tokens != 0:
+            reason = f"layers on the CPU are not counted: no start of a model in {quantize} measured them here"
+            placement = replace(placement, reasons=(*placement.reasons, reason))
+    return InferencePlan(shape, hardware, placement, needs.kv, itemsize)
 
 
 def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:

@@ -26,7 +26,7 @@ from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
-from outcore.plan.learned import last_time
+from outcore.plan.learned import known_rates, last_time
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
@@ -182,6 +182,8 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
         "context": args.context,
         "kv_format": args.kv_format,
         "quantize": args.infer_quantize,
+        "cpu_tokens": args.cpu_tokens,
+        "cpu_rates": known_rates(hardware),
     }
     try:
         plan = plan_inference(shape, hardware, **asked)

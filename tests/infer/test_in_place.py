@@ -13,7 +13,9 @@ from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, packed_format
 from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, build, in_place, open_engine
+from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine
+from outcore.plan import load_hardware
+from outcore.plan.learned import known_rates
 from outcore.sizing.inference import (
     InferenceLimits,
     InferenceNeeds,
@@ -145,7 +147,21 @@ def test_the_cpu_takes_its_share_of_what_travels():
     least = compute_in_place(placement, travel, rates, 3)
     assert least.cpu_tokens == 3 and len(least.on_cpu(3)) == numbers[4] and not least.on_cpu(4)
     slow = compute_in_place(placement, travel, dataclasses.replace(rates, part_s=60.0))
-    assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1]
+    assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1] and slow.cpu_rates is not None
+
+
+def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here, rates = load_hardware("rtx4070-laptop"), InPlaceRates({1: 40.0, 128: 1.0}, 20.0, 1e-3)
+    monkeypatch.setattr(forecast, "load_hardware", lambda: here)
+    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128, quantize="nf4"))
+    try:
+        forecast.against_plan(opened)
+        assert known_rates(here) == {}
+        opened.placement = dataclasses.replace(opened.placement, cpu_rates=rates)
+        assert forecast.against_plan(opened).plan is not None and known_rates(here) == {"nf4": rates}
+    finally:
+        opened.close()
 
 
 def test_what_does_nothing_is_refused():

@@ -18,6 +18,7 @@ from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, state_bytes_of, to_json, words_of
+from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     PRESETS,
     AttentionSize,
@@ -28,6 +29,7 @@ from outcore.sizing.inference import (
     KvSize,
     LayerSize,
     PartSize,
+    Placement,
     compute_in_place,
     pairs,
     place_inference,
@@ -167,18 +169,43 @@ def test_python_is_counted_where_the_cpu_computes():
     assert two.seconds - one.seconds == pytest.approx(4 * (CPU_LAYER_S + CPU_SPAN_S), rel=0.1)
 
 
+def place_of(plan) -> Placement:
+    """Where everything lives, without the last reason: that rates of the CPU are not known."""
+    assert "not counted" in plan.placement.reasons[-1]
+    return dataclasses.replace(plan.placement, reasons=plan.placement.reasons[:-1])
+
+
 def test_layers_on_the_cpu_are_counted():
     laptop = load_hardware("rtx4070-laptop")
     plan = plan_inference(resolve_shape("llama-70b"), laptop, preset="latency", quantize="nf4")
-    travel = {home.part: home.size_bytes for home in plan.placement.parts if home.home == "ram"}
+    layers = [home for home in plan.placement.parts if home.part.startswith("layer")]
+    travel = {home.part: home.size_bytes for home in layers if home.home == "ram"}
     rates = InPlaceRates({1: 2 * laptop.h2d_gb_per_s, 2: 1e-3}, laptop.h2d_gb_per_s, 1e-3)
-    shared = dataclasses.replace(plan, placement=compute_in_place(plan.placement, travel, rates))
+    asked: dict[str, Any] = {"preset": "latency", "quantize": "nf4"}
+    shared = plan_inference(plan.shape, laptop, **asked, cpu_rates={"nf4": rates})
+    assert shared.placement == compute_in_place(place_of(plan), travel, rates)
     names = shared.placement.on_cpu(1)
     alone, together = plan.decode(1, 10), shared.decode(1, 10)
     assert len(names) > len(travel) // 2
     assert together.terms["CPU"] == rates.cpu_s(len(names), shared.placement.size_of(names), 1)
     assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
     assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms
+    none = plan_inference(plan.shape, laptop, **asked, cpu_rates={"nf4": rates}, cpu_tokens=0)
+    assert none.placement == place_of(plan) and "not counted" not in "\n".join(words_of(none))
+
+
+def test_rates_of_the_last_start_are_taken(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "--infer", "llama-70b", "--quantize", "nf4", "--machine", "rtx4070-laptop"]
+    laptop, rates = load_hardware("rtx4070-laptop"), InPlaceRates({1: 40.0, 4: 30.0}, 20.0, 1e-3)
+    assert cli.main(asked) == 0 and "layers on the CPU are not counted" in capsys.readouterr().out
+    remember_rates("nf4", rates, dataclasses.replace(laptop, identity="another"))
+    assert known_rates(laptop) == {}
+    remember_rates("nf4", rates, laptop)
+    assert known_rates(laptop) == {"nf4": rates}
+    assert cli.main([*asked, "--cpu_tokens", "2"]) == 0
+    assert "in passes of up to 2 tokens the CPU computes some of the" in capsys.readouterr().out
+    assert cli.main([*asked, "--cpu_tokens", "-1"]) == 2
 
 
 @pytest.mark.parametrize(("family", "with_keys"), [("qwen3_next", 12), ("nemotron_h", 1), ("mamba2", 0)])

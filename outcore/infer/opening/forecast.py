@@ -11,6 +11,7 @@ from outcore.common.quantities import format_gib, format_s
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
 from outcore.plan import InferencePlan, load_hardware, plan_of
+from outcore.plan.learned import remember_rates
 from outcore.sizing.inference import pairs
 
 
@@ -97,7 +98,10 @@ def against_plan(opened: OpenedModel) -> AgainstPlan:
     loaded = opened.found.loaded
     try:
         dtype = next(p.dtype for p in loaded.model.parameters())
-        plan = plan_of(opened.found.words, loaded.config, load_hardware(), opened.placement, dtype.itemsize)
+        hardware, rates = load_hardware(), opened.placement.cpu_rates
+        if rates is not None and loaded.quantize is not None:
+            remember_rates(loaded.quantize, rates, hardware)
+        plan = plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize)
     except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
         return AgainstPlan(opened, None, str(error))
     return AgainstPlan(opened, plan)

@@ -36,9 +36,7 @@ def remember(plan: Plan, step_s: float, run: str, hardware: Hardware, path: Path
     if not plan.compute_known or plan.time.step_s <= 0 or step_s <= 0:
         return ""
     ratio = step_s / plan.time.step_s
-    known = _read(path)
-    if known.get("machine") != hardware.identity:
-        known = {"machine": hardware.identity, "ratios": {}}
+    known = known_of(hardware, path)
     known["ratios"][kind_of(plan)] = {
         "ratio": ratio,
         "step_s": step_s,
@@ -46,10 +44,7 @@ def remember(plan: Plan, step_s: float, run: str, hardware: Hardware, path: Path
         "run": run,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    aside.replace(path)
+    keep(known, path)
     if abs(ratio - 1) <= WORTH_SAYING:
         return ""
     return (
@@ -77,8 +72,21 @@ def expected_s(plan: Plan, hardware: Hardware, path: Path = LEARNED) -> tuple[fl
 
 
 def _found(plan: Plan, hardware: Hardware, path: Path) -> dict[str, Any] | None:
+    return known_of(hardware, path)["ratios"].get(kind_of(plan))
+
+
+def known_of(hardware: Hardware, path: Path) -> dict[str, Any]:
+    """What was learned on this machine, nothing of another."""
     known = _read(path)
-    return known.get("ratios", {}).get(kind_of(plan)) if known.get("machine") == hardware.identity else None
+    return known if known.get("machine") == hardware.identity else {"machine": hardware.identity, "ratios": {}}
+
+
+def keep(known: dict[str, Any], path: Path) -> None:
+    """Write it as a whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    aside.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -87,5 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    is_whole = isinstance(known, dict) and isinstance(known.get("ratios"), dict)
-    return known if is_whole and all("ratio" in found for found in known["ratios"].values()) else {}
+    is_whole = isinstance(known, dict) and all(isinstance(known.get(part, {}), dict) for part in ("ratios", "rates"))
+    parts = {"ratios": "ratio", "rates": "part_s"} if is_whole else {}
+    found = [(one, key) for part, key in parts.items() for one in known.get(part, {}).values()]
+    return known if is_whole and all(key in one for one, key in found) else {}

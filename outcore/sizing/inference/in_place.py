@@ -40,7 +40,8 @@ def compute_in_place(
         f"{format_s(rates.part_s)} of hand-overs a layer"
     )
     if not chosen:
-        return replace(placement, reasons=(*placement.reasons, f"every layer is computed on the GPU: {words}"))
+        reasons = (*placement.reasons, f"every layer is computed on the GPU: {words}")
+        return replace(placement, cpu_rates=rates, reasons=reasons)
     threshold = min(max(chosen), most_tokens or max(chosen))
     layers = ", ".join(f"{len(parts)} for up to {tokens}" for tokens, parts in chosen.items())
     reason = (
