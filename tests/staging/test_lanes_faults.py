@@ -175,6 +175,25 @@ def test_a_failure_that_nobody_awaits_is_logged(pool, tmp_path: Path, caplog) ->
     assert "nobody waited for a transfer that failed: upload of 100 B" in caplog.text
 
 
+def test_copying_threads_that_the_system_refuses_fail_a_transfer_and_not_those_after_it(pool, monkeypatch) -> None:
+    """A thread that never ran was counted: copies waited for it, and closing failed."""
+    source, refused, start = random_bytes(100), [], threading.Thread.start
+
+    def start_later(thread: threading.Thread) -> None:
+        if "-copy-" in thread.name and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    out = torch.zeros_like(source)
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES, copy_threads=1)) as up:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            up.submit_host(source, out).wait(10)
+        assert up.submit_host(source, out).wait(10) == 100
+    assert torch.equal(out, source)
+
+
 def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path: Path) -> None:
     out = torch.zeros(64, 64)
     for arguments, message in (

@@ -101,6 +101,8 @@ def test_a_momentum_alone_is_counted_where_muon_updates():
     muon, sizes = TrainConfig(optimizer="muon"), replace(SIZES, ram_available_bytes=12 * 10**9)
     assert "this run needs 13.04 GiB of RAM" in plan_of(sizes=sizes).shortage
     assert not plan_of(muon, sizes=replace(sizes, muon_params=800 * 10**6)).shortage
+    notes = [plan_of(muon, sizes=replace(SIZES, muon_params=n)).notes for n in (10**8, 10**9)]  # 6 B of each cross
+    assert [any("9.31 GiB of homes cross" in note for note in found) for found in notes] == [False, True]
 
 
 def test_ram_first_then_the_drive():

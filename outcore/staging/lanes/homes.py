@@ -161,8 +161,9 @@ class HostCopier:
         with self._lock:
             while len(self._threads) < self.num_threads:
                 name = f"{self._name}-copy-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                self._threads[-1].start()
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()  # which the system may refuse: only those that run count
+                self._threads.append(thread)
         for begin, end in pairwise(bounds):
             self._pieces.put(partial(copy, begin, end))
         return transfer

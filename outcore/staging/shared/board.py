@@ -197,7 +197,7 @@ class RankGroup:
     # --- the ends of ranks
 
     def check(self, ranks: Sequence[int] = ()) -> None:
-        """RankEnded when a rank has failed or died, or one of `ranks` has left."""
+        """RankEnded when another rank has failed or died, or one of `ranks` (this one, too) posts no more."""
         if self._gone is not None:
             raise RankEnded(str(self._gone))
         others = [r for r in range(self.world_size) if r != self.rank]
@@ -211,8 +211,10 @@ class RankGroup:
                     f"rank {r} (process {self.peers[r].pid}) has ended without a word, at: {at}. It was killed or ran "
                     "out of memory: look at dmesg, and resume from the last checkpoint"
                 )
-        for r in set(others) & set(ranks):
-            if int(self._states[r]) == _LEFT:
+        for r in ranks:
+            if r == self.rank and int(self._states[r]) == _FAILED:  # in a thread of its own: it posts no more
+                raise RankEnded(f"rank {r} failed: {_text(self._reasons[r])}")
+            if r != self.rank and int(self._states[r]) == _LEFT:
                 raise RankEnded(f"rank {r} has left the run while rank {self.rank} still works with it")
 
     @contextmanager

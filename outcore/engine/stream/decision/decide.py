@@ -22,7 +22,7 @@ from outcore.engine.stream.decision.homes import (
 )
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts import saved_bytes
+from outcore.flow.parts import discover_units, saved_bytes
 from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from_config
@@ -57,7 +57,6 @@ def decide_stream(
     elif model.lora is not None:
         trainable, saved = lora_size(model, tokenizer)
         total += trainable
-    matrices = shape_from_config("", config).layer_matrices if settings.optimizer == "muon" else []
     sizes = RunSizes(
         total_params=total,
         trainable_params=trainable,
@@ -68,12 +67,20 @@ def decide_stream(
         has_cuda=host.has_cuda,
         row_tokens=model.seq_length,
         saved_bytes=saved,
-        muon_params=sum(rows * columns for rows, columns in matrices),
+        muon_params=_matrix_params(config, loaded) if settings.optimizer == "muon" else 0,
         num_ranks=settings.ranks_per_host,
         is_wsl2=host.is_wsl2,
         write_combined=host.write_combined,
     )
     return replace(stream_decision(settings, sizes), loaded=loaded)
+
+
+def _matrix_params(config: Any, loaded: LoadedModel | None) -> int:
+    """Parameters of the layers' matrices; an own model may be of a class that transformers does not list."""
+    if loaded is None:
+        return sum(rows * columns for rows, columns in shape_from_config("", config).layer_matrices)
+    slots = (slot for part in discover_units(loaded).layer_units for slot in part.layout.trainable_slots)
+    return sum(slot.numel for slot in slots if len(slot.shape) == 2)
 
 
 def stream_decision(
@@ -186,8 +193,7 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     crossing += weights if weight_ram_bytes is None else weight_ram_bytes
     crossing += waiting_bytes(settings, sizes)
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
-    if settings.optimizer == "muon":
-        crossing += int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.trainable_params)
+    crossing += int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.muon_params)
     wanted = crossing + rank_slot_bytes(settings, sizes)
     wanted += sizes.num_ranks * 2 * slots * slot_bytes
     is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == STAGING_BYTES

@@ -58,8 +58,9 @@ class PublishedUpdates:
                 if self._closing:
                     return
                 looked_at = sorted(self._open, key=lambda entry: entry[0].index)
-            over, seen = [], self._pool.num_finished
+            over: list[tuple[Part, int, Callable[[], bool]]] = []
             try:
+                seen = self._pool.num_finished
                 # In the order of the next forward, which is the optimizer's, so the first tells of all behind it.
                 for entry in looked_at:
                     part, count, has_ended = entry

@@ -2,11 +2,15 @@
 
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.slow import SHARE, STEPS, SlowRank
 from outcore.flow.weights import Scratch
+from outcore.staging.shared import RankEnded, RankGroup
 from outcore.storage.store import STORE_NAMES, lock_directories
 from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_with_fault
 
@@ -25,6 +29,25 @@ def test_what_one_rank_raises_the_others_hear(tmp_path):
     words, own = run_ranks(2, tmp_path / "ranks", train_with_fault, fault="raises", drive=str(tmp_path))
     assert own == "RuntimeError: out of luck"
     assert words == "RankEnded: rank 1 failed: RuntimeError: out of luck"
+
+
+def test_a_rank_hears_what_its_own_thread_that_publishes_died_of():
+    """It waited for itself until the group's timeout, and said nothing of why."""
+
+    class Pool:
+        @property
+        def num_finished(self) -> int:
+            raise OSError("the drive is gone")
+
+    group = RankGroup(0, 1, lambda mine: [mine], 1, timeout_s=5.0)
+    host: Any = SimpleNamespace(group=group, counter=lambda kind, part: 0)
+    part: Any = SimpleNamespace(index=0, name="layer 0")
+    published = PublishedUpdates(host, Pool())  # pyright: ignore[reportArgumentType]
+    published.watch(part, lambda: True)
+    with pytest.raises(RankEnded, match="rank 0 failed: OSError: the drive is gone"):
+        published.wait(part)
+    published.close()
+    group.close()
 
 
 def test_a_full_drive_in_save(tmp_path):
