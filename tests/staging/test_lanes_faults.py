@@ -1,5 +1,6 @@
 """Lanes on the CPU: errors where the data is awaited, waits that end, programs that close nothing."""
 
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -189,6 +190,24 @@ def test_copying_threads_that_the_system_refuses_fail_a_transfer_and_not_those_a
     out = torch.zeros_like(source)
     with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES, copy_threads=1)) as up:
         with pytest.raises(RuntimeError, match="can't start new thread"):
+            up.submit_host(source, out).wait(10)
+        assert up.submit_host(source, out).wait(10) == 100
+    assert torch.equal(out, source)
+
+
+def test_a_copy_that_raises_ends_its_transfer_and_not_its_thread(pool, monkeypatch) -> None:
+    """Whoever waited for it waited until the lane's timeout, and for all that followed."""
+    source, failures, move = random_bytes(100), ["no such address"], ctypes.memmove
+
+    def fail_once(*ends: int) -> object:
+        if failures:
+            raise OSError(failures.pop())
+        return move(*ends)
+
+    monkeypatch.setattr(ctypes, "memmove", fail_once)
+    out = torch.zeros_like(source)
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES, copy_threads=1)) as up:
+        with pytest.raises(OSError, match="no such address"):
             up.submit_host(source, out).wait(10)
         assert up.submit_host(source, out).wait(10) == 100
     assert torch.equal(out, source)

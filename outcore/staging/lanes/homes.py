@@ -145,18 +145,21 @@ class HostCopier:
         transfer = Transfer(n_bytes, f"copy of {n_bytes} bytes between RAM and staging memory")
         num_pieces = max(1, min(self._most_pieces, n_bytes // MIN_COPY_BYTES))
         bounds = [n_bytes * i // num_pieces for i in range(num_pieces + 1)]
-        left = num_pieces
+        left, failed = num_pieces, None
         lock = threading.Lock()
 
         def copy(begin: int, end: int) -> None:
-            nonlocal left
-            # The closure holds both tensors, so the addresses stay valid.
-            ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+            nonlocal left, failed
+            error: BaseException | None = None
+            try:  # the closure holds both tensors, so the addresses stay valid
+                ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+            except BaseException as raised:  # raised again on the thread that waits
+                error = raised
             with lock:
-                left -= 1
+                left, failed = left - 1, failed or error
                 last = left == 0
             if last:
-                transfer.finish()
+                transfer.finish(failed)
 
         with self._lock:
             while len(self._threads) < self.num_threads:
