@@ -165,12 +165,12 @@ class Scheduler:
         return Work(sequence, len(tokens) - 1, (tokens[-1], *drafts), len(drafts))
 
     def _drafts(self, sequence: Sequence, most: int) -> list[int]:
-        if sequence.drafter is None or most <= 0:
+        if sequence.drafter is None:
             return []
         most = min(most, sequence.left - 1)
         is_known = not self.limits.is_deterministic and sequence.drafted >= TRIED_DRAFTS
         share = self.cost.share_of_row() if is_known else ASSUMED_SHARE
-        drafts = sequence.drafter.propose(sequence.tokens, most, share) if most > 0 else []
+        drafts = sequence.drafter.propose(sequence.tokens, most, share)
         return drafts if sequence.matcher is None else drafts[: sequence.matcher.count_allowed(drafts)]
 
     def _reading(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work]) -> bool:

@@ -28,6 +28,12 @@ def test_guesses_are_as_long_as_they_come_true():
     assert drafter.propose(tokens, 0) == []
 
 
+def test_a_small_models_guesses_are_of_one_pass():
+    drafter = Drafter(beside_model=True)
+    drafter.offered = [7, 8]
+    assert drafter.propose([1, 2, 3, 4], 0) == [] and drafter.offered == []
+
+
 def test_guesses_that_do_not_pay_are_tried_again_later():
     drafter, tokens = Drafter(), [1, 2, 3] * 6
     drafter.learn_from(4, 0)
