@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outcore.common.quantities import GB, GIB, format_gib, format_s
+from outcore.common.quantities import GB, format_gib, format_s
 from outcore.model import shape_from_config
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
@@ -48,7 +48,6 @@ SERIAL_S = 0.002
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
 """Python and launches of one eager layer's call on a CPU, and of each answer's attention in it. Measured with tiny
 layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6 to 8.6 ms a pass."""
-RAM_LEFT_BYTES = 2 * GIB
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -260,7 +259,7 @@ def plan_inference(
         context = min(PRESETS[preset].context_tokens, shape.max_positions)
     limits = InferenceLimits(
         None if hardware.is_cpu else hardware.vram_bytes - hardware.gpu_context_bytes,
-        max(0, hardware.ram_bytes - RAM_LEFT_BYTES),
+        max(0, hardware.ram_bytes - InferenceLimits.RAM_LEFT_BYTES),
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
     )

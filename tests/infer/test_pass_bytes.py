@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from outcore.flow import discover_units
-from outcore.infer.opening.build import layer_size
 from outcore.infer.opening.check import CPU, kept_of_layers
+from outcore.infer.opening.limits import layer_size
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
 from outcore.model import shape_from_config

@@ -124,6 +124,9 @@ class InferenceNeeds:
 class InferenceLimits:
     """The machine's room and what the user fixed; None: the rule decides."""
 
+    RAM_LEFT_BYTES: ClassVar[int] = 2 << 30
+    """RAM that stays free for everything else, unless told."""
+
     vram_bytes: int | None
     """Bytes of VRAM; None: there is no GPU."""
     ram_bytes: int

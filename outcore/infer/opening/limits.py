@@ -1,0 +1,152 @@
+"""What a model needs and what the machine and the settings give: what a placement and its passes are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from outcore.common.quantities import GIB
+from outcore.flow import ModelParts
+from outcore.flow.tiles import free_device_bytes
+from outcore.infer.attention import has_fused
+from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
+from outcore.infer.opening.model import FoundModel
+from outcore.infer.opening.settings import InferSettings
+from outcore.infer.schedule import ScheduleLimits
+from outcore.machine import available_ram_bytes
+from outcore.model import LoadedModel, shape_from_config
+from outcore.sizing.inference import (
+    PRESETS,
+    AttentionSize,
+    InferenceLimits,
+    InferenceNeeds,
+    KvSize,
+    LayerSize,
+    PartSize,
+    Placement,
+    RowCost,
+)
+from outcore.sizing.shape import ModelShape
+
+
+def needs_of(
+    found: FoundModel,
+    units: ModelParts,
+    kept: KeptOfLayers,
+    layer: LayerSize,
+    dtype: torch.dtype,
+    settings: InferSettings,
+) -> InferenceNeeds:
+    """Bytes of the parts, of a token's keys and values, of a sequence's states."""
+    layers = {part.index for part in units.layer_units}
+    parts = tuple(
+        PartSize(
+            part.name,
+            part.layout.home_bytes,
+            part.index in layers,
+            part.layout.size_bytes if part.layout.packed_slots else 0,
+        )
+        for part in units.all
+    )
+    by_window = tuple(
+        (window, sum(shape.token_bytes(dtype, settings.kv_format) for shape in of_layers.values()))
+        for window, of_layers in kept.shapes.items()
+    )
+    facts = found.loaded.facts
+    if not by_window and kept.state_bytes:  # recurrent layers alone: pages hold nothing, they count tokens
+        by_window = ((None, 1),)
+    elif not by_window:  # a cache of the model's own: no more than keys and values of every layer would be
+        by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
+    copies = 1 if settings.draft_tokens == 0 else InferenceNeeds.COPIES_WITH_GUESSES
+    sizes, is_packed = (layer, found.loaded.facts.vocab_size, dtype.itemsize), settings.kv_format != "same"
+    return InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=copies * kept.state_bytes)
+
+
+def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
+    """What the machine has to give."""
+    vram = free_device_bytes(device)
+    if vram is not None and settings.vram_gib is not None:
+        vram = min(vram, int(settings.vram_gib * GIB))
+    ram = (
+        available_ram_bytes() - InferenceLimits.RAM_LEFT_BYTES
+        if settings.ram_gib is None
+        else int(settings.ram_gib * GIB)
+    )
+    context = settings.context
+    if found.max_context is not None and context is not None and context > found.max_context:
+        raise ValueError(f"context is {context}, but the model knows {found.max_context} positions. Lower --context.")
+    kv_home = None if settings.kv_home == "auto" else settings.kv_home
+    if way == "whole" and vram is not None:
+        if kv_home in ("ram", "nvme"):
+            raise ValueError(
+                f"kv_home {kv_home}: this model keeps states of its own, which stay on the GPU. Leave it out."
+            )
+        kv_home = "vram"
+    if context is None and found.max_context is not None:
+        context = min(PRESETS[settings.preset].context_tokens, found.max_context)
+    whole = context or PRESETS[settings.preset].context_tokens if way in IN_ONE_PIECE else None
+    return InferenceLimits(
+        vram,
+        max(0, ram),
+        bool(settings.nvme_path),
+        context,
+        settings.max_sequences,
+        whole or settings.pass_tokens,
+        whole or settings.chunk_tokens,
+        kv_home,
+        settings.kv_bytes,
+        settings.num_layer_buffers,
+        settings.scores_only,
+        guessed_tokens_of(settings, way),
+        has_graphs=way == "paged" and runs_graphs(settings),
+    )
+
+
+def guessed_tokens_of(settings: InferSettings, way: Way) -> int:
+    """Guesses of a pass at most."""
+    if way in IN_ONE_PIECE:
+        return 0
+    return InferenceLimits.guessed_tokens if settings.draft_tokens is None else settings.draft_tokens
+
+
+def runs_graphs(settings: InferSettings) -> bool:
+    """Whether small passes run as CUDA graphs. Where results may not depend on company, products keep one size;
+    padding to slots would change it."""
+    return settings.compile != "off" and not settings.deterministic
+
+
+def shape_of(found: FoundModel) -> ModelShape | None:
+    """Count the model's layers; None where they cannot be."""
+    try:
+        return shape_from_config(found.words, found.loaded.config)
+    except (ValueError, RuntimeError):
+        return None
+
+
+def layer_size(
+    loaded: LoadedModel,
+    shape: ModelShape | None,
+    attentions: Iterable[AttentionSize],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LayerSize:
+    """Widths of its layers; where they cannot be counted, those of a usual one."""
+    hidden = loaded.facts.hidden_size
+    sizes = {replace(a, is_fused=a.is_fused and has_fused(device, dtype, a.key_width)) for a in attentions}
+    if shape is None:
+        return LayerSize(hidden, 4 * hidden, tuple(sizes) or (AttentionSize(1, 1, hidden, hidden),))
+    usual = AttentionSize(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    has_biases = any("experts." in name and name.endswith("bias") for name, _ in loaded.model.named_parameters())
+    return LayerSize(hidden, shape.ffn_width, tuple(sizes) or (usual,), shape.experts_per_token, has_biases)
+
+
+def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost) -> ScheduleLimits:
+    """How passes are filled."""
+    drafts = guessed_tokens_of(settings, way)
+    if way in IN_ONE_PIECE:
+        context = placement.context_tokens
+        return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
+    sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
+    return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)
