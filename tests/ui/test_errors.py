@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,9 @@ from starlette.testclient import TestClient
 from outcore.machine.topology import PlacedGpu, Topology
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
+from outcore.ui.api import conversations as conversations_module
 from outcore.ui.api import model as model_module
+from outcore.ui.api.place import read_json
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
@@ -153,7 +156,7 @@ def test_two_starts_at_once(client, api):
     until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
 
 
-def test_reload_in_mid_stream_keeps_what_was_written(served):
+def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
     with httpx.Client(base_url=served, timeout=20) as http:
         loaded(http.request)
         one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
@@ -162,15 +165,32 @@ def test_reload_in_mid_stream_keeps_what_was_written(served):
             lines = stream.iter_lines()
             assert sum(next(lines).startswith("data: ") for _ in range(10)) == 5
             assert "being written" in words_of(http.post(f"{path}/answer", json={"text": "and this"}), 409)
+            http.patch(path, json={"title": "changed meanwhile"})
+            monkeypatch.setattr(conversations_module, "read_json", lambda file: (read_json(file), time.sleep(0.3))[0])
         kept = until(lambda: not (found := http.get(path).json())["is_under_way"] and found)
         asked, answered = kept["messages"]
-        assert asked["content"] == "go on" and answered["content"].startswith("word0 ")
+        assert kept["title"] == "changed meanwhile" and asked["content"] == "go on"
+        assert answered["content"].startswith("word0 ")
         assert answered["finish"] == "cancelled" and answered["reasoning"] == "I think."
+        monkeypatch.setattr(conversations_module, "read_json", read_json)
         http.patch(path, json={"sampling": {"max_tokens": 2}})
         again = http.post(f"{path}/answer", json={"regenerate": True}).text
         done = json.loads(again.strip().splitlines()[-1].removeprefix("data: "))
         assert done["message"]["finish"] == "stop" and done["message"]["content"] == "word0 word1 "
         assert done["message"]["timings"]["hit_rate"] == 0.5 and len(http.get(path).json()["messages"]) == 2
+
+
+def test_conversation_removed_in_mid_stream_stays_removed(served):
+    with httpx.Client(base_url=served, timeout=20) as http:
+        loaded(http.request)
+        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 3}}).json()
+        path = f"/v1/conversations/{one['id']}"
+        with http.stream("POST", f"{path}/answer", json={"text": "go on"}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            http.delete(path)
+            list(lines)
+        assert http.get(path).status_code == 404
 
 
 def test_server_killed_in_mid_stream(served, api):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -18,6 +19,7 @@ from outcore.ui.api.place import Place, read_json, write_json
 
 _ID = re.compile(r"^chat-[0-9a-f]{12}$")
 SAVE_EVERY_S = 2.0
+UNDER_WAY = "An answer is being written in this conversation: stop it first."
 TITLE_CHARS = 60
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -33,6 +35,7 @@ class Conversations:
         self.place, self.host = place, host
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0))
         self._under_way: set[str] = set()
+        self._lock = threading.Lock()  # one at a time reads a conversation, changes it and writes it
 
     def all(self) -> list[dict[str, Any]]:
         """The latest first, without their messages."""
@@ -48,19 +51,23 @@ class Conversations:
 
     def get(self, name: str) -> dict[str, Any]:
         """One with its messages; 404 when there is none."""
+        is_under_way = name in self._under_way  # asked before reading: what the answer kept last is in the file then
         one = read_json(self._folder / f"{name}.json") if _ID.match(name) else {}
         if not one:
             raise ApiError(404, f"There is no conversation {name!r}.", param="id")
-        return one | {"is_under_way": name in self._under_way}
+        return one | {"is_under_way": is_under_way}
 
     def change(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Another title, system prompt or sampling."""
-        return self._save(self.get(name) | _told(body))
+        told = _told(body)
+        with self._lock:
+            return self._save(self.get(name) | told)
 
     def remove(self, name: str) -> dict[str, Any]:
         """Forget one."""
-        self.get(name)
-        (self._folder / f"{name}.json").unlink()
+        with self._lock:
+            self.get(name)
+            (self._folder / f"{name}.json").unlink()
         return {"id": name, "deleted": True}
 
     def export(self, name: str, form: str) -> tuple[str, str]:
@@ -77,32 +84,17 @@ class Conversations:
     def prepare(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Take a user's message (or, with `regenerate`, the last one again; with `at`, in place of that message and
         what followed) into the conversation, before anything is answered. ApiError for what cannot be."""
-        one = self.get(name)
-        if one.pop("is_under_way"):
-            raise ApiError(409, "An answer is being written in this conversation: stop it first.", code="under_way")
-        self.host.address()
-        messages, text, at = one["messages"], body.get("text"), body.get("at")
-        if body.get("regenerate"):
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            if not messages:
-                raise bad("There is nothing to answer again.", "regenerate")
-            return self._save(one)
-        if not isinstance(text, str) or not text.strip():
-            raise bad("text must say something.", "text")
-        if at is not None:
-            if not isinstance(at, int) or not 0 <= at < len(messages) or messages[at]["role"] != "user":
-                raise bad("at must be the number of one of the user's messages.", "at")
-            del messages[at:]
-        messages.append({"role": "user", "content": text})
-        one["title"] = one["title"] or " ".join(text.split())[:TITLE_CHARS]
-        return self._save(one)
+        with self._lock:
+            return self._prepared(self.get(name), body)
 
     async def answer(self, one: dict[str, Any]) -> AsyncGenerator[dict[str, str], None]:
         """Events of the answer to a prepared conversation: pieces, then the message as it was kept, or an error."""
         began_s = saved_s = time.monotonic()
         said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "finish": "cancelled"}
         times: dict[str, Any] = {"first_s": None, "usage": {}, "pieces": 0}
+        if one["id"] in self._under_way:  # both were asked for before the first began
+            yield _event("error", message=UNDER_WAY)
+            return
         self._under_way.add(one["id"])
         messages = list(one["messages"])
         try:
@@ -123,25 +115,55 @@ class Conversations:
                         yield _event("piece", content=said["content"], reasoning=said["reasoning"])
                 if time.monotonic() - saved_s > SAVE_EVERY_S:
                     saved_s = time.monotonic()
-                    self._save(one | {"messages": [*messages, said]})
+                    self._keep(one["id"], [*messages, said])
             if said["finish"] != "error":
                 total_s = time.monotonic() - began_s
                 said |= {
                     "timings": _timings(times, total_s) | await asyncio.to_thread(self.host.residency),
                     "model": self.host.state().get("model"),
                 }
-                yield _event("done", message=said)
         finally:
-            self._under_way.discard(one["id"])
-            if said["content"] or said["reasoning"]:
-                said.setdefault("timings", _timings(times, time.monotonic() - began_s))
-                self._save(one | {"messages": [*messages, said]})
+            try:
+                if said["content"] or said["reasoning"]:
+                    said.setdefault("timings", _timings(times, time.monotonic() - began_s))
+                    self._keep(one["id"], [*messages, said])
+            finally:
+                self._under_way.discard(one["id"])
+        if said["finish"] != "error":  # told when it is kept: who reads it may ask on at once
+            yield _event("done", message=said)
 
     # --- parts
 
     @property
     def _folder(self):
         return self.place.of("conversations")
+
+    def _prepared(self, one: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+        if one.pop("is_under_way"):
+            raise ApiError(409, UNDER_WAY, code="under_way")
+        self.host.address()
+        messages, text, at = one["messages"], body.get("text"), body.get("at")
+        if body.get("regenerate"):
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if not messages:
+                raise bad("There is nothing to answer again.", "regenerate")
+            return self._save(one)
+        if not isinstance(text, str) or not text.strip():
+            raise bad("text must say something.", "text")
+        if at is not None:
+            if not isinstance(at, int) or not 0 <= at < len(messages) or messages[at]["role"] != "user":
+                raise bad("at must be the number of one of the user's messages.", "at")
+            del messages[at:]
+        messages.append({"role": "user", "content": text})
+        one["title"] = one["title"] or " ".join(text.split())[:TITLE_CHARS]
+        return self._save(one)
+
+    def _keep(self, name: str, messages: list[dict[str, Any]]) -> None:
+        """Write what an answer said so far; settings that changed meanwhile stay, a conversation removed stays so."""
+        with self._lock:
+            if one := read_json(self._folder / f"{name}.json"):
+                self._save(one | {"messages": messages})
 
     def _save(self, one: dict[str, Any]) -> dict[str, Any]:
         one = {key: value for key, value in one.items() if key != "is_under_way"} | {"changed_at": time.time()}
