@@ -32,12 +32,14 @@ def typed_value(row: Field, value: Any) -> Any:
             return None
     if row.choices:
         return _choice(row, value)
+    if isinstance(value, str) and value.lower() in row.words_beside:
+        return value.lower()
     if get_origin(kind) is tuple:
         return _texts(name, value)
     if kind is bool:
         return _switch(name, value)
     if kind is int:
-        return _whole(name, value)
+        return _whole(name, value, row.words_beside)
     if kind is float:
         try:
             if not isinstance(value, bool):
@@ -79,7 +81,7 @@ def _switch(name: str, value: Any) -> bool:
     raise ConfigError(f"{name}: expected true or false, got {value!r}.")
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any, words: tuple[str, ...]) -> int:
     if not isinstance(value, bool):
         try:
             number = float(value)
@@ -87,4 +89,4 @@ def _whole(name: str, value: Any) -> int:
                 return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
         except (TypeError, ValueError, OverflowError):
             pass
-    raise ConfigError(f"{name}: expected a whole number, got {value!r}.")
+    raise ConfigError(f"{name}: expected {' or '.join(('a whole number', *words))}, got {value!r}.")

@@ -150,7 +150,7 @@ def _words(value: Any) -> str:
 def _metavar(row: Field) -> str:
     if row.choices:
         return "|".join(row.choices)
-    return {int: "N", float: "X", str: "TEXT"}.get(row.kind, "TEXT")
+    return "|".join(({int: "N", float: "X", str: "TEXT"}.get(row.kind, "TEXT"), *row.words_beside))
 
 
 def underscored(arg: str) -> str:

@@ -91,6 +91,7 @@ class _Resolver:
             storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", SLOT_BYTES),
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
+            cut_is_open=self._cut_is_open,
             loss_scaling=LossScaling(*(self._pick(name, default) for name, default in LOSS_SCALING.items())),
             file=self.file,
             reasons=self.reasons,
@@ -197,6 +198,9 @@ class _Resolver:
         """(micro-batch, accumulation), whose product with the ranks is the file's train_batch_size where it has one."""
         total, world = self.file.get("train_batch_size"), self.place.world_size
         micro, accumulation = self.config.per_device_train_batch_size, self.config.gradient_accumulation_steps
+        if self._cut_is_open:
+            return self._open_batch(total)
+        assert micro != "auto"
         flags = (self.said.per_device_train_batch_size, self.said.gradient_accumulation_steps)
         if total is not None and (micro is None or accumulation is None):
             known = micro or accumulation or DEFAULT_MICRO_BATCH
@@ -227,6 +231,27 @@ class _Resolver:
                 f"train_batch_size changed from {total} to {product}: {micro} x {accumulation} x {world} rank(s)"
             )
         return micro, accumulation
+
+    @property
+    def _cut_is_open(self) -> bool:
+        return self.said.per_device_train_batch_size == "auto"
+
+    def _open_batch(self, total: int | None) -> tuple[int, int]:
+        """The rows of a step in micro-batches of the usual size, until a forecast cuts them."""
+        micro, accumulation = self.config.per_device_train_batch_size, self.config.gradient_accumulation_steps
+        world, usual = self.place.world_size, DEFAULT_MICRO_BATCH if micro in UNSAID else int(micro or 0)
+        if total is not None and self.said.gradient_accumulation_steps is None:
+            if total % world:
+                raise ConfigError(
+                    f"{self.file.path}: train_batch_size {total} cannot be shared by {world} ranks. Set a multiple."
+                )
+            rows = total // world
+        else:
+            rows = usual * (accumulation or DEFAULT_ACCUMULATION)
+        micro = max(n for n in range(1, usual + 1) if rows % n == 0)
+        why = f"auto: {rows} rows of a step"
+        self.reasons |= {"per_device_train_batch_size": why, "gradient_accumulation_steps": why}
+        return micro, rows // micro
 
     def _state_format(self, precision: Precision) -> str:
         if self.config.state_format == "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outcore.common.quantities import ELEMENT_BYTES
@@ -114,6 +114,8 @@ class RunSettings:
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None
     loss_scaling: LossScaling
+    cut_is_open: bool = field(default=False, compare=False)
+    """Whether the rows of a step may be cut into other micro-batches than the two numbers say."""
     file: DeepSpeedFile = field(default_factory=DeepSpeedFile, compare=False)
     """deepspeed_config.json: what of it only DeepSpeed reads passes through."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -127,6 +129,14 @@ class RunSettings:
     def train_batch_size(self) -> int:
         """Rows of an optimizer step, of all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def cut(self, micro_batch: int, why: str) -> RunSettings:
+        """The rows of a step in micro-batches of so many."""
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        assert rows % micro_batch == 0
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        numbers = dict(zip(names, (micro_batch, rows // micro_batch), strict=True))
+        return replace(self, **numbers, cut_is_open=False, reasons={**self.reasons, **dict.fromkeys(names, why)})
 
     @property
     def element_bytes(self) -> int:

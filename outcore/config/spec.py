@@ -75,6 +75,12 @@ class Field:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
+    def words_beside(self) -> tuple[str, ...]:
+        """Words that a number may also be, such as auto."""
+        beside = [] if self.choices else [a for a in get_args(self.annotation) if get_origin(a) is Literal]
+        return tuple(word for literal in beside for word in get_args(literal))
+
+    @property
     def is_switch(self) -> bool:
         """Whether it is true or false."""
         return self.kind is bool

@@ -202,9 +202,10 @@ def _name(model: str) -> str:
 
 
 def _request(config: PlanConfig) -> RunRequest:
+    micro = config.per_device_train_batch_size
     return RunRequest(
         seq_length=config.seq_length,
-        micro_batch=config.per_device_train_batch_size,
+        micro_batch=None if micro == "auto" else micro,
         accumulation=config.gradient_accumulation_steps,
         engine=config.engine or "auto",
         zero_stage=config.zero_stage,

@@ -22,14 +22,15 @@ SCHEDULE_WORDS = {
 class OptimizationFields:
     """Optimization."""
 
-    per_device_train_batch_size: int | None = setting(
+    per_device_train_batch_size: int | Literal["auto"] | None = setting(
         None,
         aliases=("micro_batch_size", "batch_size", "train_batch_size"),
         file=("train_micro_batch_size_per_gpu",),
         above=0,
         common=True,
     )
-    """Micro-batch per GPU. Default: deepspeed_config.json's (2)."""
+    """Micro-batch per GPU. Default: deepspeed_config.json's (2). auto: the rows of a step stay what the default makes
+    them (or train_batch_size) and are cut as the forecast is fastest, within the GPU's memory."""
     per_device_eval_batch_size: int | None = setting(None, above=0, aliases=("eval_batch_size",))
     """Micro-batch of evaluation. Default: the training micro-batch."""
     gradient_accumulation_steps: int | None = setting(

@@ -74,11 +74,6 @@ class BatchStream:
         """The epoch looked at last, and its rows by place."""
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Micro-batches a rank takes to see every row once (the last one reaches into the next epoch)."""
-        return -(-len(self.dataset) // (self.micro_batch_size * self.world_size))
-
-    @property
     def epoch(self) -> int:
         """Whole epochs done."""
         return self.rows_seen // len(self.dataset)

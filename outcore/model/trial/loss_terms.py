@@ -24,8 +24,9 @@ TOLERANCE = 1e-4
 """Largest difference of a loss in fp32 that is rounding."""
 
 
-def aux_coefficient(model: nn.Module) -> float:
-    """Weight of the router's balancing loss: the model's or its config's, when that asks for router logits; else 0."""
+def aux_coefficient(model: Any) -> float:
+    """Weight of the router's balancing loss: the model's or its config's, when that asks for router logits; else 0.
+    `model`: or anything else that has its config."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return 0.0

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outcore.common.quantities import format_gib
+from outcore.common.quantities import format_gib, format_s
 from outcore.config import RunSettings
 from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
@@ -32,6 +32,8 @@ from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 from outcore.sizing.shape import ModelShape
 
 Layout = StreamLayout | DeepSpeedLayout
+NEARLY_EQUAL = 1.01
+"""Forecasts of seconds this near to each other do not tell two cuts of a step apart."""
 
 
 def run_hardware(
@@ -204,6 +206,30 @@ class Forecaster:
             return Forecast(plan, hardware, asked={name: asdict(value) for name, value in asked.items()}, beside=beside)
         except Exception as error:
             return Forecast(None, None, _words(error))
+
+    def best_cut(self, settings: RunSettings, layout: Layout, kept: int) -> tuple[int, str]:
+        """The micro-batch in which the step's rows are forecast fastest, of those that fit this machine; of nearly
+        equal ones that nearest to the usual. And why, in words."""
+        usual = settings.per_device_train_batch_size
+        if self._known is None:
+            return usual, self.problem
+        rows, plans = usual * settings.gradient_accumulation_steps, dict[int, Plan]()
+        for micro in (n for n in range(1, rows + 1) if rows % n == 0):
+            cut = replace(layout, micro_batch=micro, accumulation=rows // micro)
+            plan = self.of(settings.cut(micro, ""), cut, kept).plan
+            if plan is not None and (micro <= usual or plan.compute_known):
+                plans[micro] = plan
+        fitting = {micro: plan for micro, plan in plans.items() if plan.fits}
+        if not fitting:
+            return min(plans, key=lambda micro: plans[micro].shortage, default=usual), "none is forecast to fit"
+        fastest_s = min(plan.time.step_s for plan in fitting.values())
+        near = [one for one, plan in fitting.items() if plan.time.step_s <= NEARLY_EQUAL * fastest_s]
+        micro = min(near, key=lambda one: abs(one - usual))
+        slowest = max(fitting, key=lambda one: fitting[one].time.step_s)
+        return micro, (
+            f"{rows} rows of a step, forecast at {format_s(plans[micro].time.step_s)}; micro-batches of {slowest} at "
+            f"{format_s(plans[slowest].time.step_s)}"
+        )
 
     def show(self, forecast: Forecast) -> None:
         """Print a forecast that has a plan: tiers, seconds, what limits it, every ZeRO stage beside it."""

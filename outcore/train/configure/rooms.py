@@ -155,15 +155,16 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
             )
 
 
-def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -> RunLength:
-    """How many steps, and when to evaluate, sample and save."""
-    epoch = max(1, math.ceil(batches_per_epoch / accumulation))
+def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int) -> RunLength:
+    """How many steps, and when to evaluate, sample and save; the same however `step_rows`, the rows of a step on all
+    ranks, are cut into micro-batches. `rows`: of the data."""
+    epoch = max(1, math.ceil(rows / step_rows))
     if config.max_steps > 0:
         total = config.max_steps
     elif config.dataset == ("embedded",) and config.num_train_epochs == 1.0:
         total = EMBEDDED_STEPS
     else:
-        total = max(1, math.ceil(batches_per_epoch * config.num_train_epochs / accumulation))
+        total = max(1, math.ceil(rows * config.num_train_epochs / step_rows))
     fifth = max(1, total // 5)
     every_eval = epoch if config.eval_strategy == "epoch" else fifth if config.eval_steps is None else config.eval_steps
     every_save = epoch if config.save_strategy == "epoch" else fifth if config.save_steps is None else config.save_steps

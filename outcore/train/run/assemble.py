@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +75,7 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     taken = _take(job, settings)
     job.phase = "preparing tokenizer and data"
     planned = Planned(job, settings, model, taken.folder.name)
-    decision = planned.decide()
+    decision = planned.decide(taken.checkpoint)
     planned.check(decision)
     check_drives(config, taken.folder, planned.forecast(decision).plan, job.device.precision)
     job.clock.mark("settings")
@@ -112,8 +111,7 @@ def _take(job: RunJob, settings: RunSettings) -> TakenRun:
 def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedData, tokenizer: Any) -> RunContext:
     """Length, schedule, and what a resumed run changes on purpose."""
     config, settings, checkpoint = job.config, decision.settings, taken.checkpoint
-    batches = math.ceil(len(data.train) / (settings.per_device_train_batch_size * settings.world_size))
-    length = run_length(config, batches, settings.gradient_accumulation_steps)
+    length = run_length(config, len(data.train), settings.train_batch_size, settings.gradient_accumulation_steps)
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
     context = RunContext(
         config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main

@@ -70,6 +70,7 @@ class RunContext:
         """What, by flag, a resumed run may change: the checkpoint does not depend on it, what comes after does."""
         decided, settings = self.decided, self.decided.settings
         return {
+            "per_device_train_batch_size": settings.per_device_train_batch_size,
             "weight_decay": settings.weight_decay,
             "adam_beta1": settings.adam_beta1,
             "adam_beta2": settings.adam_beta2,

@@ -24,7 +24,8 @@ class RunJob:
         self.started_s = time.perf_counter()
         self.device = choose_device(config)
         self.is_main = True
-        self.micro_batch_size = config.per_device_train_batch_size or 1
+        said = config.per_device_train_batch_size
+        self.micro_batch_size = said if isinstance(said, int) else 1
         self.engine_name = "deepspeed"
         """Who trains, as far as it is decided; advice for a full tier names that engine's settings."""
         self.opened = ExitStack()

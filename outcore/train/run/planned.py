@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
+from outcore.checkpoint import Checkpoint
 from outcore.common import file_errors
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import decide, open_engine
 from outcore.machine import available_ram_bytes, detect_os
-from outcore.model import ModelSettings
+from outcore.model import ModelSettings, resolve_source
+from outcore.model.trial import aux_coefficient
 from outcore.plan.run import Forecast, Forecaster, drive_performance, write_combined_measured
 from outcore.train.run.data import load_tokenizer
 from outcore.train.run.job import RunJob
@@ -37,10 +39,34 @@ class Planned:
         num_gpus = settings.world_size
         self.forecaster = Forecaster(model, self.tokenizer, has_cuda=self.host.has_cuda, num_gpus=num_gpus)
 
-    def decide(self) -> Decision:
+    def decide(self, checkpoint: Checkpoint | None = None) -> Decision:
+        """The engine's decision. An open cut is settled first: as it was in `checkpoint`, else by forecast."""
+        if self.settings.cut_is_open:
+            micro, why = self._cut(checkpoint)
+            self.settings = self.settings.cut(micro, f"auto: {why}")
+            of = self.settings.gradient_accumulation_steps
+            self.job.say(f"micro-batch auto: {of} of {micro} row(s) a step and process ({why})")
         decision = decide(self.settings, self.model, self.host, self.tokenizer, self.job.say)
         self._settle(decision)
         return decision
+
+    def _cut(self, checkpoint: Checkpoint | None) -> tuple[int, str]:
+        """(rows of a micro-batch, why), on all ranks alike. A resumed run keeps its cut, and so its bits."""
+        settings, usual = self.settings, self.settings.per_device_train_batch_size
+        saved = checkpoint.trainer_state().get("settings", {}) if checkpoint else {}
+        was = saved.get("per_device_train_batch_size")
+        if was and usual * settings.gradient_accumulation_steps % was == 0:
+            return was, "as in the checkpoint"
+        if self.model.model_module is None and aux_coefficient(resolve_source(self.model, self.tokenizer)):
+            return usual, "the experts' balancing loss is of a micro-batch, so another cut would be another loss"
+        decision = decide(settings, self.model, self.host, self.tokenizer, lambda line: None)
+        found = self.forecaster.best_cut(settings, decision.layout, kept_on_drive(self.job.config, decision.nvme_path))
+        decision.forget()
+        if settings.world_size > 1:  # free memory differs by a few bytes between ranks: rank 0's counts
+            shared = [found]
+            torch.distributed.broadcast_object_list(shared, src=0)
+            found = shared[0]
+        return found
 
     def _settle(self, decision: Decision) -> None:
         if self.job.config.trace and not decision.draws_timeline:

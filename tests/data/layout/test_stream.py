@@ -78,7 +78,6 @@ def test_epochs_differ_and_seeds_differ():
     next(stream)
     assert orders[0] != orders[1] != stream.next_rows().tolist() and stream.epoch == 1
     assert BatchStream(dataset, 50, shuffle=False).next_rows().tolist() == list(range(50))
-    assert BatchStream(dataset, 8, 0, 2).batches_per_epoch == 4
 
 
 def test_another_number_of_ranks_can_resume():

@@ -149,7 +149,7 @@ def test_a_schedule_and_the_strategies_of_a_run(tmp_path: Path, corpus: Path) ->
 def test_strategies_by_epoch() -> None:
     config = parse_config(["--eval_strategy", "epoch", "--save_strategy", "epoch", "--num_train_epochs", "3",
                            "--dataset", "x.txt"])  # fmt: skip
-    length = run_length(config, batches_per_epoch=10, accumulation=2)
+    length = run_length(config, rows=20, step_rows=4, accumulation=2)
     assert (length.total_steps, length.eval_steps, length.save_steps) == (15, 5, 5)
 
 
