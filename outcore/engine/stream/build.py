@@ -114,7 +114,7 @@ def build_stream_engine(
         stalls, saved = Stalls(device), open_saved(plan)
         residents = open_residents(plan, homes, saved)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
-        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, traffic)
         schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena), saved)
         parts = EngineParts(
@@ -286,7 +286,10 @@ def _open_optimizer(
             timeout_s=TIMEOUT_S,
         )
         undo.callback(ring.close)
-    published = None if ground.host is None else PublishedUpdates(ground.host, pool)
+    published = None
+    if ground.host is not None:
+        published = PublishedUpdates(ground.host, pool)
+        undo.callback(published.close)
     muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
     updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
@@ -312,6 +315,7 @@ def _traffic(
     optimizer: _Optimizer,
     stalls: Stalls,
     residents: Residents,
+    undo: ExitStack,
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
     updates = optimizer.updates
@@ -329,6 +333,7 @@ def _traffic(
     host, reducer = ground.host, None
     if host is not None:
         reducer = GradientReducer(host, arena, optimizer.pool)
+        undo.callback(reducer.close)
     download = GradientDownload(
         plan.units,
         arena if host is None else host.slots,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.stream.ranks.world import SETTINGS, run_ranks, same_weights, train, train_alone
+from tests.engine.stream.ranks.world import SETTINGS, build_that_breaks, run_ranks, same_weights, train, train_alone
 
 IMMEDIATE = replace(SETTINGS, max_grad_norm=0.0)
 SAME_BITS = {
@@ -37,6 +37,10 @@ def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(tmp_path, case)
         assert same_weights(rank, alone) == [] and rank["tokens"] == alone["tokens"]
         assert rank["evaluated"][1] == alone["evaluated"][1]
         assert rank["evaluated"][0] == pytest.approx(alone["evaluated"][0], rel=1e-6)
+
+
+def test_a_build_that_fails_at_its_end_leaves_no_thread(tmp_path):
+    assert run_ranks(2, tmp_path, build_that_breaks) == [set(), set()]
 
 
 NEARLY = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from outcore.common import FileError
+from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace, reduce
 from outcore.model import LoraSettings
@@ -97,6 +100,22 @@ def open_engine(
     if lora:
         loaded = with_lora(loaded, lora)
     return build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False, place=place)
+
+
+def build_that_breaks(place: RankPlace) -> set[str]:
+    """Threads of ours that are left when the last step of building an engine fails."""
+
+    def broken(*_args):
+        raise ZeroDivisionError
+
+    build_module.StreamEngine = broken
+    before = set(threading.enumerate())
+    with contextlib.suppress(ZeroDivisionError):
+        open_engine(place, "llama", SETTINGS)
+    deadline_s = time.monotonic() + 60.0
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return {thread.name for thread in left}
 
 
 def with_lora(loaded, r: int):
