@@ -193,7 +193,7 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     "asked, words",
     [
         ({"pin_memory": False, "pin_gib": 1.0}, "pin_gib does nothing with pin_memory false"),
-        ({"prefetch": 1, "num_layer_buffers": 4}, "in two ways"),
+        ({"prefetch": 5, "num_layer_buffers": 3}, "in two ways"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"buffer_mib": 0.0}, "buffer_mib is 0.0"),
     ],
@@ -212,9 +212,9 @@ def test_what_does_nothing_where_no_weight_travels_is_refused(tiny_folder, asked
 def test_names_of_deepspeed_mean_the_same():
     words = ["model", "--kv_offload", "cpu", "--prefetch", "1", "--pin_memory", "false", "--buffer_mib", "8"]
     settings = settings_of(generate_flags().parse_args(words))
-    assert (settings.kv_home, settings.num_layer_buffers, settings.staging_bytes) == ("ram", 2, 1)
-    assert dataclasses.replace(settings, vram_gib=2.0).num_layer_buffers == 2
+    assert (settings.kv_home, settings.layer_buffers, settings.staging_bytes) == ("ram", 2, 1)
+    assert dataclasses.replace(settings, vram_gib=2.0).layer_buffers == 2
     same = settings_of(generate_flags().parse_args(["model", "--buffer_count", "2", "--kv_offload", "none"]))
-    assert same.num_layer_buffers == 2 and same.kv_home == "vram" and same.staging_bytes is None
+    assert same.layer_buffers == 2 and same.kv_home == "vram" and same.staging_bytes is None
     with pytest.raises(ValueError, match="pin_memory does nothing on a CPU"):
         settings.check_device("cpu")

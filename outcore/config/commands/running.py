@@ -69,7 +69,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--buffer_mib", type=float, help="page-locked slots that other RAM and drives are read through")
     buffers = ("--num_layer_buffers", "--buffer_count")
-    group.add_argument(*buffers, type=int, default=3, help="travelling layers on the device at a time")
+    group.add_argument(*buffers, type=int, help="travelling layers on the device at a time (default 3)")
     group.add_argument("--prefetch", type=int, help="layers brought ahead of the one that computes: buffers less one")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
     group.add_argument(

@@ -49,8 +49,8 @@ class InferSettings:
     """Page-lock RAM that a GPU reads. False: only slots that everything passes through, which is slower."""
     buffer_mib: float | None = None
     """Size of such a slot; None: 16."""
-    num_layer_buffers: int = 3
-    """Layers on the device at a time, of those that travel."""
+    num_layer_buffers: int | None = None
+    """Layers on the device at a time, of those that travel; None: 3."""
     prefetch: int | None = None
     """Travelling layers that are brought ahead of the one that computes: the buffers, less one."""
     draft_model: str | None = None
@@ -92,7 +92,7 @@ class InferSettings:
             raise ValueError("prefix_gib does nothing without --prefix_path. Give the folder, or leave it out.")
         if self.pin_gib is not None and not self.pin_memory:
             raise ValueError("pin_gib does nothing with pin_memory false. Leave one of them out.")
-        if self.prefetch is not None and self.num_layer_buffers not in (3, self.prefetch + 1):
+        if self.prefetch is not None and self.num_layer_buffers is not None:
             raise ValueError("prefetch and num_layer_buffers say the same in two ways. Leave one of them out.")
         if self.compile not in ("auto", "on", "off"):
             raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
@@ -125,8 +125,6 @@ class InferSettings:
                 f"chunk_tokens ({self.chunk_tokens}) is above pass_tokens ({self.pass_tokens}): a chunk is part of a "
                 "pass. Lower the one or raise the other."
             )
-        if self.prefetch is not None:
-            object.__setattr__(self, "num_layer_buffers", self.prefetch + 1)
 
     def check_device(self, device_type: str) -> None:
         """ValueError for what does nothing on this kind of device."""
@@ -144,7 +142,7 @@ class InferSettings:
             "pin_gib": self.pin_gib is not None,
             "buffer_mib": self.buffer_mib is not None,
             "prefetch": self.prefetch is not None,
-            "num_layer_buffers": self.num_layer_buffers != 3,
+            "num_layer_buffers": self.num_layer_buffers is not None,
             "pin_memory": not self.pin_memory and placement.kv_home != "ram",
         }
         idle = next((name for name, is_said in said.items() if is_said), None)
@@ -156,6 +154,11 @@ class InferSettings:
         """Copy of the settings without room for answers, unless room was asked for."""
         asks = self.max_sequences is not None or self.kv_gib is not None
         return self if asks else replace(self, scores_only=True)
+
+    @property
+    def layer_buffers(self) -> int:
+        """Travelling layers on the device at a time."""
+        return self.num_layer_buffers or (3 if self.prefetch is None else self.prefetch + 1)
 
     @property
     def staging_bytes(self) -> int | None:

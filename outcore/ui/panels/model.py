@@ -21,7 +21,7 @@ NUMBERS = (
     ("kv_gib", None, "room for keys and values, GiB"),
     ("vram_gib", None, "device memory to stay within, GiB"),
     ("ram_gib", None, "RAM for weights, keys and values, GiB"),
-    ("num_layer_buffers", 3, "travelling layers on the device at a time"),
+    ("num_layer_buffers", None, "travelling layers on the device at a time; empty: 3"),
     ("cpu_tokens", None, "tokens up to which the CPU multiplies packed weights as they are; 0: never"),
     ("draft_tokens", None, "guessed tokens of a pass; 0: none"),
 )
@@ -91,7 +91,7 @@ class ModelBar:
             name: number_in(name, value) if name in numbers else value
             for name, value in zip(self.expert, expert, strict=True)
         }
-        usual = {name: choices[0] for name, choices in CHOICES} | {"num_layer_buffers": 3}
+        usual = {name: choices[0] for name, choices in CHOICES}
         given = {name: value for name, value in given.items() if value not in (None, "", usual.get(name))}
         self.client.post("model", model=model or "", preset=preset, **given)
         return self.refresh()
