@@ -9,6 +9,7 @@ from outcore.common.files import (
     make_folder,
     publish_folder,
     remove_tree,
+    stats_below,
     write_atomic,
     write_json,
 )

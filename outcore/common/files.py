@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ def finish_publishing(final: Path) -> None:
 
 def _old_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.old")
+
+
+def stats_below(folder: Path) -> Iterator[os.stat_result]:
+    """Stat of every file below a folder that others change: what goes away meanwhile is left out."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.stat(os.path.join(where, name))
 
 
 def remove_tree(path: Path) -> None:

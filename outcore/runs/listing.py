@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.common import stats_below
 from outcore.common.quantities import format_gb
 from outcore.config.commands import runs_flags
 from outcore.runs.folder import RunFolder
@@ -58,12 +59,12 @@ def _is_of_a_run(folder: Path) -> bool:
 
 
 def _state_of(folder: RunFolder) -> RunState:
-    files = [path for root in _folders(folder) if root.is_dir() for path in root.rglob("*") if path.is_file()]
-    stats = [path.stat() for path in files]
+    # Asked before the files are read: what a run that has ended wrote last is in them then.
+    holder = holder_of(lock_path(folder.checkpoints.parent, folder.name))
+    stats = [stat for root in _folders(folder) for stat in stats_below(root)]
     header, last = _ends_of(folder.metrics)
     total = (header.get("plan") or {}).get("total_steps")
     step = int(last.get("step", 0))
-    holder = holder_of(lock_path(folder.checkpoints.parent, folder.name))
     if holder is not None:
         state = f"running (process {holder.get('pid', '?')} on {holder.get('host', '?')})"
     elif not step:

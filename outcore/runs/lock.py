@@ -20,7 +20,8 @@ from pathlib import Path
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """What `flock` says on file systems without locks (some network mounts)."""
 
-ASKED_S = 0.02
+ASKED_S = 10.0
+"""How long those who only ask for the holder may be in the way: microseconds, unless they are kept from running."""
 
 
 class RunInUse(ValueError):
@@ -96,15 +97,17 @@ class RunLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock, or BlockingIOError. Whoever only asks for the holder (`holder_of`) is in the way for microseconds."""
+    """Lock, or BlockingIOError when another process holds the run. Whoever only asks (`holder_of`) is waited for."""
     until_s = time.monotonic() + ASKED_S
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # beside those who ask, not beside a holder
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             if time.monotonic() > until_s:
                 raise
-            time.sleep(ASKED_S / 10)
+            time.sleep(0.001)
 
 
 def lock_path(parent: Path, run_name: str) -> Path:

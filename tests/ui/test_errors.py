@@ -156,6 +156,14 @@ def test_two_starts_at_once(client, api):
     until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
 
 
+def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
+    program = "import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)"
+    monkeypatch.setattr(children_module, "PROGRAM", (sys.executable, "-c", program))
+    name = client.post("/v1/runs", json={"fields": {"preset": "tiny"}}).json()["run"]
+    job = until(lambda: (found := client.get(f"/v1/runs/{name}").json()["job"])["state"] != "running" and found)
+    assert (job["state"], job["exit_code"]) == ("stopped", -2)
+
+
 def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
     with httpx.Client(base_url=served, timeout=20) as http:
         loaded(http.request)
@@ -210,6 +218,14 @@ def test_server_killed_in_mid_stream(served, api):
         state = until(lambda: (s := http.get("/v1/model").json())["state"] == "failed" and s)
         assert state["message"] == "killed by SIGKILL while it served"
         assert "killed by SIGKILL" in words_of(http.post(f"{path}/answer", json={"text": "again"}), 409)
+
+
+def test_a_model_let_go_while_it_becomes_ready_is_found_by_nobody(client, api, place, monkeypatch):
+    monkeypatch.setattr(model_module, "_launch", lambda note: (api.host.unload(), {})[1])
+    client.post("/v1/model", json={"model": "quick"})
+    until(lambda: client.get("/v1/model").json()["state"] == "stopped")
+    [thread.join() for thread in threading.enumerate() if thread.name == "model's start"]
+    assert not (place.own / "model" / "loaded.json").exists()
 
 
 def test_panels_that_start_next_find_the_model_again(api, place, client):

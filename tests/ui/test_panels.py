@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,12 @@ from starlette.testclient import TestClient
 
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
+from outcore.ui.api import runs as runs_module
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
 from outcore.ui.api.machine import MachineWatch
 from outcore.ui.api.model import parse_metrics
 from outcore.ui.api.paths import advice
+from outcore.ui.api.place import write_json
 from outcore.ui.api.serving import alerts_of as serving_alerts
 from outcore.ui.api.serving import sample_of
 from outcore.ui.api.training import Training
@@ -148,6 +151,33 @@ def test_a_run_whose_process_is_not_gone_is_ending(client, run, monkeypatch):
     assert client.get("/v1/runs/one").json()["state"] == "finished"
     monkeypatch.setattr(Training, "_pid", lambda self, name: 1)
     assert client.get("/v1/runs/one").json()["state"] == "ending"
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_shown_as_it_ended(client, run, monkeypatch):
+    """Its process is asked for before its files, and before the exit code."""
+    run("one")
+    asked, listed = [], runs_module.list_runs
+
+    def job(self, name):
+        asked.append(name)
+        return {"run": name, "state": "finished", "message": ""}
+
+    def states(*folders):
+        return [replace(state, state=state.state if asked else "running (process 1)") for state in listed(*folders)]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "job", job)
+        patched.setattr(runs_module, "list_runs", states)
+        assert client.get("/v1/runs/one").json()["state"] == "finished"
+
+    class Ending:
+        pid, codes = 1, iter((None,))
+        exit_code = property(lambda self: next(self.codes, 0))
+
+    training = Training(Place())
+    training._children["one"] = Ending()
+    write_json(training._note("one"), {"settings": {}, "started_at": 0.0, "exit_code": None})
+    assert training.job("one")["state"] == "finished"
 
 
 def test_deleting_asks_first():

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from outcore.common.journal import is_held
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
 from outcore.evaluate.jobs import (
-    ENDS,
     EVENTS,
     IDLE,
     JOURNAL,
@@ -56,6 +57,7 @@ class Evaluations:
         self._service_of = service_of
         self._worker = ThreadPoolExecutor(1, "evaluation")
         self._jobs: dict[str, tuple[Job, Future[None]]] = {}
+        self._lock = threading.RLock()  # one at a time looks what is under way, and begins or ends something
 
     # --- the server's
 
@@ -77,7 +79,7 @@ class Evaluations:
     async def end(self) -> None:
         """End work on all jobs; they go on with the next start."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-        for job, _ in self._jobs.values():
+        for job, _ in list(self._jobs.values()):
             job.cancel(keep=True)
         await asyncio.to_thread(self._worker.shutdown, True)
 
@@ -96,10 +98,11 @@ class Evaluations:
             raise bad(str(error), error.param) from error
         subject = self._subject(body.get("model"))
         self.history.check_writable()
-        record = unfinished_or_new(
-            self.history, subject, settings, resume=body.get("resume") is not False, host="server"
-        )
-        return self._start(record, subject)
+        with self._lock:
+            record = unfinished_or_new(
+                self.history, subject, settings, resume=body.get("resume") is not False, host="server"
+            )
+            return self._start(record, subject)
 
     def launch(self) -> Record:
         """How the loaded model is laid out: what every evaluation of it keeps. ApiError without a model."""
@@ -112,40 +115,43 @@ class Evaluations:
 
     def resume(self, name: str) -> Record:
         """Go on with an evaluation that was not finished."""
-        record = self._found(name)
-        if record["status"] == "completed":
-            raise ApiError(409, "The evaluation is completed already.", param="id")
-        if self.shown(record)["status"] in UNFINISHED:
-            raise ApiError(409, "The evaluation runs already.", param="id")
-        return self._go_on(record)
+        with self._lock:
+            record = self.get(name)
+            if record["status"] == "completed":
+                raise ApiError(409, "The evaluation is completed already.", param="id")
+            if record["status"] in UNFINISHED:
+                raise ApiError(409, "The evaluation runs already.", param="id")
+            return self._go_on(self._found(name))
 
     def get(self, name: str) -> Record:
         """An evaluation as it is now."""
-        return self.shown(self._found(name))
+        return self._shown(self._found(name))
 
     def all(self) -> list[Record]:
         """Newest first."""
-        return [self.shown(record) for record in self.history.all()]
+        return [self._shown(record) for record in self.history.all()]
 
     def cancel(self, name: str) -> Record:
         """End a job; what was answered stays."""
-        record = self._found(name)
-        entry = self._jobs.get(record["id"])
-        if entry is None:
-            raise ApiError(409, f"The evaluation is {self.shown(record)['status']}, not under way here.", param="id")
-        job, future = entry
-        job.cancel()
-        if future.cancel():
-            self._jobs.pop(record["id"], None)
-            self.history.save(job.record | {"status": "cancelled"})
-        return self.get(name)
+        with self._lock:
+            record = self.get(name)
+            entry = self._jobs.get(record["id"])
+            if entry is None:
+                raise ApiError(409, f"The evaluation is {record['status']}, not under way here.", param="id")
+            job, future = entry
+            job.cancel()
+            if future.cancel():
+                self.history.save(job.record | {"status": "cancelled"})
+                self._jobs.pop(record["id"], None)
+            return self.get(name)
 
     def remove(self, name: str) -> Record:
         """Forget an evaluation."""
-        record = self._found(name)
-        if self.shown(record)["status"] in UNFINISHED:
-            raise ApiError(409, "The evaluation is under way: cancel it first.", param="id")
-        self.history.remove(record["id"])
+        with self._lock:
+            record = self.get(name)
+            if record["status"] in UNFINISHED:
+                raise ApiError(409, "The evaluation is under way: cancel it first.", param="id")
+            self.history.remove(record["id"])
         return {"id": record["id"], "object": "evaluation", "deleted": True}
 
     def diff(self, a: str, b: str) -> Record:
@@ -185,28 +191,33 @@ class Evaluations:
             for event in found:
                 last = event["n"]
                 yield {"data": json.dumps(event)}
-            if not is_under_way or (found and found[-1]["event"] in ENDS):
+            if not is_under_way:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
         yield {"data": "[DONE]"}
 
-    def shown(self, record: Record) -> Record:
-        """A record with where it is now."""
-        entry = self._jobs.get(record["id"])
+    # --- parts
+
+    def _shown(self, record: Record) -> Record:
+        """A record with where it is now. One that is under way no more is read again: it was noted how it ended."""
+        entry, folder = self._jobs.get(record["id"]), self.history.folder_of(record["id"])
+        is_under_way = entry is not None or is_held(folder / JOURNAL)
         found = dict(record)
-        folder = self.history.folder_of(record["id"])
+        if record["status"] in UNFINISHED and not is_under_way:
+            with suppress(KeyError):  # removed
+                found = self.history.get(record["id"])
         if entry is not None and entry[0].events is not None:
             found["progress"] = dict(entry[0].events.progress)
         else:
-            found["progress"] = progress_of(folder / EVENTS) if record["status"] != "queued" else dict(IDLE)
-        if record["status"] in UNFINISHED and entry is None:
-            found["status"] = "running" if is_held(folder / JOURNAL) else "interrupted"
+            found["progress"] = progress_of(folder / EVENTS) if found["status"] != "queued" else dict(IDLE)
+        if found["status"] in UNFINISHED and entry is None:
+            found["status"] = "running" if is_under_way else "interrupted"
+        elif entry is not None and found["status"] not in UNFINISHED:
+            found["status"] = "running"  # until it can be cancelled no more, and gone on with
         for stamp in ("created_at", "started_at", "completed_at"):
             found[stamp] = None if found[stamp] is None else int(found[stamp])
         found.setdefault("scores", [])
         return found
-
-    # --- parts
 
     def _found(self, name: str) -> Record:
         try:
@@ -235,13 +246,13 @@ class Evaluations:
         return self._start({k: v for k, v in record.items() if k != "scores"}, subject)
 
     def _start(self, record: Record, subject: Subject) -> Record:
-        if record["id"] in self._jobs:
+        with self._lock:
+            if record["id"] not in self._jobs:
+                record = record | {"status": "queued", "error": None, "created_at": record["created_at"] or time.time()}
+                self.history.save(record)
+                job = Job(self.history, record, subject)
+                self._jobs[record["id"]] = (job, self._worker.submit(self._run, job))
             return self.get(record["id"])
-        record = record | {"status": "queued", "error": None, "created_at": record["created_at"] or time.time()}
-        self.history.save(record)
-        job = Job(self.history, record, subject)
-        self._jobs[record["id"]] = (job, self._worker.submit(self._run, job))
-        return self.get(record["id"])
 
     def _run(self, job: Job) -> None:
         try:
@@ -253,7 +264,8 @@ class Evaluations:
         except Exception:
             logger.exception("%s failed", job.record["id"])
         finally:
-            self._jobs.pop(job.record["id"], None)
+            with self._lock:  # not before it is among them
+                self._jobs.pop(job.record["id"], None)
 
 
 def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:

@@ -13,8 +13,6 @@ from outcore.evaluate.asking import Progress
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-ENDS = ("completed", "failed", "cancelled")
-"""Events after which none follows."""
 TELL_EVERY_S = 1.0
 STALL_S, FIRST_STALL_S = 60.0, 600.0
 """Silence after which a stall is told, at least: longer where a portion takes long, and before the first one's time is

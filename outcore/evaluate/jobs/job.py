@@ -166,7 +166,7 @@ class Job:
     def cancel(self, *, keep: bool = False) -> None:
         """End the job before the next portion; what was answered stays, and it can be gone on with. `keep`: its status
         too, because whoever runs it goes on with it."""
-        self._keeps_status = keep
+        self._keeps_status = keep and not self._cancelled.is_set()
         self._cancelled.set()
 
     def run(self) -> Record:
@@ -188,9 +188,9 @@ class Job:
             seconds = {"seconds": spent_s + time.monotonic() - began_s, "asking_s": desk.asking_s}
             self.record |= {"status": "completed", "completed_at": time.time(), **seconds}
             self.history.finish(self.record, self.scores, self.samples)
-            journal.remove()
             events.progress |= {"stage": "done", "tasks_done": len(settings.tasks), "left_s": 0.0}
             events.tell("completed", **events.progress)
+            journal.remove()  # with which it is under way no more: who listens has heard the end
         except BaseException as error:
             self._end(error, spent_s + time.monotonic() - began_s)
             raise

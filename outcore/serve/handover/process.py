@@ -56,7 +56,6 @@ class ServerProcess:
 
     def bring_up(self) -> None:
         """Start, and wait until it answers. RuntimeError with its last words where it does not."""
-        self.state = "starting"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._note("engine starting", command=self._command, log=str(self.log))
         began_s, libc = time.monotonic(), ctypes.CDLL(None)
@@ -108,6 +107,7 @@ class ServerProcess:
         self._end_process()
         if self._thread is not None:
             self._thread.join(STOP_S)
+            self._end_process()  # which it may have started again meanwhile
         self.state = "failed" if self.state == "failed" else "stopped"
 
     def last_words(self) -> str:
@@ -128,6 +128,7 @@ class ServerProcess:
         return f"it did not answer {failed} looks at its health"
 
     def _restart(self) -> None:
+        self.state = "starting"  # before the new start is counted: who sees that one waits for this one
         now_s = time.monotonic()
         self._restarted_s.append(now_s)
         while now_s - self._restarted_s[0] > self._care.window_s:

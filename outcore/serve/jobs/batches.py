@@ -100,7 +100,7 @@ class Batches:
         batch = self.get(name)
         if batch["status"] not in RUNNING:
             raise ApiError(409, f"The batch is {batch['status']} already.", param="batch_id")
-        task = self._tasks.pop(name, None)
+        task = self._tasks.get(name)  # two may cancel: both wait for its end, the first to go on does the rest
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -176,7 +176,7 @@ class Conversations:
         body = {"messages": system + said, "stream": True, "stream_options": {"include_usage": True}, **one["sampling"]}
         broken, is_whole = "The model's server broke off; what it wrote is kept.", False
         try:
-            base, headers = self.host.address()
+            base, headers = await asyncio.to_thread(self.host.address)
             url = f"{base}/v1/chat/completions"
             async with self._client.stream("POST", url, json=body, headers=headers) as answer:
                 if answer.status_code != 200:

@@ -32,7 +32,7 @@ FIELDS = (
     "compile", "cpu_tokens", "draft_tokens",
 )  # fmt: skip
 DEGREES = ("tensor_parallel", "pipeline_parallel")
-LOOK_EVERY_S = 0.3
+LOOK_EVERY_S, ANSWER_S = 0.3, 30.0
 OWNERS = ("outcore", "vllm")
 """Engines that answer, as /v1/models names them."""
 _METRIC = re.compile(r"^(?:outcore_|vllm:)(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$")
@@ -52,7 +52,8 @@ class ModelHost:
 
     def state(self) -> dict[str, Any]:
         """What is loaded or being loaded: state, model, settings, lines that it said, seconds so far."""
-        note = {key: value for key, value in self._note.items() if key not in ("port", "key", "pid")}
+        note = self._note.copy()  # at once: whoever waits for the model adds to it
+        note = {key: value for key, value in note.items() if key not in ("port", "key", "pid")}
         lines = lines_of(self._log) if note["state"] != "none" else []
         began_s = note.get("began_at")
         seconds = (note.get("ready_at") or time.time()) - began_s if began_s else None
@@ -86,7 +87,8 @@ class ModelHost:
                 "pid": self._child.pid,
                 "message": "",
             }
-            threading.Thread(target=self._await, args=(self._child, self._note), daemon=True).start()
+            args = (self._child, self._note)
+            threading.Thread(target=self._await, args=args, name="model's start", daemon=True).start()
         return self.state()
 
     def unload(self) -> dict[str, Any]:
@@ -160,10 +162,13 @@ class ModelHost:
         while child.exit_code is None and self._note is note:
             if _answers(note):
                 ready = {"state": "ready", "ready_at": time.time(), "launch": _launch(note)}
-                with contextlib.suppress(OSError):  # then panels that start next do not find it
-                    write_json(self._file, note | ready)
-                    self._file.chmod(0o600)
-                note |= ready
+                with self._lock:
+                    if self._note is not note:  # let go meanwhile: nobody is to find it
+                        return
+                    with contextlib.suppress(OSError):  # then panels that start next do not find it
+                        write_json(self._file, note | ready)
+                        self._file.chmod(0o600)
+                    note |= ready
                 break
             time.sleep(LOOK_EVERY_S)
         while child.exit_code is None and self._note is note:
@@ -245,7 +250,7 @@ def _answers(note: Mapping[str, Any]) -> bool:
 def _get(note: Mapping[str, Any], path: str) -> httpx.Response:
     """A page of this model's server. httpx.HTTPError where there is none."""
     headers = {"Authorization": f"Bearer {note['key']}"}
-    return httpx.get(f"http://127.0.0.1:{note['port']}{path}", headers=headers, timeout=5.0).raise_for_status()
+    return httpx.get(f"http://127.0.0.1:{note['port']}{path}", headers=headers, timeout=ANSWER_S).raise_for_status()
 
 
 def _launch(note: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -40,7 +42,7 @@ class PassOn:
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        base, headers = self.host.address()
+        base, headers = await asyncio.to_thread(self.host.address)
         kind = request.headers.get("content-type")
         sent = self.client.build_request(
             request.method,

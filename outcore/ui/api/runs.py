@@ -6,12 +6,13 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint import list_checkpoints
+from outcore.common import stats_below
 from outcore.monitor import Metrics
 from outcore.runs import RunState, delete, list_runs
 from outcore.serve.additions import ApiError
@@ -42,22 +43,22 @@ class Runs:
 
     def all(self) -> list[dict[str, Any]]:
         """The latest first. A folder in which no run has left anything is none."""
-        found = [self._row(run) for run in self._states() if self._is_run(run)]
+        found = [self._row(run, self.training.job(run.folder.name)) for run in self._states() if self._is_run(run)]
         there = {row["name"] for row in found}
         starting = [name for name in self.training.running() if name not in there]
-        return [self._empty_row(name) for name in starting] + found
+        return [self._empty_row(self.training.job(name)) for name in starting] + found
 
     def get(self, name: str) -> dict[str, Any]:
         """One run: its state, header, last step, forecast beside what was measured, checkpoints, export."""
-        rows = [row for row in self.all() if row["name"] == name]
-        job = self.training.job(name)
+        job = self.training.job(name)  # asked before the files are read: of a job that has ended they are whole
+        rows = [self._row(run, job) for run in self._states() if run.folder.name == name and self._is_run(run)]
         if not rows and job["state"] in ("none", ""):
             raise ApiError(404, f"There is no run {name!r}.", param="name")
         metrics = self._polled(name)
         last = metrics.steps[-1] if metrics and metrics.steps else {}
         recent = metrics.steps[-RECENT_STEPS:] if metrics else []
         return {
-            **(rows[0] if rows else self._empty_row(name)),
+            **(rows[0] if rows else self._empty_row(job)),
             "job": job,
             "header": metrics.header if metrics else {},
             "last": last,
@@ -135,11 +136,12 @@ class Runs:
         """Begin to write a run's model as a folder for from_pretrained."""
         if not list_checkpoints(self.place.checkpoints / name):
             raise ApiError(409, f"Run {name} has no checkpoint to export.", param="name")
-        child = self._exports.get(name)
-        if child is not None and child.exit_code is None:
-            raise ApiError(409, f"Run {name} is being exported already.", param="name")
         argv = ["export", name, "--checkpoint_dir", str(self.place.checkpoints), *(["--merge"] if merge else [])]
-        self._exports[name] = Child(argv, self.place.of("console") / f"{name}.export.log")
+        with self._lock:
+            child = self._exports.get(name)
+            if child is not None and child.exit_code is None:
+                raise ApiError(409, f"Run {name} is being exported already.", param="name")
+            self._exports[name] = Child(argv, self.place.of("console") / f"{name}.export.log")
         return self._export_state(name) or {}
 
     # --- parts
@@ -150,10 +152,10 @@ class Runs:
     def _is_run(self, run: RunState) -> bool:
         return run.folder.is_in_use or run.state.startswith("running")
 
-    def _row(self, run: RunState) -> dict[str, Any]:
+    def _row(self, run: RunState, job: Mapping[str, Any]) -> dict[str, Any]:
         loss = run.loss if isinstance(run.loss, (int, float)) else None
         state = run.state.partition(" ")[0]
-        if state in ENDED and self.training.job(run.folder.name)["state"] == "running":
+        if state in ENDED and job["state"] == "running":
             state = "ending"  # its files are whole, its process is not gone: a resume would be refused
         return {
             "name": run.folder.name,
@@ -167,12 +169,11 @@ class Runs:
             "model": str(run.folder.export) if run.folder.export.is_dir() else None,
         }
 
-    def _empty_row(self, name: str) -> dict[str, Any]:
-        state = self.training.job(name)["state"]
+    def _empty_row(self, job: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "name": name,
-            "state": "starting" if state == "running" else state,
-            "words": state,
+            "name": job["run"],
+            "state": "starting" if job["state"] == "running" else job["state"],
+            "words": job["state"],
             "step": 0,
             "total_steps": None,
             "loss": None,
@@ -192,7 +193,7 @@ class Runs:
             return metrics
 
     def _checkpoint(self, path: Path) -> dict[str, Any]:
-        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        size_bytes = sum(stat.st_size for stat in stats_below(path))
         return {"path": str(path), "name": path.name, "size_bytes": size_bytes}
 
     def _export_state(self, name: str) -> dict[str, Any] | None:

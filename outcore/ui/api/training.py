@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from outcore.config import FIELDS, ConfigError
@@ -18,7 +19,8 @@ from outcore.ui.api.children import Child, complaint_of
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said
 from outcore.ui.api.place import Place, read_json, write_json
 
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+STOPPED = [code for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (128 + n, -n)]
+"""Exit codes of a run that was told to stop; negative ones where it did not listen to signals yet."""
 NOT_OF_THE_RUN = frozenset({"resume_from_checkpoint", "continue_with_changes", "trace"})
 """Said of one start, not of the run: a resumed run is not told again."""
 
@@ -29,7 +31,7 @@ class Training:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._children: dict[str, Child] = {}
-        self._starting = threading.Lock()
+        self._starting, self._noting = threading.Lock(), threading.Lock()
 
     def start(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a run. ApiError: 400 for settings that cannot be, 409 while another run trains."""
@@ -46,11 +48,10 @@ class Training:
                 raise bad(str(error)) from error
             settings = settings | {"run_name": name}
             argv = argv_of(settings)
-            self._children[name] = child = Child(["train", *argv], self.log_of(name))
-            write_json(
-                self._note(name),
-                {"run": name, "settings": settings, "pid": child.pid, "started_at": time.time(), "exit_code": None},
-            )
+            with self._noting:
+                self._children[name] = Child(["train", *argv], self.log_of(name))
+                note = {"run": name, "settings": settings, "started_at": time.time(), "exit_code": None}
+                write_json(self._note(name), note)
         except OSError as error:
             raise ApiError(507, f"The run cannot be started: {error.strerror or error}.", code="start") from error
         finally:
@@ -78,24 +79,26 @@ class Training:
         pid = self._pid(name)
         if pid is None:
             raise ApiError(409, f"Run {name} is not running on this machine.", param="name", code="not_running")
-        os.kill(pid, signal.SIGINT)
-        if at_once:
-            time.sleep(0.2)
-            if self._pid(name) == pid:
-                os.kill(pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGINT)
+            if at_once:
+                time.sleep(0.2)
+                if self._pid(name) == pid:
+                    os.kill(pid, signal.SIGINT)
         return self.job(name)
 
     def job(self, name: str) -> dict[str, Any]:
         """State of a start from here is: state, exit code, why it failed."""
-        note = read_json(self._note(name))
-        if not note:
-            return {"run": name, "state": "running" if self._pid(name) else "none", "message": ""}
-        child = self._children.get(name)
-        code = child.exit_code if child else note.get("exit_code")
-        if child is not None and code is not None and note.get("exit_code") is None:
-            note["exit_code"] = code
-            write_json(self._note(name), note)
-        is_running = code is None and self._pid(name) is not None
+        with self._noting:
+            pid, child = self._pid(name), self._children.get(name)  # before the code: where nobody runs there is one
+            note = read_json(self._note(name))
+            if not note:
+                return {"run": name, "state": "running" if pid else "none", "message": ""}
+            code = child.exit_code if child else note.get("exit_code")
+            if child is not None and code is not None and note.get("exit_code") is None:
+                note["exit_code"] = code
+                write_json(self._note(name), note)
+        is_running = code is None and pid is not None
         state, message = ("running", "") if is_running else self._end_of(name, code)
         return {"run": name, "state": state, "message": message, "started_at": note["started_at"], "exit_code": code}
 

@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from outcore.common import stats_below
 from outcore.config import TrainConfig
-from outcore.runs import RunInUse, RunLock, holder_of, lock_path, take_run
+from outcore.runs import RunInUse, RunLock, holder_of, list_runs, listing, lock_path, take_run
 from tests.forked import ForkedProcess, fork_server, start_script
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
 
@@ -68,6 +71,41 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     assert path.exists() and holder_of(path) is None
     RunLock.take("r", [tmp_path]).release()
     assert not path.exists()
+
+
+def test_who_only_asks_for_the_holder_is_waited_for(tmp_path: Path) -> None:
+    """However long it is kept from running between its lock and its unlock."""
+    asking = os.open(lock_path(tmp_path, "r"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    threading.Timer(0.3, os.close, [asking]).start()
+    lock = RunLock.take("r", [tmp_path])
+    with pytest.raises(RunInUse):
+        RunLock.take("r", [tmp_path])
+    lock.release()
+
+
+def test_a_run_that_ends_while_it_is_listed_is_listed_as_it_ended(tmp_path, monkeypatch):
+    metrics = tmp_path / "l/r/metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    lines = [{"event": "header", "plan": {"total_steps": 2}}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+
+    def ends(path: Path) -> None:
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(listing, "holder_of", ends)
+    (run,) = list_runs(tmp_path / "c", tmp_path / "l", tmp_path / "e")
+    assert (run.state, run.step) == ("finished", 2)
+
+
+def test_files_that_go_while_they_are_counted_are_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    stats = stats_below(tmp_path)
+    assert next(stats).st_size == 1
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert not list(stats)
 
 
 def test_a_file_that_its_last_holder_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
