@@ -230,7 +230,7 @@ def _two_hosts(argv: list[str]) -> int:
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
             ranks.append(start_script(REPOSITORY / "train_model.py", argv, {**os.environ, **launched}, log))
         try:
-            codes = [process.wait(240) for process in ranks]
+            codes = [process.wait(900) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

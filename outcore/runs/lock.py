@@ -23,6 +23,9 @@ NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 ASKED_S = 10.0
 """How long those who only ask for the holder may be in the way: microseconds, unless they are kept from running."""
 
+NAMED_S = 2.0
+"""How long a holder may take from its lock to its name."""
+
 
 class RunInUse(ValueError):
     """Another process is writing this run; the message names it."""
@@ -134,7 +137,9 @@ def holder_of(path: Path) -> dict[str, object] | None:
 
 def in_use_words(run_name: str, path: Path) -> str:
     """One sentence for whoever comes second, and what to do."""
-    who = _read_path(path)
+    until_s = time.monotonic() + NAMED_S
+    while not (who := _read_path(path)) and time.monotonic() < until_s:
+        time.sleep(0.001)
     words = f"process {who['pid']} on {who['host']}" if who else "another process"
     return (
         f"run {run_name} is being written by {words}: two processes would destroy each other's checkpoints. Wait for "

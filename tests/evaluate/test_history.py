@@ -23,7 +23,7 @@ def in_child(work, *args) -> None:
     """Run `work` in a process of its own, to its end."""
     child = FORK.Process(target=work, args=args)
     child.start()
-    child.join(60)
+    child.join(600)
     assert child.exitcode == 0
 
 
@@ -52,7 +52,7 @@ def test_two_processes_write_at_once(tmp_path):
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(600)
         assert child.exitcode == 0
     found = History(path).all()
     assert len(found) == 30 and all(one["scores"][0]["value"] == 0.5 for one in found)

@@ -4,6 +4,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("fastapi")
 from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.jobs import Job
 from outcore.evaluate.tasks import harness_version
 from outcore.serve import ServeSettings
 from tests.serve.running import Running
@@ -18,6 +20,25 @@ from tests.serve.running import Running
 pytestmark = pytest.mark.usefixtures("one_thread")
 PATH = "/v1/evaluations"
 LONG = {"tasks": "outcore_endings", "limit": 40, "note_tokens": 50}
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A context: in it a job that has answered something goes on only to its end by a cancellation."""
+    check = Job._check
+
+    def waits(job):
+        if job.events.progress["requests_done"]:
+            assert job._cancelled.wait(120)
+        check(job)
+
+    @contextmanager
+    def holding():
+        with monkeypatch.context() as patched:
+            patched.setattr(Job, "_check", waits)
+            yield
+
+    return holding
 
 
 def start(tiny, logs) -> Running:
@@ -40,7 +61,7 @@ def ask(server, path, body=None, method=None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             status, text = reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read().decode()
@@ -76,13 +97,14 @@ def test_the_command_against_a_server_gives_what_it_gives_here(server, evaluatio
     assert "says 404" in evaluation.said
 
 
-def test_cancelled_resumed_compared_and_exported(server):
-    name = ask(server, PATH, LONG)[1]["id"]
-    assert ask(server, f"{PATH}/{name}", method="DELETE")[0] == 409
-    while not ask(server, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
-        time.sleep(0.01)
-    ask(server, f"{PATH}/{name}/cancel", {})
-    wait_for(server, name, "cancelled")
+def test_cancelled_resumed_compared_and_exported(server, held):
+    with held():
+        name = ask(server, PATH, LONG)[1]["id"]
+        assert ask(server, f"{PATH}/{name}", method="DELETE")[0] == 409
+        while not ask(server, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
+            time.sleep(0.01)
+        ask(server, f"{PATH}/{name}/cancel", {})
+        wait_for(server, name, "cancelled")
     assert ask(server, f"{PATH}/{name}/cancel", {})[0] == 409
     assert ask(server, PATH, LONG)[1]["id"] == name  # gone on with, as nobody finished it
     record = wait_for(server, name, "completed")
@@ -110,12 +132,13 @@ def test_answers_to_others_come_in_between(server):
     wait_for(server, name, "completed")
 
 
-def test_a_server_that_ends_goes_on_with_its_next_start(tiny, tmp_path):
+def test_a_server_that_ends_goes_on_with_its_next_start(tiny, tmp_path, held):
     first = start(tiny, tmp_path)
-    name = ask(first, PATH, LONG)[1]["id"]
-    while not ask(first, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
-        time.sleep(0.01)
-    first.stop()
+    with held():
+        name = ask(first, PATH, LONG)[1]["id"]
+        while not ask(first, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
+            time.sleep(0.01)
+        first.stop()
     second = start(tiny, tmp_path)
     try:
         record = wait_for(second, name, "completed")

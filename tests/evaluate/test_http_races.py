@@ -11,7 +11,7 @@ from outcore.common.journal import LineJournal
 from outcore.evaluate.http import Evaluations, routes
 from outcore.evaluate.jobs import EVENTS, read_events
 from tests.evaluate.running import record_of
-from tests.ui.conftest import until
+from tests.serve.running import until
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def kill_and_go_on(evaluation, tmp_path, kills: int, limit: int) -> None:
                 killed += 1
                 break
             time.sleep(0.005)
-        child.wait(120)
+        child.wait(600)
     log = (tmp_path / "log").read_text()
     assert killed == kills, log[-2000:]
     (record,) = history.all()

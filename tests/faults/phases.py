@@ -137,7 +137,7 @@ def _build(root: Path) -> tuple[Any, bool]:
         writer.array("tokens", np.uint16).append(np.arange(30000, dtype=np.uint16))
         return {"rows": 3}
 
-    return open_or_build(root / "cache/tokens", build, timeout_s=20.0, say=print, what="the tokens")
+    return open_or_build(root / "cache/tokens", build, timeout_s=300.0, say=print, what="the tokens")
 
 
 def _cache(root: Path) -> str:

@@ -194,7 +194,7 @@ def test_caches_are_whole_or_built_again(disk: Drive) -> None:
         os.sync()
 
     def work(say: Callable[[str], None] = print) -> tuple[list[int], bool]:
-        arrays, _ = open_or_build(cache / "tokens", build, timeout_s=20.0, say=say, what="the tokens")
+        arrays, _ = open_or_build(cache / "tokens", build, timeout_s=300.0, say=say, what="the tokens")
         tokenizer = load_or_train_tokenizer(settings, vocab_size=512, say=say)
         return tokenizer("a lazy dog")["input_ids"], np.array_equal(arrays["tokens"], tokens)
 

@@ -110,7 +110,7 @@ def kill_and_go_on(folder, tmp_path, kills: int, count: int) -> None:
                 killed += 1
                 break
             time.sleep(0.01)
-        child.wait(120)
+        child.wait(600)
         if output.exists():
             break
     assert killed >= min(kills, 2), (tmp_path / "log").read_text()[-2000:]

@@ -43,7 +43,7 @@ def run_children(world_size: int) -> dict[str, dict[str, float]]:
             log = Path(folder) / f"log-{rank}.txt"
             children.append(start_script(Path(__file__), [folder], environment, log))
         try:
-            codes = [child.wait(280) for child in children]
+            codes = [child.wait(900) for child in children]
         finally:
             for child in children:
                 child.kill()

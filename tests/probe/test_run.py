@@ -49,7 +49,7 @@ def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_script(*arguments: str, **popen: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "gds_optimizer.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **popen)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, **popen)
 
 
 def test_the_script_runs_end_to_end(tmp_path: Path) -> None:

@@ -7,6 +7,15 @@ from outcore.infer.opening import InferSettings, open_engine
 from outcore.serve import ServeSettings
 
 
+def until(truth, seconds: float = 120.0):
+    """What `truth` gives as soon as it is true."""
+    end_s = time.monotonic() + seconds
+    while not (found := truth()):
+        assert time.monotonic() < end_s, "it did not come to that"
+        time.sleep(0.02)
+    return found
+
+
 class Running:
     """A server on a thread. `additions`: routes of rooms above."""
 
@@ -24,13 +33,11 @@ class Running:
         self.server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
-        until = time.monotonic() + 30
-        while not self.server.started and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def stop(self):
         self.server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import yaml
 
 from tests.forked import ROOT
 from tests.infer.models import greedy_by_transformers
+from tests.serve.running import until
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -35,7 +35,7 @@ def ids_of(tokenizer, messages):
 
 
 def get(server, path):
-    with urllib.request.urlopen(server.url + path, timeout=30) as reply:
+    with urllib.request.urlopen(server.url + path, timeout=120) as reply:
         return reply.read().decode()
 
 
@@ -44,7 +44,7 @@ def send(server, path, body):
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(asked, timeout=30) as reply:
+        with urllib.request.urlopen(asked, timeout=120) as reply:
             return reply.status, reply.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -54,7 +54,7 @@ def send(server, path, body):
 def held(engine):
     """Let no pass run meanwhile."""
     is_over = threading.Event()
-    engine.call_soon(lambda: is_over.wait(30))
+    engine.call_soon(lambda: is_over.wait(120))
     try:
         yield
     finally:
@@ -202,10 +202,7 @@ def batch_lines(count: int) -> bytes:
 
 
 def wait_for_batch(client, name):
-    until = time.monotonic() + 30
-    while (batch := client.batches.retrieve(name)).status == "in_progress" and time.monotonic() < until:
-        time.sleep(0.05)
-    return batch
+    return until(lambda: (batch := client.batches.retrieve(name)).status != "in_progress" and batch)
 
 
 def test_batches(client):
@@ -230,10 +227,11 @@ def test_batches(client):
         client.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
 
 
-def test_a_batch_that_is_cancelled_keeps_what_was_answered(client):
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(client, server):
     file = client.files.create(file=("in.jsonl", batch_lines(300)), purpose="batch")
-    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    batch = client.batches.cancel(made.id)
+    with held(server.service.opened.engine):
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        batch = client.batches.cancel(made.id)
     assert batch.status == "cancelled"
     lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert len(lines) == 301 and any(line["error"] and line["error"]["message"] == "cancelled" for line in lines)
@@ -262,14 +260,14 @@ def test_every_other_class_of_error(client, start, monkeypatch):
     from outcore.serve import ServeSettings
 
     one = start(ServeSettings(max_queue=1, max_body_bytes=4000), max_sequences=2)
-    narrow = openai.OpenAI(base_url=f"{one.url}/v1", api_key="unused", max_retries=0, timeout=30)
+    narrow = openai.OpenAI(base_url=f"{one.url}/v1", api_key="unused", max_retries=0, timeout=120)
     asked = {"model": "tiny", "prompt": "The", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
-    stream = narrow.completions.create(**asked, stream=True)
-    next(iter(stream))
-    with pytest.raises(openai.RateLimitError) as error:
-        narrow.completions.create(**asked)
-    assert error.value.code == "queue_full" and int(error.value.response.headers["retry-after"]) >= 1
-    stream.close()
+    with held(one.service.opened.engine):
+        stream = narrow.completions.create(**asked, stream=True)
+        with pytest.raises(openai.RateLimitError) as error:
+            narrow.completions.create(**asked)
+        assert error.value.code == "queue_full" and int(error.value.response.headers["retry-after"]) >= 1
+        stream.close()
     with pytest.raises(openai.APIStatusError) as error:
         narrow.completions.create(model="tiny", prompt="x" * 5000)
     assert error.value.status_code == 413
@@ -285,7 +283,7 @@ def test_every_other_class_of_error(client, start, monkeypatch):
 
 def test_calls_of_tools(start):
     server = start(context=512, max_sequences=2)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
     function = {"name": "weather", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
     tools = [{"type": "function", "function": function}]
     call = r'<tool_call>\n\{"name": "weather", "arguments": \{"town": "(Oslo|Bern)"\}\}\n</tool_call>'
@@ -301,18 +299,25 @@ def test_calls_of_tools(start):
     assert pieces[-1].finish_reason == "tool_calls"
 
 
-def test_a_client_that_goes_away_frees_its_place(client, server):
+def test_a_client_that_goes_away_frees_its_place(client, server, monkeypatch):
+    engine = server.service.opened.engine
+    before, passes, gone, heard = engine.counts.finished.get("cancelled", 0), [], threading.Event(), engine.on_pass
+
+    def on_pass(*told):
+        heard(*told)
+        passes.append(told)
+        if len(passes) >= 5:  # something was said, and much is left to say
+            gone.wait(120)
+
+    monkeypatch.setattr(engine, "on_pass", on_pass)
     stream = client.completions.create(
         model="tiny", prompt="The", max_tokens=64, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    until = time.monotonic() + 10
-    engine = server.service.opened.engine
-    while (server.service.num_under_way or engine.num_running) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert server.service.num_under_way == 0 and engine.num_running == 0
-    assert engine.counts.finished["cancelled"] > 0
+    until(lambda: not server.service.num_under_way)
+    gone.set()
+    until(lambda: not engine.num_running and engine.counts.finished.get("cancelled", 0) > before)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
@@ -321,23 +326,22 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
     field = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}[path]
     body = {field: asked[field], "max_tokens": 60, "ignore_eos": True, "stream": path == "completions"}
     before = server.service.opened.engine.counts.finished.get("cancelled", 0)
-    replies = []
+    replies, count = [], 2 if path == "completions" else 1
     with held(server.service.opened.engine):
         asking = threading.Thread(target=lambda: replies.append(send(server, f"/v1/{path}", body)))
         asking.start()
-        until = time.monotonic() + 10
-        while not (listed := json.loads(get(server, "/v1/requests"))["data"]) and time.monotonic() < until:
-            time.sleep(0.01)
-        (one,) = listed
+        (one,) = until(lambda: json.loads(get(server, "/v1/requests"))["data"])
+        until(lambda: len(server.service.under_way.names(one["id"])) == count)
+        one = json.loads(get(server, f"/v1/requests/{one['id']}"))
         assert one["endpoint"] == f"/v1/{path}" and one["status"] == "queued" and one["prompt_tokens"] > 0
         assert json.loads(get(server, f"/v1/requests/{one['id']}")) == one
         assert send(server, f"/v1/requests/{one['id']}/cancel", {})[1].startswith(b'{"id":"' + one["id"].encode())
-    asking.join(30)
+    asking.join(120)
     ((status, reply),) = replies
     assert b"was cancelled" in reply and status == (200 if body["stream"] else 409)
     assert json.loads(get(server, "/v1/requests"))["data"] == []
     engine = server.service.opened.engine
-    assert engine.counts.finished["cancelled"] == before + (2 if path == "completions" else 1)
+    assert engine.counts.finished["cancelled"] == before + count
 
 
 def test_metrics_and_records(client, server):
@@ -390,7 +394,7 @@ def test_a_measured_machine_has_a_forecast(server, monkeypatch):
 def test_tokens(server):
     def post(path, body):
         request = urllib.request.Request(server.url + path, json.dumps(body).encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return json.loads(reply.read())
 
     found = post("/tokenize", {"prompt": "The quick"})
@@ -410,7 +414,7 @@ def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
 
     monkeypatch.setattr(metrics, "against_plan", lambda opened: AgainstPlan(opened, Plan()))
     server = start(max_sequences=2)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
     client.completions.create(model="tiny", prompt="The", max_tokens=5, extra_body={"ignore_eos": True})
     with pytest.raises(openai.InternalServerError), monkeypatch.context() as patch:
         runner = server.service.opened.engine.runner
@@ -419,8 +423,10 @@ def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
     facts = server.service.metrics.against_plan.facts()
     assert facts["passes"] >= 2 and facts["forecast_s"] == 0.5 * facts["passes"]
     assert facts["measured_over_forecast"] == facts["measured_s"] / facts["forecast_s"]
+    path = server.service.events.path
+    until(lambda: "pass failed" in path.read_text())  # noted when the client has been told
     server.service.events.note("serve ended", **facts)
-    lines = [json.loads(line) for line in server.service.events.path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     mine = [line for line in lines if line["event"] == "pass failed"]
     assert (
         "ZeroDivisionError" in mine[-1]["error"] and lines[-1]["forecast_tokens_per_s"] > 0 and "rank" not in mine[-1]

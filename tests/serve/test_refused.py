@@ -36,7 +36,7 @@ def post(server, path, body, raw=None):
     data = raw if raw is not None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return reply.status, reply.headers, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, error.headers, json.loads(error.read())

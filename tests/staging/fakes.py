@@ -177,5 +177,5 @@ def leave_without_closing(path: Path, device: str) -> None:
     """A program of its own that uses a lane and ends."""
     command = [sys.executable, "-c", FORGETFUL, str(path), device]
     root = Path(__file__).parents[2]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=root, check=False)
     assert (child.returncode, child.stdout, child.stderr) == (0, "left without closing anything\n", "")

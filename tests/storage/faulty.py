@@ -5,6 +5,7 @@ thread that waits, and the bytes of a failed request are not moved (or only in p
 """
 
 import errno as errno_module
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class FaultyEngine:
         self.inner = inner
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
+        self._held: list[Callable[[], None]] | None = []
 
     @property
     def on_finished(self) -> Any:
@@ -103,8 +105,15 @@ class FaultyEngine:
         times: int | None = None,
         matches: Matcher | None = None,
     ) -> Fault:
-        """Requests succeed, but end `delay_s` later."""
+        """Requests succeed, but end `delay_s` later; with math.inf when `let_go` is called."""
         return self._plan(Fault("delay", kind, after, times, delay_s=delay_s, matches=matches))
+
+    def let_go(self) -> None:
+        """End what was delayed without end, now and later."""
+        with self._lock:
+            held, self._held = self._held or [], None
+        for finish in held:
+            finish()
 
     def clear(self) -> None:
         """Behave again."""
@@ -132,7 +141,7 @@ class FaultyEngine:
         outer = Transfer(n_bytes, f"{kind} of {n_bytes} bytes at {offset} of {file.path} (faulty)")
         if fault.action == "delay":
             inner = submit(file, offset, buffer, priority=priority)
-            inner.add_done_callback(lambda done: _finish_later(outer, done.error, fault.delay_s))
+            inner.add_done_callback(lambda done: self._finish_later(outer, done.error, fault.delay_s))
             return outer
         got = min(fault.got, n_bytes) if fault.action == "short" else 0
         reason = "injected fault"
@@ -146,6 +155,17 @@ class FaultyEngine:
             outer.finish(error)
         return outer
 
+    def _finish_later(self, transfer: Transfer, error: BaseException | None, delay_s: float) -> None:
+        if delay_s < math.inf:
+            timer = threading.Timer(delay_s, transfer.finish, args=(error,))
+            timer.daemon = True
+            timer.start()
+            return
+        with self._lock:
+            if self._held is not None:
+                return self._held.append(lambda: transfer.finish(error))
+        transfer.finish(error)
+
     def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
         """Close the inner engine."""
         self.inner.close(cancel=cancel, stall_s=stall_s)
@@ -157,9 +177,3 @@ def _flat(buffer: Any) -> Any:
 
         return buffer.detach().reshape(-1).view(torch.uint8)
     return memoryview(buffer).cast("B")
-
-
-def _finish_later(transfer: Transfer, error: BaseException | None, delay_s: float) -> None:
-    timer = threading.Timer(delay_s, transfer.finish, args=(error,))
-    timer.daemon = True
-    timer.start()

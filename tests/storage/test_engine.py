@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -287,10 +288,11 @@ def test_faulty_engine(file: BlockFile):
     with pytest.raises(StorageError, match="got 0"):
         engine.submit_read(file, 0, text).wait(WAIT_S)
 
-    slow = engine.delay(0.2)
+    slow = engine.delay(math.inf)
     transfer = engine.submit_read(file, 0, text)
     with pytest.raises(TimeoutError):
         transfer.wait(0.01)
+    engine.let_go()
     assert transfer.wait(WAIT_S) == 10
     assert slow.fired == 1
     engine.clear()

@@ -23,7 +23,7 @@ SMALL_BYTES = 24 * MIB
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         pytest.skip(f"no small filesystem here: `{' '.join(command)}` says {done.stderr.strip()}")
     return done.stdout.strip()
@@ -148,7 +148,7 @@ def run_child(code: str, *, kill_after_line: str | None = None) -> tuple[int, st
                     if line.strip() == kill_after_line:
                         child.send_signal(signal.SIGKILL)
                         break
-            _, errors = child.communicate(timeout=120)
+            _, errors = child.communicate(timeout=600)
         except BaseException:
             child.kill()
             raise

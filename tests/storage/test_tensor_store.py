@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import math
 import os
 import threading
 import time
@@ -306,7 +307,7 @@ def test_commit_waits_for_writes_and_refuses_new_ones(tmp_path: Path):
     faulty = FaultyEngine(PosixEngine(2))
     with TensorStore.create([tmp_path], SPECS, engine=faulty) as store:
         tensors = values()
-        faulty.delay(1.0, "write")
+        faulty.delay(math.inf, "write")
         slow = store.submit_write("moments", tensors["moments"])
         committing = threading.Thread(target=store.commit)
         committing.start()
@@ -317,6 +318,7 @@ def test_commit_waits_for_writes_and_refuses_new_ones(tmp_path: Path):
             store.submit_write("scale", tensors["scale"])
         with pytest.raises(RuntimeError, match="already running"):
             store.commit()
+        faulty.let_go()
         committing.join(WAIT_S)
         assert slow.done()
         assert store.generation == 1

@@ -48,7 +48,7 @@ def test_two_ranks_are_refused_together(tmp_path: Path, corpus: Path) -> None:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29671"}
         env = fresh_env(**place, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
         ranks.append(start_script(REPOSITORY / "train_model.py", argv, env, log))
-    assert [rank.wait(240) for rank in ranks] == [2, 2], [log.read_text() for log in logs]
+    assert [rank.wait(900) for rank in ranks] == [2, 2], [log.read_text() for log in logs]
     told = [log.read_text() for log in logs]
     assert "RAM" in told[0] and "where every byte goes; --fit_check warn tries it" in told[0], told[0]
     assert "Traceback" not in told[0] + told[1] and not list(tmp_path.glob("*/r")), told

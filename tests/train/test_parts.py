@@ -183,7 +183,7 @@ def test_a_closed_terminal_asks_to_stop_and_takes_the_screen_with_it(tmp_path: P
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     assert ends[0].poll(60) and ends[0].recv() == (True, 128 + signal.SIGHUP)
-    process.join(60)
+    process.join(600)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop:  # nohup

@@ -276,11 +276,11 @@ def test_kill_at_random_moments_then_resume(tmp_path, corpus, straight_by, engin
                 child = subprocess.Popen(command, env=fresh_env(), stdout=file, stderr=subprocess.STDOUT)
         else:  # the same script in a process that need not import everything again
             child = start_script(REPOSITORY / "train_model.py", argv, fresh_env(), output)
-        until_s = time.monotonic() + 120
+        until_s = time.monotonic() + 600
         while not moment() and child.poll() is None and time.monotonic() < until_s:
             time.sleep(0.002)
         child.kill()
-        assert child.wait(60) == -signal.SIGKILL, output.read_text()
+        assert child.wait(600) == -signal.SIGKILL, output.read_text()
     assert main(argv) == 0
     assert same(states(saves / "step-00000006"), states(straight / "checkpoint/r/step-00000006"))
     assert same(weights(tmp_path / "export/r"), weights(straight / "export/r"))

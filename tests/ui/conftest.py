@@ -44,23 +44,14 @@ class Panels:
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
         self.process.send_signal(number)
-        self.process.wait(60)
+        self.process.wait(300)
 
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=1).status_code == 200
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def until(truth, seconds: float = 20.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := truth():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come to that")
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def main():
     if argv[0] == "train":
         try:
             print("training", flush=True)
-            time.sleep(60)
+            time.sleep(600)
         except KeyboardInterrupt:
             sys.exit(130)
     model = argv[1]
@@ -91,7 +91,7 @@ def main():
         sys.exit(1)
     print(f"reading {model}", flush=True)
     if model == "slow":
-        time.sleep(60)
+        time.sleep(600)
     Handler.key = Path(argv[argv.index("--api_key_file") + 1]).read_text()
     if "--engine" in argv:
         degrees = {name: int(argv[argv.index(f"--{name}") + 1]) for name in ("tensor_parallel", "pipeline_parallel")}

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.ui.conftest import ROOT, until
+from tests.serve.running import until
+from tests.ui.conftest import ROOT
 
 WIDTHS = {1280: 860, 390: 844}
 PATIENCE = 1

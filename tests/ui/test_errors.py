@@ -26,7 +26,7 @@ from outcore.ui.api.place import read_json
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
-from tests.ui.conftest import until
+from tests.serve.running import until
 
 PRETENDER = Path(__file__).with_name("pretender.py")
 LOCAL = "http://127.0.0.1:7860"
@@ -68,7 +68,7 @@ def served(api, tmp_path):
     until(lambda: server.started)
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
-    thread.join(20)
+    thread.join(60)
 
 
 def words_of(answer, status: int) -> str:
@@ -165,7 +165,7 @@ def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
 
 
 def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
-    with httpx.Client(base_url=served, timeout=20) as http:
+    with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
         one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
         path = f"/v1/conversations/{one['id']}"
@@ -189,7 +189,7 @@ def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
 
 
 def test_conversation_removed_in_mid_stream_stays_removed(served):
-    with httpx.Client(base_url=served, timeout=20) as http:
+    with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
         one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 3}}).json()
         path = f"/v1/conversations/{one['id']}"
@@ -202,7 +202,7 @@ def test_conversation_removed_in_mid_stream_stays_removed(served):
 
 
 def test_server_killed_in_mid_stream(served, api):
-    with httpx.Client(base_url=served, timeout=20) as http:
+    with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
         one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
         path, events = f"/v1/conversations/{one['id']}", []

@@ -46,7 +46,7 @@ def losses(path: Path, world_size: int, port: int) -> list[list[float]]:
                 env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
         )  # fmt: skip
-    said = [child.communicate(timeout=300)[0] for child in children]
+    said = [child.communicate(timeout=900)[0] for child in children]
     assert all(child.returncode == 0 for child in children), "\n".join(one[-3000:] for one in said)
     return [json.loads(line[7:]) for one in said for line in one.splitlines() if line.startswith("LOSSES ")]
 

@@ -13,7 +13,6 @@ from tests.engine.staged.jobs import job, passed, run_jobs
 from tests.engine.staged.test_nvme import infinity
 from tests.model.branch_model import build, coded_batches
 
-pytestmark = pytest.mark.timeout(600)
 CODES = [[1, 1], [3, 3], [2, 1], [0, 0], [0, 3], [0, 2], [3, 0]]
 """Which branches run (bits), by step and micro-batch: one that never ran yet, only the first micro-batch, only the
 second, none at all, and again."""

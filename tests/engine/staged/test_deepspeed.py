@@ -14,7 +14,6 @@ from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.sizing.staged import NORM_NUMEL
 from tests.engine.staged.jobs import TINY, job, passed, run_jobs
 
-pytestmark = pytest.mark.timeout(600)
 CHUNKED = ["a head of its own", "a tied head"]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.staged.jobs import job, passed, run_jobs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 MODEL = {
     "preset": "llama-1b",
     "config_overrides": {

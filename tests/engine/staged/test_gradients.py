@@ -20,7 +20,6 @@ from tests.engine.staged.jobs import job, passed, run_jobs
 from tests.engine.staged.test_nvme import MIB, SMALL, infinity
 from tests.storage.faulty import FaultyEngine
 
-pytestmark = pytest.mark.timeout(600)
 HALVES = [["train", 1], ["eval"], ["train", 2]]
 STEPS = 3
 SMALL_CHUNKS = {"chunk_numel": 2048, "flight_bytes": 40_000}
@@ -260,7 +259,7 @@ def sums_of(gradients: StagedGradients, order: list[int], micro_steps: int, seed
 def stored(gradients: StagedGradients, ds_id: int, numel: int, start: int = 0) -> torch.Tensor:
     place = gradients.place(ds_id, start)
     found = torch.empty(numel - start, dtype=place.dtype)
-    place.store.submit_read(place.name, found.view(torch.uint8), place.offset_bytes).wait(10)
+    place.store.submit_read(place.name, found.view(torch.uint8), place.offset_bytes).wait(60)
     return found
 
 

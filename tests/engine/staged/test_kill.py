@@ -19,7 +19,6 @@ BLOWS = [("update", 20), ("save", 6), ("gradient", 60), ("write", 200)]
 RANDOM_BLOWS = {"forward": 12, "update": 120, "write": 300, "save": 10, "commit": 2}
 """Up to which count each moment is tried, with `slow`."""
 
-pytestmark = pytest.mark.timeout(900)
 
 
 def train(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from tests.engine.staged.test_nvme import SMALL as SMALL_SUB_GROUPS
 from tests.engine.staged.test_nvme import infinity
 from tests.storage.faulty import FaultyEngine
 
-pytestmark = pytest.mark.timeout(600)
 NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 """On the device between forward and backward, so that a micro-batch fetches everything twice."""
 SMALL = {"zero_optimization": {**SMALL_SUB_GROUPS["zero_optimization"], **NOTHING_STAYS}}
@@ -159,11 +157,10 @@ def test_closing_ends_although_the_drive_hangs(tmp_path: Path, caplog: pytest.Lo
     params.swap_in(shares[:1], async_op=False)
     held_bytes = pool.leased_bytes
     params.synchronize_writes()
-    drive.delay(2.0, "read")
+    drive.delay(math.inf, "read")
     params.swap_in(shares[1:])
-    began_s = time.monotonic()
     session.close(Deadline(0.1))
-    assert time.monotonic() - began_s < 1.8
     assert pool.leased_bytes == 2 * held_bytes // 3 > 0, "only what nobody moves any more is given back"
     assert session.scratch.folders[0].exists() and str(tmp_path) in caplog.text and "did not end" in caplog.text
+    drive.let_go()
     drive.close()

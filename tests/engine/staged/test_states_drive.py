@@ -1,5 +1,6 @@
 """States, parameters and gradients of shares on the drive: bits as in RAM, whatever is kept, lent or asked."""
 
+import math
 import random
 import threading
 from types import SimpleNamespace
@@ -61,11 +62,11 @@ class OnDrive:
     def put(self, ds_id, value):
         blocks = pageable(round_up(value.nbytes, 4096))
         blocks[: value.nbytes] = value.view(torch.uint8)
-        self.store.submit_write(f"{ds_id}", blocks).wait(10)
+        self.store.submit_write(f"{ds_id}", blocks).wait(60)
 
     def get(self, ds_id):
         blocks = pageable(round_up(2 * self.numels[ds_id], 4096))
-        self.store.submit_read(f"{ds_id}", blocks).wait(10)
+        self.store.submit_read(f"{ds_id}", blocks).wait(60)
         return blocks[: 2 * self.numels[ds_id]].view(torch.bfloat16).clone()
 
 
@@ -277,12 +278,13 @@ def test_a_transfer_that_was_accepted_is_waited_for_when_the_next_of_its_chunk_i
 
     monkeypatch.setattr(run.states.state_store, f"submit_{kind}", accept)
     monkeypatch.setattr(run.params.store, f"submit_{kind}", refuse)
-    engine.delay(0.5, kind)
+    engine.delay(math.inf, kind)
     worked_s = run.states.ring.optimizer_time.total_s()
     with pytest.raises(EngineError, match="refused"):
         run.update()
         run.states.wait_written()
     assert [transfer.done() for transfer in accepted] == [False]
+    threading.Timer(0.2, engine.let_go).start()
     if end == "close":
         assert run.states.close()
     else:

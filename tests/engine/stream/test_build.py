@@ -48,7 +48,7 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
         patch.setattr(build_module, name, fails)
         with pytest.raises(Broken):
             build(settings)
-    deadline_s = time.monotonic() + 10.0  # closing tells a thread to end, which it does soon
+    deadline_s = time.monotonic() + 60.0  # closing tells a thread to end, which it does soon
     while set(threading.enumerate()) - threads and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - threads

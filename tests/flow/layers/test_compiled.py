@@ -183,7 +183,7 @@ def test_the_compiler_is_imported_beside_the_block_when_layers_are_compiled(monk
     units, loads = discover_units(tiny_loaded("llama")), []
 
     def load(name: str):
-        inside.wait(10)
+        inside.wait(60)
         loads.append((name, threading.current_thread().name))
         raise ImportError("a compiler that cannot be imported is told at the first step")
 

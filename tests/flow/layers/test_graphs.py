@@ -1,5 +1,6 @@
 """Graphs of layers: the bookkeeping with a stand-in that replays on the CPU, and real captures on a GPU."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,11 @@ def call(graphs, hidden, shift, name="f"):
 
 
 WEIGHT = torch.full((3,), 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _worth_it(monkeypatch):
+    monkeypatch.setattr(module, "GRAPH_LONG_S", math.inf)  # however busy the machine is
 
 
 def test_every_call_gets_its_own_result_from_its_own_inputs():
@@ -127,6 +133,14 @@ def test_rare_shapes_and_shapes_beyond_the_limit_run_without(monkeypatch):
         for _ in range(2):
             assert call(graphs, torch.ones(rows, 3), torch.tensor(1.0)).shape == (rows, 3)
     assert graphs.num_graphs == 2
+
+
+def test_calls_that_take_long_run_without(monkeypatch):
+    monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
+    graphs = CpuGraphs(torch.device("cpu"))
+    for i in range(CALLS_BEFORE + 3):
+        assert float(call(graphs, torch.full((1, 3), float(i)), torch.tensor(0.0))[0, 0]) == 2.0 * i
+    assert graphs.num_graphs == 0
 
 
 def test_a_failed_capture_says_why_once_and_goes_on(caplog):

@@ -65,7 +65,7 @@ def test_two_hosts_train_and_one_resumes(hosts, tmp_path, corpus, monkeypatch):
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [start(rank, two, log) for rank, log in enumerate(logs)]
     try:
-        codes = [rank.wait(500) for rank in ranks]
+        codes = [rank.wait(900) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

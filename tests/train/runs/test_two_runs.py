@@ -34,7 +34,7 @@ def _take_names(root: str, times: int, names: Any, everybody: Any) -> None:
     config = TrainConfig(checkpoint_dir=f"{root}/c", log_dir=f"{root}/l", export_dir=f"{root}/e")
     taken = [take_run(config, print) for _ in range(times)]
     names.put([run.folder.name for run in taken])
-    everybody.wait(60)  # its locks are held while the others still look for names
+    everybody.wait(240)  # its locks are held while the others still look for names
 
 
 def test_default_names_are_taken_once(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_default_names_are_taken_once(tmp_path: Path) -> None:
     workers = [context.Process(target=_take_names, args=(str(tmp_path), 10, names, everybody)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    taken = [name for _ in workers for name in names.get(timeout=60)]
+    taken = [name for _ in workers for name in names.get(timeout=240)]
     for worker in workers:
         worker.join()
     assert len(taken) == len(set(taken)) == 30
@@ -82,6 +82,15 @@ def test_who_only_asks_for_the_holder_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RunInUse):
         RunLock.take("r", [tmp_path])
     lock.release()
+
+
+def test_a_holder_that_has_not_written_its_name_yet_is_named(tmp_path: Path) -> None:
+    path = lock_path(tmp_path, "r")
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        threading.Timer(0.2, path.write_text, ['{"pid": 4711, "host": "here"}']).start()
+        with pytest.raises(RunInUse, match="process 4711 on here"):
+            RunLock.take("r", [tmp_path])
 
 
 def test_a_run_that_ends_while_it_is_listed_is_listed_as_it_ended(tmp_path, monkeypatch):
@@ -143,7 +152,7 @@ def test_two_processes_of_one_name(tmp_path: Path, corpus: Path, times: int) -> 
         argv = flags(root, corpus, "--run_name", "r", "--max_steps", "4", "--save_steps", "1", "--no_export")
         logs = [root / "a.txt", root / "b.txt"]
         processes = [start_script(TRAIN, argv, fresh_env(), log) for log in logs]
-        codes = [process.wait(120) for process in processes]
+        codes = [process.wait(240) for process in processes]
         told = [log.read_text() for log in logs]
         assert sorted(codes) == [0, 2], told
         loser = codes.index(2)
@@ -173,7 +182,7 @@ time.sleep(120)
 """
 
 
-def _wait_for(what: str, found: object, timeout_s: float = 60.0) -> None:
+def _wait_for(what: str, found: object, timeout_s: float = 120.0) -> None:
     until_s = time.monotonic() + timeout_s
     while not found():  # type: ignore[operator]
         assert time.monotonic() < until_s, what
@@ -190,7 +199,7 @@ def _kill_the_launcher(launcher: ForkedProcess | subprocess.Popen[bytes], root: 
         worker = psutil.Process(int(holder["pid"]))  # type: ignore[call-overload]
         started += [*started[0].children(recursive=True), worker]
         os.kill(kill_pid, signal.SIGKILL)
-        worker.wait(30)
+        worker.wait(120)
         assert holder_of(lock_path(saved.parent, "r")) is None
     finally:  # else the test process waits at its end for a child that sleeps
         for process in started:

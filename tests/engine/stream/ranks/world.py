@@ -54,7 +54,7 @@ def exchange_of(folder: Path, rank: int, world_size: int):
     return exchange
 
 
-def run_ranks(world_size: int, folder: Path, job: Callable[..., Any], timeout_s: float = 120.0, **kwargs) -> list[Any]:
+def run_ranks(world_size: int, folder: Path, job: Callable[..., Any], timeout_s: float = 600.0, **kwargs) -> list[Any]:
     """What `job(place, **kwargs)` returned on each rank; the exception or the exit code of one that did not."""
     folder.mkdir(parents=True, exist_ok=True)
     children = [

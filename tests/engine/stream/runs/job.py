@@ -163,7 +163,7 @@ def start(argv: list[str], log: Path, kill: tuple[str, int, int] | None = None, 
 def run_killed(argv: list[str], log: Path, kill: tuple[str, int, int], **fields: Any) -> None:
     """Until it has killed itself."""
     process = start(argv, log, kill, **fields)
-    process.join(150)
+    process.join(600)
     if process.is_alive():
         process.kill()
         process.join()

@@ -5,10 +5,10 @@ whole, and the run resumed from it ends with the bits of one that nothing happen
 """
 
 import errno
+import math
 import shutil
 import subprocess
 import threading
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +205,7 @@ def test_a_lane_that_is_stuck(job: Job) -> None:
 
     def stuck(*args: Any) -> Any:
         if job.is_broken and threading.current_thread().name == "upload-lane":
-            go_on.wait(5)
+            go_on.wait(60)
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
@@ -241,16 +241,18 @@ def test_an_optimizer_that_is_stuck(job: Job) -> None:
 
 
 def test_a_gradient_that_never_arrives(job: Job) -> None:
+    go_on = threading.Event()
     original = HostStreams.copy_pieces
 
     def stuck(*args: Any) -> Any:
         if job.is_broken and threading.current_thread().name == "download-lane":
-            threading.Event().wait(3)
+            go_on.wait(60)
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
     job.limit_s = 1.0
     paragraph = job.fails("1.0 s", stuck="download")
+    go_on.set()
     assert "gradient of" in paragraph or "download of" in paragraph
 
 
@@ -315,9 +317,6 @@ def test_a_trace_of_another_engine_is_refused(tmp_path: Path, corpus: Path, caps
 
 # --- a drive that hangs: requests that do not end
 
-HANGS_S = 4.0
-"""Longer than all limits of these tests together, short enough that nothing is left when the next test begins."""
-
 HANGS = {
     "activations": ({"activations": "nvme"}, [], "the activation checkpoint of layer"),
     "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4"], "could not be read from NVMe"),
@@ -331,18 +330,16 @@ def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: st
     fields, more, word = HANGS[name]
     job.argv += more
     engine = FaultyEngine(open_engine("auto"))
-    engine.delay(HANGS_S, "read", matches=lambda *_: job.is_broken)
+    engine.delay(math.inf, "read", matches=lambda *_: job.is_broken)
     job.patch.setattr(scratch, "_opened", lambda *_, **__: engine)
     job.limit_s = 0.3
-    said, took_s = [], []
+    said = []
     original, leave = EngineParts.close, PinnedPool.leave
     left: list[PinnedPool] = []
 
     def close(parts: EngineParts) -> None:
         said.append(job.capsys.readouterr().err)
-        begin_s = time.monotonic()
         original(parts)
-        took_s.append(time.monotonic() - begin_s)
         assert parts.scratch is not None
         stores = parts.scratch._stores.values()
         assert any(store._traffic._under_way for store in stores), "the drive still hangs"
@@ -357,8 +354,8 @@ def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: st
     assert train(job.argv, nvme_path=str(job.root / "drive"), **fields) == 1
     assert "error: " in said[0] and word in said[0] and "Traceback" not in said[0], said
     assert "error: " not in job.capsys.readouterr().err, "it is said once"
-    assert took_s[0] < HANGS_S / 2, took_s
     assert len(left) == 1 and left[0]._slabs, "memory that a transfer may still write to is not freed"
     stays = [record.getMessage() for record in caplog.records if "scratch files stay" in record.getMessage()]
+    engine.let_go()  # nothing is left when the next test begins
     assert len(stays) == 1 and str(job.root / "drive") in stays[0] and "tensors.bin" in stays[0]
     assert open_checkpoint(job.root / "checkpoint/r/step-00000002").step == 2
