@@ -52,9 +52,10 @@ def send(server, path, body):
 
 @contextmanager
 def held(engine):
-    """Let no pass run meanwhile."""
-    is_over = threading.Event()
-    engine.call_soon(lambda: is_over.wait(120))
+    """Let no pass run meanwhile; what was noted before is done."""
+    is_held, is_over = threading.Event(), threading.Event()
+    engine.call_soon(lambda: is_held.set() or is_over.wait(120))
+    assert is_held.wait(120)
     try:
         yield
     finally:
@@ -325,9 +326,9 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
     asked = {"prompt": ["The", "A"], "messages": HELLO, "input": "Hello"}
     field = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}[path]
     body = {field: asked[field], "max_tokens": 60, "ignore_eos": True, "stream": path == "completions"}
-    before = server.service.opened.engine.counts.finished.get("cancelled", 0)
-    replies, count = [], 2 if path == "completions" else 1
-    with held(server.service.opened.engine):
+    replies, count, engine = [], 2 if path == "completions" else 1, server.service.opened.engine
+    with held(engine):
+        before = engine.counts.finished.get("cancelled", 0)
         asking = threading.Thread(target=lambda: replies.append(send(server, f"/v1/{path}", body)))
         asking.start()
         (one,) = until(lambda: json.loads(get(server, "/v1/requests"))["data"])
@@ -340,7 +341,6 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
     ((status, reply),) = replies
     assert b"was cancelled" in reply and status == (200 if body["stream"] else 409)
     assert json.loads(get(server, "/v1/requests"))["data"] == []
-    engine = server.service.opened.engine
     assert engine.counts.finished["cancelled"] == before + count
 
 
