@@ -7,6 +7,9 @@ from concurrent.futures import wait
 import pytest
 
 pytest.importorskip("fastapi")
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
 from outcore.common.journal import LineJournal
 from outcore.evaluate.http import Evaluations, routes
 from outcore.evaluate.jobs import EVENTS, read_events
@@ -83,6 +86,19 @@ def test_cancelled_is_said_when_it_can_be_gone_on_with(evaluations):
     assert evaluations.get("eval-1")["status"] == "running"
     evaluations._jobs.clear()
     assert evaluations.get("eval-1")["status"] == "cancelled"
+
+
+def test_names_are_complete_only_when_all_are_in_the_answer(evaluations, monkeypatch):
+    app = FastAPI()
+    evaluations.add_to(app)
+
+    def find(query, limit):
+        evaluations.names.is_complete = True  # while the answer is put together
+        return []
+
+    monkeypatch.setattr(evaluations.names, "find", find)
+    told = [TestClient(app).get("/v1/evaluation_tasks").json()["is_complete"] for _ in range(2)]
+    assert told == [False, True]
 
 
 def test_the_end_is_told_before_the_journal_goes(evaluation, monkeypatch):

@@ -285,8 +285,9 @@ def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
 
     @app.get("/v1/evaluation_tasks")
     async def tasks(query: str = "", limit: int = 100) -> Record:
-        found = evaluations.names.find(query, limit)
-        return {"object": "list", "data": [asdict(one) for one in found], "is_complete": evaluations.names.is_complete}
+        is_complete = evaluations.names.is_complete  # asked before: all that make it so are found then
+        found = [asdict(one) for one in evaluations.names.find(query, limit)]
+        return {"object": "list", "data": found, "is_complete": is_complete}
 
     @app.post("/v1/evaluations")
     async def create(http: HttpRequest) -> Record:

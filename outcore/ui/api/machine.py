@@ -48,7 +48,7 @@ class MachineWatch:
         self.place, self._beside = place, beside
         self._sampler = sampler or Sampler(place.logs, interval_s=SAMPLE_EVERY_S)
         self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT_SAMPLES)
-        self._stop = threading.Event()
+        self._stop, self._setting = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="machine watch", daemon=True)
 
     def begin(self) -> None:
@@ -103,8 +103,9 @@ class MachineWatch:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value <= 0:
                 raise bad(f"{name} must be a number above 0, got {value!r}.", name)
-        found = self.thresholds() | dict(body)
-        write_json(self._file, found)
+        with self._setting:
+            found = self.thresholds() | dict(body)
+            write_json(self._file, found)
         return found
 
     @property
