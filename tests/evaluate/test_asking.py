@@ -9,6 +9,7 @@ from outcore.evaluate import EvaluationError, EvaluationSettings
 from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, Progress, ScoreQuestion, WriteQuestion
 from outcore.evaluate.jobs import EventLog, events, progress_of, read_events
 from outcore.evaluate.tasks import endings, files, sums
+from tests.serve.running import until
 
 HEADER = {"model": "m", "seed": 1}
 
@@ -112,10 +113,7 @@ def test_events_tell_documents_stalls_and_failure(tmp_path, monkeypatch):
     assert log.progress["documents_done"] == 0
     log.move(Progress("scoring", 3, 3, (1, 2)))
     assert (log.progress["documents_done"], log.progress["documents"]) == (2, 2)
-    for _ in range(300):
-        if any(event["event"] == "stall" for event in list(heard)):
-            break
-        events.time.sleep(0.01)
+    until(lambda: any(event["event"] == "stall" for event in list(heard)))
     log.tell("failed", message="the drive is full", **log.progress)
     log.close()
     kept = read_events(tmp_path / "events.jsonl")

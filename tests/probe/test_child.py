@@ -261,7 +261,7 @@ def test_children_for_real() -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["1", "None"])
     aborted = system.run([sys.executable, "-c", "import os; os.abort()"], 20)
     assert aborted.signal_name == "SIGABRT"
-    hung = system.run([sys.executable, "-c", "import time; print('x', flush=True); time.sleep(60)"], 1.0)
+    hung = system.run(["sh", "-c", "echo x; exec sleep 60"], 2.0)
     assert hung.timed_out and hung.returncode is None and hung.stdout == "x\n"
     missing = system.run(["/does/not/exist"], 5)
     assert missing.returncode == 127 and "could not be started" in missing.stderr

@@ -59,7 +59,7 @@ class EventLog:
                 self._file.flush()
             except (OSError, ValueError):
                 pass
-        self._listener(entry)
+            self._listener(entry)  # in the order of the file
 
     def start_task(self, name: str, number: int) -> None:
         """A task's requests are built next."""
