@@ -104,7 +104,7 @@ class RunSettings:
     lane_slot_bytes: int
     activations: Literal["auto", "device", "ram", "nvme"]
     compile: Literal["auto", "on", "off"]
-    tiling: Literal["auto", "on", "off"]
+    tiling: Literal["auto", "on", "off", "tokens"]
     tile_bytes: int | None
     resident_bytes: int | None
     """Idle GPU memory for layers that stay there, at most. None: the engine's default."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from outcore.common.quantities import MIB
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.tiles import LEAST_TOKENS, MOST_TOKENS, TILES_HELD
 
 LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
@@ -68,6 +69,27 @@ def compiled_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens
     for the CPU, what is alive of a layer of Llama, Qwen3, Gemma 2 or GPT-2 is within 1 % of that without them, or less.
     """
     return int(COMPILED_ACTIVATIONS * layer_activation_bytes(shape, e, seq_length, tokens))
+
+
+def long_tile_tokens(shape: ModelShape, e: int, tile_bytes: int) -> int:
+    """Tokens of a tile of long rows: a power of two whose activations in an eager layer take what `TILES_HELD` tiles
+    of weights do; 0 where attention is not fused, whose scores no tile makes smaller."""
+    if not shape.fused_attention or shape.is_encoder_decoder:
+        return 0
+    most = TILES_HELD * tile_bytes // layer_activation_bytes(shape, e, 0, 1)
+    return min(MOST_TOKENS, max(LEAST_TOKENS, 1 << max(0, most.bit_length() - 1)))
+
+
+def long_layer_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -> int:
+    """Alive at the peak of a layer's backward on rows of `tokens` tokens in all, in tiles of `tile_tokens`, beside its
+    input and the gradient of its output, whose memory that of its input takes.
+
+    Per token: queries, keys, values, attention's result, that result's gradient (e(3q + 2kv)). Of one group of heads:
+    gradients of queries, in fp32 as the flash kernel sums them and as it gives them, of keys and values. Of a tile: a
+    whole layer's activations."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    group = ((4 + e) * q + 2 * e * kv) // max(1, shape.num_kv_heads)
+    return tokens * (e * (3 * q + 2 * kv) + group) + layer_activation_bytes(shape, e, 0, tile_tokens)
 
 
 def forward_bytes(shape: ModelShape, e: int, tokens: int) -> int:

@@ -56,7 +56,7 @@ class StreamLayout:
     cuda_graphs: bool = True
     """Layers as CUDA graphs where they are short."""
     tiling: str = "auto"
-    """'auto' | 'on' | 'off', as the engine's setting."""
+    """'auto' | 'on' | 'off' | 'tokens', as the engine's setting."""
     tile_bytes: int | None = None
     device_bytes: int | None = None
     """Memory that the engine plans tiles for. None: the card's, less framework and desktop."""

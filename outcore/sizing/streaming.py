@@ -32,7 +32,7 @@ SUM_GROUP_BYTES = 32 * MIB
 """Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
-EVAL_GROUP = 8
+EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16
 """Micro-batches of an evaluation that share one pass over the weights."""
 GRAPH_LONG_S = 5e-3
 """A call that keeps the device busy this long hides its launches many times over: it is not captured as a graph."""

@@ -6,12 +6,13 @@ is more than the device has, it holds less, the cheapest saving first: gradients
 through buffers of a layer's size, two layers are there at a time instead of three, gradients leave through one buffer
 instead of two. None of these changes a bit of any result, and none lengthens a step whose computing hides its copies.
 Then embedding and head are tiled (their logits are computed twice), then one layer at a time is held (its upload waits
-for the one before), and only then layers are tiled, the largest first. Pure, and without torch."""
+for the one before), and only then layers are tiled, the largest first. Where all that is too much, rows are long: all
+but attention goes in tiles of tokens. Pure, and without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.common.quantities import MIB
 
@@ -26,7 +27,9 @@ MAX_TILE_BYTES = 64 * MIB
 TILES_PER_DEVICE = 96
 """Auto: tiles of the device's memory divided by this, at most."""
 TILES_HELD = 10
-"""Tiles' worth of weights, sums and gradients on the device at a time."""
+"""Tiles' worth of weights, sums and gradients on the device at a time; and of activations of a tile of tokens."""
+LEAST_TOKENS, MOST_TOKENS = 16, 2048
+"""Tokens of a tile: matrix products are no faster with more, and a trained layer's gradients are added up per tile."""
 RESIDENT_SHARE = 4
 """Weights of at most a tile's bytes divided by this are resident: not cut."""
 LAYER_BUFFERS, SHIP_BUFFERS = 3, 2
@@ -80,6 +83,12 @@ class TilingWork:
     tiled_head: int
     evaluation: int
     """All that an evaluation needs, instead of the others; its head untiled."""
+    tile_tokens: int = 0
+    """Tokens of a tile where rows are long; 0: they cannot be cut."""
+    long_layer: int = 0
+    """Activations of a layer's backward, rows cut."""
+    long_masks: int = 0
+    """What attention over packed rows takes then."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,8 @@ class Holding:
     """Gradients of embedding and head leave in parts; the buffers for it are as large as the largest layer's."""
     part_numel: int = PART_NUMEL
     """Parts are whole multiples of so many elements."""
+    tile_tokens: int = 0
+    """Layers run on tiles of so many tokens, but for attention; 0: on whole rows."""
 
     def words(self) -> str:
         """For people: what is less than usual; '' when nothing is."""
@@ -100,6 +111,7 @@ class Holding:
         less = [layers[self.layer_buffers]] if self.layer_buffers < LAYER_BUFFERS else []
         less += ["gradients leave through one buffer"] if self.ship_buffers < SHIP_BUFFERS else []
         less += ["those of embedding and head in parts"] if self.ends_in_parts else []
+        less += [f"all of a layer but attention in tiles of {self.tile_tokens} tokens"] if self.tile_tokens else []
         return ", ".join(less)
 
 
@@ -167,10 +179,11 @@ def needed_bytes(model: Model, holding: Holding, work: TilingWork, tile_bytes: i
     """The most that a step or an evaluation holds on the device."""
     held = held_bytes(model, holding, tile_bytes)
     some_layer_tiled = any(unit.is_layer and unit.index in holding.tiled for unit in model.units)
-    layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else work.layer)
+    whole_rows, masks = (work.long_layer, work.long_masks) if holding.tile_tokens else (work.layer, work.masks)
+    layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else whole_rows)
     head = held.made_by_ends + (work.tiled_head if model.ends & holding.tiled else work.head)
     step = work.checkpoints + work.between + max(layer, head)
-    return held.buffers + work.masks + max(step, work.evaluation)
+    return held.buffers + masks + max(step, work.evaluation)
 
 
 def choose_holding(
@@ -181,12 +194,17 @@ def choose_holding(
     layer_buffers: int = LAYER_BUFFERS,
     work: TilingWork | None = None,
     may_tile: bool = True,
+    cuts_rows: bool | None = None,
 ) -> Holding:
     """The first way of holding units that fits; when none does, the one that takes least.
 
-    `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device."""
+    `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device.
+    `cuts_rows`: whether layers run on tiles of tokens; None: where nothing else fits."""
     share = WEIGHTS_SHARE if work is None else USABLE_SHARE
-    ways = list(_ways(model, layer_buffers, may_tile))
+    ways = [] if cuts_rows else list(_ways(model, layer_buffers, may_tile))
+    if work is not None and work.tile_tokens and cuts_rows is not False:
+        whole = (way for way in _ways(model, layer_buffers, may_tile) if way.tiled <= model.ends)
+        ways += [replace(way, tile_tokens=work.tile_tokens) for way in whole]
     needed = [
         held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes) for way in ways
     ]

@@ -12,11 +12,13 @@ from outcore.sizing.activations import (
     compiled_activation_bytes,
     layer_activation_bytes,
     logits_bytes,
+    long_layer_bytes,
+    long_tile_tokens,
     mask_bytes,
     mlp_activation_bytes,
 )
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import EVAL_GROUP, STAY_LAYERS
+from outcore.sizing.streaming import EVAL_GROUP, EVAL_TOKENS, STAY_LAYERS
 from outcore.sizing.tiles import TilingWork
 
 TILED_LOGITS_ALIVE = 4.0
@@ -65,6 +67,8 @@ def step_work(
         packed = in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
     else:
         packed = border_bytes(shape, tokens) if shape.fused_attention else 0
+    together = min(EVAL_GROUP, -(-EVAL_TOKENS // tokens))
+    tile_tokens = long_tile_tokens(shape, e, tile_bytes)
     return TilingWork(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
@@ -74,5 +78,8 @@ def step_work(
         tiled_layer=eager if chunk_bytes is None else eager - mlp + min(mlp, chunk_bytes),
         head=logits_bytes(shape, tokens, alive, 1 if compiled else EAGER_CHUNKS),
         tiled_head=of_tile + 4 * tokens * accumulation * hidden,
-        evaluation=logits_bytes(shape, tokens, EVAL_LOGITS_ALIVE) + 2 * EVAL_GROUP * tokens * hidden * e,
+        evaluation=logits_bytes(shape, tokens, EVAL_LOGITS_ALIVE) + 2 * together * tokens * hidden * e,
+        tile_tokens=tile_tokens if tile_tokens < tokens else 0,
+        long_layer=long_layer_bytes(shape, e, tokens, tile_tokens),
+        long_masks=packed if masks else packed // max(1, shape.num_kv_heads),  # the kernel's: of a group of heads
     )

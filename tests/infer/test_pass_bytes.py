@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from outcore.flow import discover_units
 from outcore.infer.opening.check import CPU, kept_of_layers
@@ -15,6 +14,7 @@ from outcore.model import shape_from_config
 from outcore.sizing.inference import GRAPH_ROWS, AttentionLimits, PassSize
 from outcore.sizing.inference.pass_bytes import LIBRARY_BYTES, pass_bytes
 from tests.flow.models import tiny_loaded
+from tests.flow.peak import peak_bytes
 from tests.infer.models import TinyEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,18 +29,6 @@ WIDTHS = {
     "max_position_embeddings": 8192,
 }
 SHORT, LONG = AttentionLimits(1 << 18, 1 << 16), AttentionLimits(1 << 20, 1 << 20)
-
-
-def peak_bytes(function) -> int:
-    """Most bytes of torch's allocator above those at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        function()
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 CASES = {

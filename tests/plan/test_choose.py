@@ -146,14 +146,14 @@ def test_advice_on_a_drive_bound_run():
 
 
 def test_fewer_rows_are_advised_where_layers_would_go_in_tiles():
-    request = RunRequest(seq_length=1024, micro_batch=4, accumulation=2, engine="stream")
-    hardware = dataclasses.replace(LAPTOP, ram_bytes=52 * GIB, vram_bytes=6 * GIB)
+    request = RunRequest(seq_length=1024, micro_batch=4, accumulation=4, engine="stream")
+    hardware = dataclasses.replace(LAPTOP, ram_bytes=52 * GIB, vram_bytes=13 * GIB // 2)
     shape = preset_shape("llama-70b").with_lora(16)
     plan = choose(shape, request, hardware).plan
     assert any("all layers computed in tiles" in note for note in plan.notes)
     advice = advise(shape, request, hardware, plan)
-    assert advice.change and "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in advice.change
-    better = choose(shape, dataclasses.replace(request, micro_batch=2, accumulation=4), hardware).plan
+    assert advice.change and "--per_device_train_batch_size 2 --gradient_accumulation_steps 8" in advice.change
+    better = choose(shape, dataclasses.replace(request, micro_batch=2, accumulation=8), hardware).plan
     assert advice.gain == better.tokens_per_s / plan.tokens_per_s > 1.1
     assert not any("layers computed in tiles" in note for note in better.notes)
 
@@ -162,10 +162,10 @@ def test_the_batch_stays_where_fewer_rows_make_a_run_fit():
     hardware = dataclasses.replace(LAPTOP, ram_bytes=52 * GIB)
     shape = preset_shape("qwen3-32b").with_lora(16)
     for accumulation, more in ((1, " --gradient_accumulation_steps"), (None, "")):
-        request = RunRequest(seq_length=2048, micro_batch=12, accumulation=accumulation, engine="stream")
+        request = RunRequest(seq_length=2048, micro_batch=36, accumulation=accumulation, engine="stream")
         change = choose_or_change(shape, request, hardware).smallest_change
         assert change and f"--per_device_train_batch_size {change.plan.micro_batch}{more}" in change.words
-        assert change.plan.micro_batch > 1 and (more == "" or change.plan.micro_batch * change.plan.accumulation == 12)
+        assert change.plan.micro_batch > 1 and (more == "" or change.plan.micro_batch * change.plan.accumulation == 36)
     assert list(smaller_micro_batches(12)) == [(6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
     assert list(smaller_micro_batches(1)) == []
 

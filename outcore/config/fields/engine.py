@@ -63,8 +63,9 @@ class EngineFields:
     """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
-    tiling: Literal["auto", "on", "off"] = "auto"
-    """Engine stream: layers and heads computed in tiles; auto: those that do not fit on the GPU whole."""
+    tiling: Literal["auto", "on", "off", "tokens"] = "auto"
+    """Engine stream: layers and heads computed in tiles; auto: those that do not fit on the GPU whole. tokens: all of a
+    layer but its attention in tiles of tokens, as auto does with rows for which nothing else leaves room."""
     tile_bytes: int | None = setting(None, above=0)
     """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
     resident_gib: float | None = setting(None, least=0)

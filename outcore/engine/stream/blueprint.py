@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
-from outcore.engine.stream.check.gradients import GRADIENTS
+from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
-from outcore.flow.parts import ModelParts, discover_units
+from outcore.flow.parts import ModelParts, StreamUnsupported, discover_units
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model import LoadedModel
@@ -92,6 +92,13 @@ def draw_blueprint(
     )
     compiled = _compiled(loaded, units, settings, device, aux_coefficient)
     tile_plan = _tile_plan(loaded, units, settings, device, compiled=not compiled.why_not)
+    if tile_plan.holding.tile_tokens and (why := _why_rows_are_whole(loaded, units, aux_coefficient, trial=trial)):
+        if settings.tiling == "tokens":
+            raise StreamUnsupported(f"tiling tokens: {why}")
+        logger.warning("rows stay whole, although they do not fit: %s", why)
+        tile_plan = _tile_plan(loaded, units, settings, device, compiled=not compiled.why_not, may_cut_rows=False)
+    if tile_plan.holding.tile_tokens:
+        compiled.graphs = None  # what is captured holds a whole layer's memory
     if tile_plan.tiled:
         logger.info("computed in tiles: %s", tile_plan.reason)
         if trial:
@@ -189,8 +196,23 @@ def _compiled(
     return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
 
 
+def _why_rows_are_whole(loaded: LoadedModel, units: ModelParts, aux_coefficient: float, *, trial: bool) -> str:
+    """Why layers cannot run on tiles of tokens, in words; '' when they can."""
+    if aux_coefficient:
+        return "the routers' balancing loss needs the logits of all tokens"
+    if draws_random_numbers(units):
+        return "dropout is at work, which would draw other numbers for tiles"
+    return why_not_in_tiles_of_tokens(loaded) if trial else ""
+
+
 def _tile_plan(
-    loaded: LoadedModel, units: ModelParts, settings: StreamSettings, device: torch.device, *, compiled: bool
+    loaded: LoadedModel,
+    units: ModelParts,
+    settings: StreamSettings,
+    device: torch.device,
+    *,
+    compiled: bool,
+    may_cut_rows: bool = True,
 ) -> TilePlan:
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
     sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize
@@ -202,4 +224,5 @@ def _tile_plan(
         settings.num_layer_buffers,
         sum_itemsize,
         partial(work_of_step, loaded, settings, device, compiled=compiled),
+        may_cut_rows,
     )

@@ -43,7 +43,7 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
-from outcore.flow.layers import Head, PartRunner, RouterTaps
+from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
@@ -363,7 +363,9 @@ def _traffic(
 
 def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
     taps = RouterTaps(plan.units) if plan.aux_coefficient else None
-    runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps)
+    tile_tokens = plan.tile_plan.holding.tile_tokens
+    long_rows = LongRows(plan.units, tile_tokens, plan.compiled) if tile_tokens else None
+    runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps, long_rows=long_rows)
     head = Head(
         runner,
         vocab_size=plan.loaded.facts.vocab_size,

@@ -48,6 +48,7 @@ from outcore.model import LoadedModel, context_length_of
 from outcore.model.facts import checkpoint_name
 from outcore.model.forward import count_target_tokens, unwrap
 from outcore.optim import AdamWHyper
+from outcore.sizing.streaming import EVAL_TOKENS
 from outcore.staging import LaneTransfer
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,8 @@ class StreamEngine:
         with self._evaluating():
             for batch in micro_batches:
                 group.append(self._to_device(batch))
-                if len(group) == self.settings.eval_group:
+                tokens = sum(one["labels"].numel() for one in group)
+                if len(group) == self.settings.eval_group or tokens >= EVAL_TOKENS:
                     self._with_room(run)
             if group:
                 self._with_room(run)

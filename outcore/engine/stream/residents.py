@@ -268,7 +268,7 @@ def open_saved(plan: Blueprint) -> SavedForwards:
     return SavedForwards(
         plan.units,
         plan.compiled,
-        limit_bytes=0 if plan.tile_plan.tiled else limit_bytes,
+        limit_bytes=0 if plan.tile_plan.tiled or plan.tile_plan.holding.tile_tokens else limit_bytes,
         planned_bytes_per_token=None if work is None else work.layer // max(settings.step_tokens or (1,)),
     )
 
@@ -279,6 +279,7 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Resid
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
     fits_none = (
         plan.tile_plan.tiled
+        or plan.tile_plan.holding.tile_tokens
         or on_drive
         or settings.optimizer == "muon"
         or not plan.place.is_alone

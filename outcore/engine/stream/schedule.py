@@ -210,7 +210,8 @@ class VerticalSchedule:
             unit = self.units.layer_units[index]
             slab = self.flow.arrival.acquire(at)
             self._prefetch_kept(index - 1)
-            into = self.download.accumulator(unit, only_once=len(micro) == 1) if unit.is_trainable else None
+            only_once = len(micro) == 1 and self.flow.runner.long_rows is None  # whose tiles each bring a gradient
+            into = self.download.accumulator(unit, only_once=only_once) if unit.is_trainable else None
             for m, item in enumerate(micro):
                 if self.saved.holds(index, m):
                     with self.flow.trace.compute("backward", unit.name, m):

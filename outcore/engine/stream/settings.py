@@ -101,7 +101,7 @@ class StreamSettings(StreamSizes):
     packed_attention: Literal["auto", "masks"] = "auto"
     """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
     `packed_rows`."""
-    tiling: Literal["auto", "on", "off"] = "auto"
+    tiling: Literal["auto", "on", "off", "tokens"] = "auto"
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     tile_bytes: int | None = None
     """Bytes of one tile of a weight. None: up to 64 MiB, by the device's memory."""
@@ -217,5 +217,5 @@ _CHOICES = {
     "packed_attention": ("auto", "masks"),
     "activations": ("auto", "device", "ram", "nvme"),
     "nvme_checksums": ("auto", "on", "off", "sampled"),
-    "tiling": ("auto", "on", "off"),
+    "tiling": ("auto", "on", "off", "tokens"),
 }

@@ -4,11 +4,13 @@ from outcore.flow.layers.compiled import (
     CompileChoice,
     CompiledLayers,
     LayerForward,
+    Role,
     compiler_errors,
     draws_random_numbers,
 )
 from outcore.flow.layers.graphs import GraphPool, LayerGraphs
 from outcore.flow.layers.head import Head
+from outcore.flow.layers.long_rows import AFTER, BEFORE, HeadGroup, LongRows
 from outcore.flow.layers.runner import Batch, HeadInput, PartRunner, RouterTaps
 from outcore.flow.layers.tiled_head import HeadRow, TiledHead
 from outcore.flow.layers.unit_weights import in_place

@@ -36,7 +36,7 @@ MAX_RECOMPILES = 64
 
 LayerForward = Callable[[Sequence[torch.Tensor], torch.Tensor, tuple, dict], torch.Tensor]
 """(tensors in slot order, hidden, args, kwargs) -> hidden."""
-Role = Callable[[LayerForward, Sequence[bool]], Callable[..., torch.Tensor]]
+Role = Callable[[LayerForward, Sequence[bool]], Callable[..., Any]]
 """Makes a role's function from a layer's forward and, slot by slot, whether that parameter is trained. It takes what
 the forward takes, and perhaps more tensors: (tensors, hidden, args, kwargs, *more)."""
 LOAD_TIMEOUT_S = 120.0
@@ -130,7 +130,7 @@ class CompiledLayers:
         call: LayerCall,
         *more: Any,
         under_grad: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> Any:
         """What the role's function gives; None when it could not be compiled (then nothing has happened). `under_grad`:
         autograd may go back through it, so it is no CUDA graph."""
         for value in (*call.args, *call.kwargs.values()):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from outcore.flow.layers.compiled import CompiledLayers
+from outcore.flow.layers.long_rows import LongRows
 from outcore.flow.layers.unit_weights import PartWeights, in_place, is_in_place
 from outcore.flow.parts import CallLog, LayerCall, ModelParts, StreamUnsupported
 from outcore.flow.tiles import TiledParts
@@ -81,7 +82,7 @@ class HeadInput:
 
 class PartRunner:
     """Forward of a model's parts. `tiles`: parts in tiles; `taps`: see the routers' logits as layers run;
-    `in_place`: computes with packed parts that are not expanded."""
+    `in_place`: computes with packed parts that are not expanded; `long_rows`: takes micro-batches of long rows."""
 
     def __init__(
         self,
@@ -91,8 +92,10 @@ class PartRunner:
         tiles: TiledParts | None = None,
         taps: RouterTaps | None = None,
         in_place: InPlaceProducts | None = None,
+        long_rows: LongRows | None = None,
     ) -> None:
         self.units, self.compiled, self.tiles, self.taps = units, compiled, tiles, taps
+        self.long_rows = long_rows
         self.weights = PartWeights(tiles, in_place)
 
     @torch.no_grad()
@@ -112,6 +115,8 @@ class PartRunner:
         tensors = self.weights.tensors(unit, slab)
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_forward(unit)
+        elif (long_rows := self.takes_long(hidden)) is not None:
+            return long_rows.forward(index, tensors, hidden, call), []
         elif is_in_place(unit, slab):  # neither compiled nor captured: the CPU computes
             pass
         elif self.compiled is not None and self.compiled.is_active(index):
@@ -121,6 +126,10 @@ class PartRunner:
         elif self.compiled is not None and self.compiled.has_eager_graphs(index):
             return self.compiled.eager("forward", index, self._as_graph, tensors, hidden, call), []
         return self.apply_layer(index, tensors, hidden, call)
+
+    def takes_long(self, hidden: torch.Tensor) -> LongRows | None:
+        """Who runs layers on these hidden states, if their rows are long ones."""
+        return self.long_rows if self.long_rows is not None and self.long_rows.takes(hidden) else None
 
     def apply_layer(
         self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall

@@ -26,7 +26,7 @@ from outcore.sizing.tiles import (
     tile_bytes_of,
 )
 
-TilingChoice = Literal["auto", "on", "off"]
+TilingChoice = Literal["auto", "on", "off", "tokens"]
 RESIDENT_PERCENT = 60
 """Share of the device's memory that small parameters of a tiled unit may take."""
 
@@ -71,11 +71,13 @@ def plan_tiles(
     num_layer_buffers: int,
     sum_itemsize: int = 4,
     work_of: Callable[[int, int], TilingWork | None] = lambda tile_bytes, chunk_bytes: None,
+    may_cut_rows: bool = True,
 ) -> TilePlan:
     """`device_bytes` None: unknown, nothing needs to be tiled. `tile_bytes` None: from `device_bytes`. `work_of`: what
-    a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown.
+    a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown. `may_cut_rows`: whether
+    layers may run on tiles of tokens.
 
-    StreamUnsupported when a unit that must be tiled cannot be."""
+    StreamUnsupported when a unit that must be tiled cannot be, or rows that are to be cut."""
     if tile_bytes is None:
         tile_bytes = tile_bytes_of(device_bytes)
     if device_bytes is not None:  # one packed unit at a time is expanded beside the buffers, which hold packed bytes
@@ -87,7 +89,16 @@ def plan_tiles(
         reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
         holding = replace(holding, tiled=frozenset(unit.index for unit in chosen))
         return TilePlan(tuple(TiledPart(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
+    work = work_of(tile_bytes, chunk_bytes or 0)
+    if choice == "tokens" and (work is None or not work.tile_tokens):
+        raise StreamUnsupported(
+            "tiling tokens: rows are cut where a step's tokens and the model's shape are known, attention is fused, "
+            "and a micro-batch has more tokens than a tile (--tile_bytes)"
+        )
     if device_bytes is None or chunk_bytes is None:
+        if choice == "tokens" and work is not None:
+            holding = replace(holding, tile_tokens=work.tile_tokens)
+            return TilePlan((), tile_bytes, f"{holding.words()}, as asked", None, holding)
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)", None, holding)
     model = Model(_sizes(units, tile_bytes), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)
     whole_bytes = held_bytes(model, holding).total
@@ -96,8 +107,9 @@ def plan_tiles(
         device_bytes,
         tile_bytes,
         layer_buffers=num_layer_buffers,
-        work=work_of(tile_bytes, chunk_bytes),
-        may_tile=choice == "auto",
+        work=work,
+        may_tile=choice != "off",
+        cuts_rows=True if choice == "tokens" else None if choice == "auto" and may_cut_rows else False,
     )
     chosen = [unit for unit in units.all if unit.index in holding.tiled]
     if not chosen:

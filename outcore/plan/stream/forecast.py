@@ -53,7 +53,7 @@ def plan_stream(
     spill, ram = spilled(case, ram, sizes, tiling)
     ram, pinned, pageable = pinned_and_rest(case, ram)
     vram = vram_parts(case, tiling)
-    graphs = graph_bytes(case, vram) if not tiling.layers else None
+    graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
     if graphs is not None:
         tensors, spare = graphs
         vram.append(Item("vram", GRAPHS, tensors))
@@ -133,8 +133,8 @@ def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: flo
             f"{stay.layers} of {shape.num_layers} layers stay in idle GPU memory, which is given back when a larger "
             "step needs it (--resident_gib 0: none does)"
         )
-    if tiling.any:
-        notes.append(tiling.words(shape))
+    if words := tiling.words(shape):
+        notes.append(words)
     if pageable > 0.01:
         notes.append(
             f"{100 * pageable:.0f} % of the homes in RAM are pageable and pass the lanes' slots: three times their "

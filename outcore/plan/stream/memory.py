@@ -79,7 +79,8 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
         tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
     )  # fmt: skip
-    layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
+    whole_rows, masks = (needs.long_layer, needs.long_masks) if tiling.tile_tokens else (needs.layer, needs.masks)
+    layer_peak = (needs.tiled_layer if tiling.layers else whole_rows, e * of_layer)
     head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
     # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
@@ -94,7 +95,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         Item("vram", "activation checkpoints", needs.checkpoints),
         Item("vram", "activations and gradients between units", needs.between),
         Item("vram", name, work),
-        Item("vram", MASKS if case.masks else BORDERS, needs.masks),
+        Item("vram", MASKS if case.masks else BORDERS, masks),
         Item("vram", EVALUATION, beyond),
         Item("vram", ONE_MATRIX, max((muon_device_bytes(*sides) for sides in case.muon), default=0)),
         Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
@@ -103,11 +104,11 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     ]
 
 
-def graph_bytes(case: Case[StreamLayout], vram: list[Item]) -> tuple[int, int] | None:
+def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> tuple[int, int] | None:
     """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
     layers compute long or the GPU is rather full."""
     shape, hardware, layout, tokens = case.shape, case.hardware, case.layout, case.micro_tokens
-    if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
+    if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None or tiling.tile_tokens:
         return None
     flops = step_flops(shape, case.request, case.seq_length, tokens)
     passed, *_ = device_bytes(shape, case.request, case.seq_length, tokens, 1)
@@ -149,7 +150,15 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     """What the engine will keep on the GPU beside `vram` (`sizing.residents`)."""
     shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
     device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
-    is_out = tiling.any or spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or moments < 8 or case.muon
+    is_out = (
+        tiling.any
+        or tiling.tile_tokens > 0
+        or spill != Spill()
+        or hardware.num_gpus > 1
+        or hardware.is_cpu
+        or moments < 8
+        or case.muon
+    )
     if is_out or device_bytes is None or layout.resident_bytes == 0:
         return Staying()
     tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
@@ -172,7 +181,7 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
 def saved_layers(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> tuple[int, int]:
     """(layers, bytes) that the engine will save of their forward beside `vram`."""
     layout, limit = case.layout, case.layout.saved_bytes
-    if case.hardware.is_cpu or tiling.any or limit == 0:
+    if case.hardware.is_cpu or tiling.any or tiling.tile_tokens or limit == 0:
         return 0, 0
     keeps = compiled_activation_bytes if layout.compiled else layer_activation_bytes
     one = keeps(case.shape, case.element_bytes, case.seq_length, case.micro_tokens) * layout.accumulation

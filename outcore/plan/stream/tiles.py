@@ -38,6 +38,11 @@ class Tiling:
     """How whole units are held."""
 
     @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile where rows are long; 0: layers run on whole rows."""
+        return self.holding.tile_tokens
+
+    @property
     def any(self) -> bool:
         return self.ends or bool(self.layers)
 
@@ -51,12 +56,16 @@ class Tiling:
         return TILES_HELD * self.tile_bytes if self.any else 0
 
     def words(self, shape: ModelShape) -> str:
-        """For people."""
+        """For people; '' where nothing is in tiles."""
+        long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens" if self.tile_tokens else ""
+        if not self.any:
+            return long
         what = ["embedding and head"] if self.ends else []
         if self.layers:
             all_of_them = len(self.layers) == shape.num_layers
             what.append("all layers" if all_of_them else f"{len(self.layers)} of {shape.num_layers} layers")
-        return f"{' and '.join(what)} computed in tiles of {format_gib(self.tile_bytes)}: whole they leave no room"
+        words = f"{' and '.join(what)} computed in tiles of {format_gib(self.tile_bytes)}: whole they leave no room"
+        return f"{words}; {long}" if long else words
 
 
 def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
@@ -73,7 +82,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     if device_bytes is not None and shape.quantize:  # one layer at a time is expanded beside the buffers
         device_bytes -= e * max(shape.layer_params)
     holding = Holding(layer_buffers=layout.layer_buffers)
-    if device_bytes is None and layout.tiling != "on":
+    if device_bytes is None and layout.tiling not in ("on", "tokens"):
         return Tiling(holding=holding)
     tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
@@ -82,15 +91,17 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     if layout.tiling == "on":
         holding = replace(holding, tiled=frozenset(unit.index for unit in units if unit.is_large))
     else:
-        assert device_bytes is not None
         work = step_work(
             shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
             checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
             tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
         )  # fmt: skip
+        if device_bytes is None:
+            return Tiling(holding=replace(holding, tile_tokens=work.tile_tokens))
         holding = choose_holding(
             model, device_bytes, tile_bytes,
-            layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling == "auto",
+            layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling != "off",
+            cuts_rows={"tokens": True, "off": False}.get(layout.tiling),
         )  # fmt: skip
     ends = frozenset(unit.index for unit in units if not unit.is_layer)
     layers = frozenset(index - 1 for index in holding.tiled - ends)

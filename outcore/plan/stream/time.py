@@ -111,6 +111,11 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     head = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel
     again, spared = head if tiling.ends else 0.0, placed.saved / shape.num_layers
     head_back = head if shape.lora_r else 2 * head
+    tokens = case.micro_tokens * layout.accumulation
+    # On long rows the projections to queries, keys and values run once more back; uncompiled also beside the rest.
+    projected = 2.0 * tokens * shape.num_layers * shape.hidden_size * (shape.num_heads + 2 * shape.num_kv_heads)
+    projected *= shape.head_dim if tiling.tile_tokens else 0
+    unused = 0.0 if _is_compiled(case, placed) else projected
     waits = (
         tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers
     )  # a layer comes when one has gone
@@ -127,7 +132,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     first = Pass(h2d_bytes=first_bytes, copied_bytes=ranks * ring * first_bytes, updated_params=first_updated)
     up_forward = links.up_forward - first_bytes
     forward = Pass(
-        flops=case.flops.forward - head,
+        flops=case.flops.forward - head + unused,
         attention_flops=case.flops.attention_forward,
         device_bytes=case.device_bytes[0]
         + links.expanded
@@ -146,7 +151,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     at_head = Pass(flops=head + head_back + again, device_bytes=case.device_bytes[1])  # again: logits of tiles
     back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
-        flops=case.flops.backward - head_back - spared * (case.flops.forward - head),
+        flops=case.flops.backward - head_back + projected + unused - spared * (case.flops.forward - head),
         attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
         device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],

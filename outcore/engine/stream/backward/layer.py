@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch.func import vjp
 
+from outcore.engine.stream.backward.long_rows import backward_long_rows, register_backward
 from outcore.engine.stream.backward.saved import Saved
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import Batch, LayerForward, PartRunner, in_place
@@ -55,6 +56,8 @@ class BackwardRunner:
         self._compiled = runner.compiled
         if self._compiled is not None:
             self._compiled.register(ROLE, recompute_backward)
+        if runner.long_rows is not None and runner.long_rows.compiled is not None:
+            register_backward(runner.long_rows)
 
     def embed(self, slab: torch.Tensor, batch: Batch, grad: torch.Tensor, into: GradAccumulator) -> None:
         """Add the gradients of the embedding's parameters for `grad` of its output."""
@@ -82,6 +85,9 @@ class BackwardRunner:
         unit, compiled = self.units.layer_units[index], self._compiled
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_backward(unit)
+        elif (long_rows := self.runner.takes_long(hidden)) is not None:
+            tensors, leaves = self.weights.tensors(unit, slab), self.weights.leaves(unit, slab)
+            return backward_long_rows(long_rows, index, (tensors, *leaves), hidden, call, grad, into)
         elif compiled is not None and compiled.is_active(index):
             sums = into.sums() if into is not None else []
             found = compiled.run(ROLE, index, self.weights.tensors(unit, slab), hidden, call, grad, sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,20 +10,22 @@ import torch
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.check import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
-from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner, RouterTaps
-from outcore.flow.parts import discover_units
+from outcore.flow.check import Batch, Trial, slab_of, try_tiny_copy, why_config_not_streamed, why_not_streamed
+from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RouterTaps
+from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model import LoadedModel
 from outcore.model.forward import IGNORE
 
 
 def run_units(
-    loaded: LoadedModel, batch: Batch, compiled: CompiledLayers | None = None
+    loaded: LoadedModel, batch: Batch, compiled: CompiledLayers | None = None, tile_tokens: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine."""
+    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine.
+    `tile_tokens`: of a tile, where layers are to run as on long rows."""
     units = discover_units(loaded)
     aux_coefficient = loaded.token_loss().aux_coefficient
     runner = PartRunner(units, compiled=compiled, taps=RouterTaps(units) if aux_coefficient else None)
+    runner.long_rows = LongRows(units, tile_tokens, compiled) if tile_tokens else None
     backward = BackwardRunner(runner)
     head = Head(
         runner,
@@ -58,15 +61,16 @@ def run_units(
     return objective, grads
 
 
-def gradient_difference(tiny: LoadedModel, batch: Batch) -> float:
-    """Largest difference of loss and gradients, relative to the largest gradient of the model, in fp32 on the CPU."""
+def gradient_difference(tiny: LoadedModel, batch: Batch, tile_tokens: int = 0) -> float:
+    """Largest difference of loss and gradients, relative to the largest gradient of the model, in fp32 on the CPU.
+    `tile_tokens`: as in `run_units`."""
     loss = tiny.token_loss()
     loss_sum = loss(tiny.model, batch)
     total = int(loss_sum.n_tokens)
     whole = loss_sum.objective(total)
     named = {name: parameter for name, parameter in tiny.model.named_parameters() if parameter.requires_grad}
     grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
-    objective, mine = run_units(tiny, batch)
+    objective, mine = run_units(tiny, batch, tile_tokens=tile_tokens)
     largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
     worst = abs(float(objective) / total - float(whole.detach())) / max(1.0, abs(float(whole.detach())))
     for (name, parameter), grad in zip(named.items(), grads, strict=True):
@@ -77,6 +81,18 @@ def gradient_difference(tiny: LoadedModel, batch: Batch) -> float:
 
 
 GRADIENTS = Trial("gradients", gradient_difference)
+TRIAL_TILE_TOKENS = 10
+"""A trial has 2 x 12 tokens."""
+
+
+def why_not_in_tiles_of_tokens(loaded: LoadedModel) -> str:
+    """Reason, in words; '' when a tiny copy's layers get the same gradients on tiles of tokens as on whole rows."""
+    trial = Trial("gradients in tiles of tokens", partial(gradient_difference, tile_tokens=TRIAL_TILE_TOKENS))
+    try:
+        try_tiny_copy(loaded, trial)
+    except StreamUnsupported as error:
+        return str(error)
+    return ""
 
 
 def why_not_trained(loaded: LoadedModel) -> str:

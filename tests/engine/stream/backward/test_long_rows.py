@@ -1,0 +1,175 @@
+"""Rows so long that all of a layer but attention goes in tiles of tokens: the same training, in the bytes counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.engine.stream.backward.layer import BackwardRunner
+from outcore.engine.stream.backward.long_rows import AFTER_BACK, BEFORE_BACK
+from outcore.engine.stream.check.gradients import gradient_difference, run_units, why_not_in_tiles_of_tokens
+from outcore.flow.check import slab_of
+from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, LongRows, PartRunner
+from outcore.flow.parts import StreamUnsupported, discover_units
+from outcore.model import LoraSettings, preset_shape, shape_from_config
+from outcore.model.adapters import apply_lora
+from outcore.plan import RunRequest, load_hardware
+from outcore.plan.hardware import Overrides
+from outcore.plan.stream.forecast import plan_stream
+from outcore.sizing.activations import long_layer_bytes
+from outcore.sizing.layouts import StreamLayout
+from outcore.sizing.tiles import Model, TilingWork, UnitSize, choose_holding
+from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, TINY, fixtures, weights_of
+from tests.flow.models import FAMILIES, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.flow.peak import peak_bytes
+
+(build,) = fixtures
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCHES = {"plain": plain_batch, "padded": padded_batch, "packed": packed_batch}
+IN_CI = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt2")
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    "model",
+    [*IN_CI, *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILIES if m not in (*IN_CI, "gemma2", "bloom"))],
+)
+def test_gradients_equal_those_of_whole_rows(model, kind):
+    """Whatever the tiles: of three tokens a row, the last of two; of seven; of all but one."""
+    loaded = tiny_loaded(model)
+    set_dropout(loaded.model, 0.0)
+    for tile_tokens in (6, 15, 38):
+        assert gradient_difference(loaded, BATCHES[kind](2, 20), tile_tokens) < 2e-6
+
+
+def test_compiled_tiles_give_the_same_gradients():
+    loaded, batch = tiny_loaded("llama"), packed_batch(1, 40)
+    objective, expected = run_units(loaded, batch)
+    compiled = CompiledLayers(discover_units(loaded), "on", backend="aot_eager")
+    found, gradients = run_units(loaded, batch, compiled, tile_tokens=16)
+    roles = {role for role, _, _ in compiled._functions}
+    assert roles == {BEFORE, AFTER, BEFORE_BACK, AFTER_BACK} and not compiled.why_not
+    assert float(found) == pytest.approx(float(objective), rel=1e-6)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert all(float((gradients[n] - one).abs().max()) < 1e-6 * largest for n, one in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "words"),
+    [
+        ("gemma2", {}, "its attention is not one that transformers dispatches"),  # eager
+        ("bloom", {}, "its attention is not one that transformers dispatches"),
+        ("falcon_h1", {}, "it gets other gradients in tiles of tokens"),  # a state beside attention
+        ("qwen3_next", {}, "does not come to an attention"),
+        ("qwen3", {}, ""),
+    ],
+)
+def test_a_trial_tells_which_models_layers_can_be_cut(model, fields, words):
+    why = why_not_in_tiles_of_tokens(tiny_loaded(model, **fields))
+    assert words in why and bool(words) == bool(why)
+
+
+TOKENS = replace(TINY, tiling="tokens", tile_bytes=1, step_tokens=(48,), row_tokens=48, packed_attention="auto")
+
+
+@pytest.mark.parametrize("case", ["full", "lora", "no clipping", "two micro-batches"])
+def test_an_engine_trains_evaluates_and_samples_as_with_whole_rows(build, case):
+    def adapters(model):
+        for name, parameter in apply_lora(model, LoraSettings(r=4, dropout=0.0), seed=0).named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.02)
+
+    found = []
+    for settings in (TINY, TOKENS):
+        settings = replace(settings, max_grad_norm=0.0 if case == "no clipping" else 0.5)
+        engine = build("qwen3", settings, prepare=adapters if case == "lora" else None)
+        count = 2 if case == "two micro-batches" else 1
+        steps = [[packed_batch(1, 48, seed=10 * step + m) for m in range(count)] for step in range(3)]
+        results = [engine.train_step(batches, LR) for batches in steps]
+        evaluated = engine.evaluate([plain_batch(1, 48, seed=9), plain_batch(2, 8, seed=8)])
+        sampled = engine.sample(list(range(2, 40)), 3, None)
+        found.append(([r.loss for r in results], [r.grad_norm for r in results], evaluated.loss, sampled))
+        weights = weights_of(engine)
+        found[-1] += (torch.cat([weights[name].flatten() for name in sorted(weights)]),)
+        long_rows = parts_of(engine).flow.runner.long_rows
+        assert (long_rows is not None) == (settings.tiling == "tokens")
+    (losses, norms, evaluated, sampled, weights), tiled = found
+    assert tiled[0] == pytest.approx(losses, rel=1e-6) and tiled[1] == pytest.approx(norms, rel=1e-5)
+    assert tiled[2] == pytest.approx(evaluated, rel=1e-6) and tiled[3] == sampled
+    assert float((tiled[4] - weights).norm() / weights.norm()) < 1e-4
+
+
+def test_what_cannot_be_cut_is_refused_with_the_reason(build):
+    with pytest.raises(StreamUnsupported, match="balancing loss"):
+        build("mixtral", TOKENS, output_router_logits=True, router_aux_loss_coef=0.1)
+    with pytest.raises(StreamUnsupported, match="dropout is at work"):
+        build("gpt2", TOKENS, dropout=0.1)
+    with pytest.raises(StreamUnsupported, match="where a step's tokens"):
+        build("llama", replace(TOKENS, step_tokens=None))
+
+
+WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDTHS |= {"head_dim": 16, "max_position_embeddings": 8192}
+
+
+def _peak_bytes(units, tokens, tile_tokens):
+    backward = BackwardRunner(PartRunner(units, long_rows=LongRows(units, tile_tokens) if tile_tokens else None))
+    log = backward.runner.embed(slab_of(units.embed), plain_batch(1, tokens))
+    slab, hidden, grad = slab_of(units.layer_units[0]), log.hidden.clone(), torch.randn_like(log.hidden)
+    return peak_bytes(lambda: backward.layer(0, slab, hidden, log.call(0), grad, (), None))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "repeated"),
+    [
+        ("llama", {"num_key_value_heads": 8}, 0),
+        ("mixtral", {"num_key_value_heads": 8, "num_local_experts": 4}, 0),
+        ("qwen3", {}, 2),  # without a GPU's kernels sdpa repeats keys and values for every head of queries
+    ],
+)
+def test_counted_bytes_hold_a_layers_backward(model, fields, repeated):
+    """Of a layer whose weights have no gradients, as with adapters; its input and the gradient are there before."""
+    tokens, tile_tokens = 1024, 64
+    loaded = tiny_loaded(model, **{**WIDTHS, **fields})
+    for parameter in loaded.model.parameters():
+        parameter.requires_grad_(False)
+    units = discover_units(loaded)
+    whole, cut = _peak_bytes(units, tokens, 0), _peak_bytes(units, tokens, tile_tokens)
+    shape = shape_from_config(model, loaded.config)
+    counted = long_layer_bytes(shape, 4, tokens, tile_tokens) + repeated * 4 * tokens * 8 * 16
+    assert 0.6 * counted < cut < 1.05 * counted, (cut, counted)
+    assert cut < 0.4 * whole, (cut, whole)
+
+
+def test_rows_are_cut_only_where_nothing_else_fits():
+    units = tuple(UnitSize(n, 0 < n < 9, 100, 10, True) for n in range(10))
+    work = TilingWork(100, 100, 0, layer=5000, tiled_layer=4000, head=50, tiled_head=20, evaluation=0,
+                      tile_tokens=64, long_layer=500)  # fmt: skip
+    model = Model(units, 2)
+
+    def chosen(device_bytes, **more):
+        return choose_holding(model, device_bytes, 1, work=work, **more)
+
+    assert chosen(10_000).tile_tokens == 0 == chosen(5000).tile_tokens and chosen(5000).tiled
+    assert chosen(2000).tile_tokens == 64 and not chosen(2000).tiled
+    assert chosen(2000, cuts_rows=False).tile_tokens == 0
+    assert chosen(10_000, cuts_rows=True).tile_tokens == 64
+    assert choose_holding(model, 2000, 1, work=replace(work, tile_tokens=0)).tile_tokens == 0
+
+
+def _plan(preset, lora, length, tiling="auto", vram_gib=6.5):
+    shape = replace(preset_shape(preset), max_positions=None)
+    shape = shape.with_lora(lora) if lora else shape
+    hardware = load_hardware("rtx4070-laptop", Overrides(vram_gib=vram_gib))
+    layout = StreamLayout(1, 1, "ram", tiling=tiling)
+    return plan_stream(shape, RunRequest(seq_length=length), hardware, length, layout)
+
+
+def test_the_plan_has_32k_tokens_of_8b_adapters_under_6_5_gib():
+    cut, whole = _plan("llama-8b", 16, 32768), _plan("llama-8b", 16, 32768, tiling="off")
+    assert cut.fits and not whole.fits and any("tiles of 1024 tokens" in note for note in cut.notes)
+    assert cut.tiers[0].used_bytes < 6.1 * 2**30 and whole.tiers[0].used_bytes > 9 * 2**30
+    assert cut.part_bytes("vram", "attention over packed rows") < whole.part_bytes("vram", "attention over packed rows")
+    short = _plan("llama-8b", 16, 2048)
+    assert short.fits and not any("tokens" in note for note in short.notes)

@@ -1,0 +1,15 @@
+"""Bytes that torch's allocator gives while something runs."""
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(function) -> int:
+    """Most bytes of torch's allocator above those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        function()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
