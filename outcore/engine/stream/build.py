@@ -33,6 +33,7 @@ from outcore.engine.stream.host_sizes import (
     pool_bytes,
     rank_pool_bytes,
     read_ahead_bytes,
+    weights_from,
 )
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
@@ -244,7 +245,7 @@ def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
     units = plan.units
     early = units.embed if units.tied and units.embed.index in plan.tile_plan.indices else None
     limit_bytes = None if plan.is_deferred or ground.host else arena_bytes(units, plan.settings)
-    return GradientArena(units.all, ground.shared, limit_bytes, early=early)
+    return GradientArena(units.all, ground.shared, limit_bytes, early=early, weights_from=weights_from(plan))
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,7 @@ def _open_optimizer(
             max_slots=settings.state_ring_slots,
             descending=not plan.is_deferred,
             timeout_s=TIMEOUT_S,
+            keep_param=arena.keep_weights,
         )
         undo.callback(ring.close)
     published = None
@@ -319,7 +321,7 @@ def _traffic(
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
     updates = optimizer.updates
-    source = UpdatedWeights(homes, updates)
+    source = UpdatedWeights(homes, updates, arena)
     prefetcher = WeightPrefetcher(
         plan.units,
         source,

@@ -319,6 +319,7 @@ class StreamEngine:
             self._drain()
             self._state.load(folder, state)
             self._parts.residents.forget()
+            self._parts.arena.forget_weights()
         self.updates = int(state["updates"])
         self._attempts = int(state.get("attempts", self.updates))
         self._skips_in_a_row = 0

@@ -57,11 +57,9 @@ def rank_pool_bytes(shared_bytes: int, settings: StreamSettings, kept_bytes: int
 def checkpoint_bytes(plan: Blueprint) -> int:
     """RAM for activation checkpoints beyond what layers' gradients lend; 0 where they wait elsewhere, or a step's
     tokens are not known."""
-    settings, place = plan.settings, plan.place
-    if plan.settings.activations_on(plan.device) != "ram" or not settings.step_tokens:
+    settings, place, ends = plan.settings, plan.place, _checkpoint_ends(plan)
+    if plan.settings.activations_on(plan.device) != "ram" or not ends:
         return 0
-    row_bytes = plan.loaded.facts.hidden_size * plan.dtype.itemsize
-    ends = list(accumulate(round_up(tokens * row_bytes, ALIGNMENT_BYTES) for tokens in settings.step_tokens))
     has_homes = plan.is_deferred or not place.is_alone or arena_bytes(plan.units, settings) is None
     leaving = plan.units.layer_units[: max(0, len(plan.units.layer_units) - STAY_LAYERS)]
     room = [
@@ -69,6 +67,35 @@ def checkpoint_bytes(plan: Blueprint) -> int:
         for unit in leaving
     ]
     return sum(ends[-1] - lent_bytes(ends, of_layer) for of_layer in room)
+
+
+def _checkpoint_ends(plan: Blueprint) -> list[int]:
+    """Bytes of a layer's checkpoints up to the end of each micro-batch; [] when a step's tokens are not known."""
+    row_bytes = plan.loaded.facts.hidden_size * plan.dtype.itemsize
+    sizes = (round_up(tokens * row_bytes, ALIGNMENT_BYTES) for tokens in plan.settings.step_tokens or ())
+    return list(accumulate(sizes))
+
+
+def weights_from(plan: Blueprint) -> dict[int, int]:
+    """Of layers that live on NVMe in part, by index, the first element that waits in its gradient's home from an update
+    on: behind what is in RAM and what checkpoints are lent, at the beginning of a chunk."""
+    found: dict[int, int] = {}
+    if not plan.place.is_alone:
+        return found
+    ends, num_layers = _checkpoint_ends(plan), len(plan.units.layer_units)
+    lends = plan.settings.activations_on(plan.device) == "ram"
+    for number, unit in enumerate(plan.units.layer_units):
+        layout, cut = unit.layout, plan.cuts[unit.index]
+        if unit.index in plan.tile_plan.indices or layout.trainable_numel < layout.home_numel:
+            continue
+        lent = 0
+        if lends and number < num_layers - STAY_LAYERS:
+            lent = lent_bytes(ends, gradient_bytes_of(unit)) if ends else gradient_bytes_of(unit)
+        least = max(cut, -(-lent // layout.dtype.itemsize))
+        starts = [chunk.start for chunk in plan.chunks[unit.index] if chunk.start >= least]
+        if starts:
+            found[unit.index] = min(starts)
+    return found
 
 
 def read_ahead_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:

@@ -246,14 +246,17 @@ class PartUpdates:
 class UpdatedWeights:
     """What flow asks (its `WeightSource`): homes, and whether their last update is over."""
 
-    def __init__(self, homes: Homes, updates: PartUpdates) -> None:
-        self._homes, self._updates = homes, updates
+    def __init__(self, homes: Homes, updates: PartUpdates, arena: GradientArena) -> None:
+        self._homes, self._updates, self._arena = homes, updates, arena
 
     def ram(self, unit: Part) -> torch.Tensor:
         return self._homes[unit].slab
 
     def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
         return self._homes.weights.rest(unit)
+
+    def cached(self, unit: Part) -> torch.Tensor | None:
+        return self._arena.weights(unit)
 
     def is_current(self, unit: Part) -> bool:
         return self._updates.is_done(unit)

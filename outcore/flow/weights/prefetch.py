@@ -8,7 +8,8 @@ later, so that the host goes on launching work. Cost: buffers, and one upload pe
 Packed parts cross as they are stored and are expanded when they are acquired, into one buffer.
 
 What lives on NVMe comes through a lane of its own, gated: its reads are submitted for the whole pass at once, in order
-of need, and go ahead as far as that lane's slots reach; the gate of each opens when its device buffer is free.
+of need, and go ahead as far as that lane's slots reach; the gate of each opens when its device buffer is free. What of
+it RAM has, too (`WeightSource.cached`), comes from there.
 
 Which device buffer each use of a slab gets, and when it may be overwritten: planned before a pass begins.
 
@@ -132,8 +133,10 @@ class WeightPrefetcher:
         """Uses with a part on NVMe that is not being read yet."""
         self._ahead: dict[int, tuple[Gate, LaneTransfer]] = {}
         """Reads under way whose gate is shut."""
-        self._arriving: dict[tuple[int, int], tuple[LaneTransfer | None, LaneTransfer | None]] = {}
-        """Transfers by (kind, buffer): the transfer from RAM and the one from NVMe."""
+        self._cached: dict[int, torch.Tensor] = {}
+        """Ends of slabs that need not be read, by use."""
+        self._arriving: dict[tuple[int, int], tuple[list[LaneTransfer], LaneTransfer | None]] = {}
+        """Transfers by (kind, buffer): those from RAM and the one from NVMe."""
         self._released = -1
         self.stalls = stalls or Stalls(lane.device)
 
@@ -157,7 +160,7 @@ class WeightPrefetcher:
         self._copies = [at for at, (_, _, use) in enumerate(self._uses) if use.copy]
         self._reads = [at for at in self._copies if self._source.stored(self._uses[at][0]) is not None]
         assert not self._ahead, "the pass before was not ended: abort it"
-        self._arriving = {}
+        self._arriving, self._cached = {}, {}
         if not self._over:  # what is queued so far may use any buffer: their allocation, or a pass that was aborted
             now = self._lane.streams.now()
             self._over = {(kind, number): now for kind in (0, 1) for number in range(len(self._buffers[kind]))}
@@ -172,9 +175,9 @@ class WeightPrefetcher:
             return self._expansion.slab(unit, self._stays[at])
         with self.stalls.until(f"weights of {unit.name}", "pcie"):
             self._issue(needed=at)
-            from_ram, from_drive = self._arriving.get((kind, use.buffer), (None, None))
-            if from_ram is not None:
-                from_ram.wait_stream()
+            from_ram, from_drive = self._arriving.get((kind, use.buffer), ([], None))
+            for transfer in from_ram:
+                transfer.wait_stream()
             if from_drive is not None:
                 with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
                     wait_for_drive(unit, from_drive)
@@ -192,8 +195,10 @@ class WeightPrefetcher:
         self._copies, self._reads = [], []
         for gate, _ in self._ahead.values():
             gate.cancel(RuntimeError("the pass that needed it was given up"))
-        under_way = (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair))
-        settle([transfer for transfer in under_way if transfer is not None], deadline or Deadline(self._lane.timeout_s))
+        under_way = [transfer for _, transfer in self._ahead.values()]
+        for from_ram, from_drive in self._arriving.values():
+            under_way += from_ram if from_drive is None else [*from_ram, from_drive]
+        settle(under_way, deadline or Deadline(self._lane.timeout_s))
         self._ahead, self._arriving, self._over = {}, {}, {}
 
     def _target(self, at: int) -> torch.Tensor:
@@ -214,11 +219,12 @@ class WeightPrefetcher:
             gate, from_drive = self._ahead.pop(at, (None, None))
             if gate is not None:
                 gate.open(event)
-            slab, from_ram = self._source.ram(unit).view(torch.uint8), None
-            if len(slab) or from_drive is None:
-                target = self._target(at)[: len(slab)]
-                after = AT_ONCE if event is None else event
-                from_ram = self._lane.submit_host(slab, target, after=after, label=unit.name)
+            target, after = self._target(at), AT_ONCE if event is None else event
+            slab, end = self._source.ram(unit).view(torch.uint8), self._cached.pop(at, None)
+            pieces = [] if end is None else [(end, target[len(target) - len(end) :])]
+            if len(slab) or (from_drive is None and end is None):
+                pieces.append((slab, target[: len(slab)]))
+            from_ram = [self._lane.submit_host(piece, out, after=after, label=unit.name) for piece, out in pieces]
             self._arriving[kind, use.buffer] = from_ram, from_drive
             self._copies.pop(0)
 
@@ -233,9 +239,14 @@ class WeightPrefetcher:
             place = self._source.stored(unit)
             assert place is not None and self._drive_lane is not None
             store, name = place
-            out, gate = self._target(at)[len(self._source.ram(unit).view(torch.uint8)) :], Gate()
-            transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
-            self._ahead[at] = gate, transfer
+            out, end = self._target(at)[len(self._source.ram(unit).view(torch.uint8)) :], self._source.cached(unit)
+            if end is not None:
+                end = self._cached[at] = end.view(torch.uint8)
+                out = out[: len(out) - len(end)]
+            if len(out):
+                gate = Gate()
+                transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
+                self._ahead[at] = gate, transfer
             self._reads.pop(0)
 
 

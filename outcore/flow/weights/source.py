@@ -25,6 +25,11 @@ class WeightSource(Protocol):
         """Place on NVMe where the rest of the part's parameters lives; None when all are in RAM."""
         ...
 
+    def cached(self, unit: Part) -> torch.Tensor | None:
+        """The end of that rest, 1-D, where RAM has it, too, until the part's use after this one; None where it has not.
+        Asked once the part is current."""
+        ...
+
     def is_current(self, unit: Part) -> bool:
         """Whether the last change to the part has been made."""
         ...
@@ -45,6 +50,9 @@ class FixedWeights:
 
     def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
         return self._homes.rest(unit)
+
+    def cached(self, unit: Part) -> None:
+        return None
 
     def is_current(self, unit: Part) -> bool:
         return True

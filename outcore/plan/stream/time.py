@@ -119,10 +119,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     waits = (
         tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers
     )  # a layer comes when one has gone
-    spilled, ring = (
-        placed.spill.parameters,
-        1 + 2 * placed.pageable,
-    )  # pageable: once more through a slot, read and write
+    ring = 1 + 2 * placed.pageable  # pageable: once more through a slot, read and write
     through_drive = links.forward_read + links.forward_written
     # Each rank's copies pass over its own link and through the RAM of all; then the ranks' gradients are added up.
     ranks = case.hardware.num_gpus
@@ -144,7 +141,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         written_bytes=links.forward_written,
         copied_bytes=ranks * ring * (up_forward + links.moved + links.tiles_forward) + through_drive,
         updated_params=shape.trainable_params - placed.stay.trained - first_updated,
-        awaited_read_bytes=spilled * links.up_forward if waits else None,
+        awaited_read_bytes=links.weights_forward if waits else None,
     )
     forward = _with_muon(case, forward)
     # Nothing comes up beside the head: the layers that backward starts with are still in their buffers.
@@ -159,7 +156,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         d2h_bytes=links.down + links.tiles.gradients,
         read_bytes=links.backward_read,
         copied_bytes=ranks * ring * back + added_up + links.backward_read,
-        awaited_read_bytes=spilled * links.up_backward if waits else None,
+        awaited_read_bytes=links.weights_backward if waits else None,
     )
     passes = (first, forward, at_head, backward)
     between = k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
@@ -253,7 +250,7 @@ class _Links:
 
     @property
     def forward_read(self) -> float:
-        return self.placed.spill.parameters * (self.up_forward + self.tiles.weights_forward) + self.states
+        return self.weights_forward + self.placed.spill.parameters * self.tiles.weights_forward + self.states
 
     @property
     def forward_written(self) -> float:
@@ -262,7 +259,29 @@ class _Links:
 
     @property
     def backward_read(self) -> float:
-        return self.placed.spill.parameters * (self.up_backward + self.tiles.weights_backward) + self.in_drive
+        return self.weights_backward + self.placed.spill.parameters * self.tiles.weights_backward + self.in_drive
+
+    @cached_property
+    def waiting(self) -> float:
+        """Share of the layers' parameters that is on the drive and yet need not be read: it waits in RAM where its
+        gradient was, as far as checkpoints do not lie there."""
+        case, shape = self.case, self.case.shape
+        alone = case.hardware.num_gpus == 1 and not self.placed.tiling.layers
+        if not alone or shape.lora_r or not case.request.clips:
+            return 0.0
+        hidden = self.placed.checkpoint_bytes // (shape.num_layers + 1) if case.layout.checkpoints_home == "ram" else 0
+        lent = hidden / (case.element_bytes * min(shape.layer_params))
+        return max(0.0, 1 - max(1 - self.placed.spill.parameters, lent))
+
+    @property
+    def weights_forward(self) -> float:
+        """Parameters that are read from the drive, those of tiles once more apart."""
+        layers = self.case.element_bytes * sum(self.case.shape.layer_params) - self.placed.stay.home_bytes
+        return self.placed.spill.parameters * self.up_forward - self.waiting * layers
+
+    @property
+    def weights_backward(self) -> float:
+        return (self.placed.spill.parameters - self.waiting) * self.up_backward
 
 
 @dataclass(frozen=True)
