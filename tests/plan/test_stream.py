@@ -119,10 +119,14 @@ def test_spill_order_and_traffic():
     assert not everything.fits and everything.tier("ram").short_bytes > 0
     states = 2 + COMPRESSED_MOMENTS
     assert everything.drive_written_bytes_per_step == pytest.approx((states + 2) * n, rel=1e-6)
-    layers = (2 * 28 - 3) * shape.layer_params[0]  # three are still there when backward begins
-    up = 2 * (shape.embedding_params + layers + shape.head_params + shape.head_weight_numel)
-    assert everything.drive_read_bytes_per_step == pytest.approx(states * n + up, rel=1e-6)
+    ends = 2 * (shape.embedding_params + shape.head_params + shape.head_weight_numel)
+    assert everything.drive_read_bytes_per_step == pytest.approx(states * n + ends, rel=1e-6)  # layers wait in RAM
     none = dataclasses.replace(LAPTOP, ram_bytes=8 * GIB)
+    lending = dataclasses.replace(layout, checkpoints_home="ram")
+    lent = 2 * 8 * 1024 * shape.hidden_size  # of each layer's home, by checkpoints
+    reads = plan_stream(shape, RunRequest(), none, 1024, lending).drive_read_bytes_per_step
+    layers = (2 * 28 - 3) * lent  # three are still there when backward begins
+    assert reads == pytest.approx(states * n + ends + layers, rel=1e-6)
     tiles = dataclasses.replace(layout, tiling="auto", device_bytes=4 * GIB)
     tiled = plan_stream(shape, RunRequest(), none, 1024, tiles)
     in_ram = sum(tiled.part_bytes(tier, "parameters") for tier in ("ram", "pinned"))
