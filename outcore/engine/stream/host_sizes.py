@@ -77,8 +77,8 @@ def _checkpoint_ends(plan: Blueprint) -> list[int]:
 
 
 def weights_from(plan: Blueprint) -> dict[int, int]:
-    """Of layers that live on NVMe in part, by index, the first element that waits in its gradient's home from an update
-    on: behind what is in RAM and what checkpoints are lent, at the beginning of a chunk."""
+    """First element, of each layer (by index) partly on NVMe, that waits in its gradient's home from an update on:
+    behind what is in RAM and what checkpoints are lent, at the beginning of a chunk."""
     found: dict[int, int] = {}
     if not plan.place.is_alone:
         return found

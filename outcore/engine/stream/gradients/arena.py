@@ -97,8 +97,8 @@ class GradientArena:
         return home
 
     def own_home(self, unit: Part) -> torch.Tensor | None:
-        """As much of the home that the unit keeps for good as is free for others' use from its update on to its next
-        gradient: up to where its parameters wait."""
+        """The piece, up to where parameters wait, of the home that the unit keeps for good: free for others' use from
+        its update on to its next gradient."""
         if self._allocator is not None or unit.index not in self._held:
             return None
         return self._held[unit.index][0][: self._weights_from.get(unit.index)]
