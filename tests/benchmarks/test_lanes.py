@@ -1,7 +1,6 @@
 """benchmarks/drives/lanes.py itself: a dry run from end to end, and how it judges."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,26 +19,22 @@ def lanes():
     return lanes
 
 
-def test_a_dry_run_measures_and_leaves_no_file_behind(tmp_path: Path) -> None:
+def test_a_dry_run_measures_and_leaves_no_file_behind(lanes, tmp_path: Path, capsys) -> None:
     sizes = {"size": 0.03, "pool": 0.1, "limited": 0.02}
-    command = [sys.executable, str(BENCHMARKS / "lanes.py"), "--path", str(tmp_path), "--device", "cpu"]
+    command = ["--path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "r.json")]
     command += [word for name, gib in sizes.items() for word in (f"--{name}-gib", str(gib))]
     command += ["--slot-mib", "2", "--piece-mib", "4", "--repeats", "1", "--skip", "deepspeed,torch-pin"]
-    child = subprocess.run(
-        [*command, "--out", str(tmp_path / "r.json")], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert child.returncode == 0, child.stderr
+    assert lanes.main(command) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["acceptance"]) == 12
     assert {line["verdict"] for line in result["acceptance"]} == {"dry run", "NOT RUN"}
-    assert (
-        result["not_run"]["DeepSpeed"] == "DeepSpeed was skipped by --skip"
-        and "CUDA GPU" in result["not_run"]["kvikio"]
-    )
+    assert result["not_run"]["DeepSpeed"] == "DeepSpeed was skipped by --skip"
+    assert "CUDA GPU" in result["not_run"]["kvikio"]
     assert all(rate > 0 for rates in result["rates_bytes_per_s"].values() for rate in rates)
     assert result["lane_stats"]["up"]["n_bytes"] > 0
-    assert "a dry run on the CPU" in child.stdout and "drive -> GPU / min(drive read, H2D)" in child.stdout
+    said = capsys.readouterr().out
+    assert "a dry run on the CPU" in said and "drive -> GPU / min(drive read, H2D)" in said
 
 
 def test_kinds_of_lanes_are_compared_round_by_round_and_leave_nothing_behind(lanes, tmp_path: Path, capsys) -> None:
@@ -62,12 +57,8 @@ def test_verdicts(lanes) -> None:
     assert lanes.judge("x", 0.95, [0.90, 0.91, 0.99], True)["verdict"] == "FAIL"  # too far below
     assert lanes.judge("x", 1.0, [0.98, 0.99, 1.01], True)["verdict"] == "TIE"
     assert lanes.judge("x", 1.0, [0.98, 0.985, 0.99], True)["verdict"] == "FAIL"  # no repeat reaches it
-    assert lanes.judge("x", 1.0, "no kvikio", True) == {
-        "line": "x",
-        "target": 1.0,
-        "verdict": "NOT RUN",
-        "why": "no kvikio",
-    }
+    not_run = {"line": "x", "target": 1.0, "verdict": "NOT RUN", "why": "no kvikio"}
+    assert lanes.judge("x", 1.0, "no kvikio", True) == not_run
 
 
 def test_ratios_are_taken_within_a_repeat_against_the_tighter_limit(lanes) -> None:

@@ -1,6 +1,7 @@
 """The planner's shares against the engine's own classes, parameter by parameter: what lives on the drive, what the ring
 keeps, what a step moves. Models on the meta device; no drive is used."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,8 @@ from outcore.model.presets import preset_config
 from outcore.optim import state_format
 from outcore.plan.record import Plan
 from outcore.sizing.ring import NEVER, worth_keeping
-from outcore.sizing.swapping import partition_numel
+from outcore.sizing.shape import ModelShape
+from outcore.sizing.swapping import WeightCounts, partition_numel
 from outcore.states.placement import GradPlace, StateChunk, spill
 from outcore.states.ring.schedule import RingSchedule
 from outcore.states.ring.slots import needed_bytes, ring_slots
@@ -137,24 +139,30 @@ def moved_by_engine(params: list[Param], plan: StagedPlan, sub_group_size: int) 
     return read, written
 
 
-def both(
-    preset: str, ranks: int, lora_r: int, settings: dict[str, Any], outcore: dict[str, Any]
-) -> tuple[Plan, tuple[int, int]]:
-    """A run as it is planned, and what the engine would move that is told the same."""
+@functools.cache
+def model_of(preset: str, lora_r: int) -> tuple[ModelShape, WeightCounts, list[torch.Tensor]]:
+    """(shape, facts, parameters) of a preset with adapters, once for all cases."""
     shape, config = preset_shape(preset), preset_config(preset)
     model, tied_numels = skeleton_and_tied(model_class_of(config), config)
     if lora_r:
         shape = shape.with_lora(lora_r)
         with torch.device("meta"):
             model = with_adapters(model, LoraSettings(r=lora_r, alpha=lora_r))
-    facts = facts_for_builder(model, tied_numels)
+    return shape, facts_for_builder(model, tied_numels), list(model.parameters())
+
+
+def both(
+    preset: str, ranks: int, lora_r: int, settings: dict[str, Any], outcore: dict[str, Any]
+) -> tuple[Plan, tuple[int, int]]:
+    """A run as it is planned, and what the engine would move that is told the same."""
+    shape, facts, weights = model_of(preset, lora_r)
     flags = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offload": True, **settings}
     flags |= {"gradient_accumulation_steps": PASSES}
     chosen, run = run_of({"outcore": outcore}, flags, {"world_size": ranks, "ram_available_bytes": RAM_BYTES})
     built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     planned = plan_of(shape, server(num_gpus=ranks, ram_bytes=RAM_BYTES), built.offload, chosen, seq_length=64)
     assert planned.staged and planned.accumulation == PASSES
-    params = [Param(weight, ranks) for weight in model.parameters()]
+    params = [Param(weight, ranks) for weight in weights]
     sub_group_size = built.config["zero_optimization"]["sub_group_size"]
     return planned, moved_by_engine(params, make_plan(chosen, built.offload, facts, run), sub_group_size)
 
