@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from outcore.model.facts import model_class_of
-from outcore.model.trial.shrink import shrink_config
 from outcore.model.weights import initialise
 from outcore.model.weights.initialise import InitPlan, meta_skeleton
 from outcore.model.weights.random_stream import RandomStream, SharedStreamNeeded
-
-transformers = pytest.importorskip("transformers")
+from tests.model.cases import tiny_config
 
 
 def draw_everything(out: torch.Tensor) -> None:
@@ -76,7 +74,7 @@ def test_a_draw_without_a_generator_is_refused_before_it_is_made():
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "mixtral", "gemma3_text", "mamba", "opt"])
 def test_threads_give_the_values_of_one_thread(model_type, monkeypatch):
-    config = shrink_config(transformers.AutoConfig.for_model(model_type))
+    config = tiny_config(model_type)
     skeleton = meta_skeleton(model_class_of(config), config)
     alone, _ = made(skeleton, 1, monkeypatch)
     before = torch.get_rng_state()

@@ -22,7 +22,7 @@ from outcore.model.load import enable_activation_checkpointing
 from outcore.model.trial.shrink import shrink_config
 from outcore.model.weights.initialise import InitPlan, init_regions, initialise_weights, meta_skeleton
 from outcore.model.weights.zero3 import partition_while_loading
-from tests.model.cases import batch_of, tiny_settings
+from tests.model.cases import batch_of, tiny_config, tiny_settings
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +61,7 @@ def test_16_bit_weights_are_the_rounded_fp32_ones():
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "mixtral", "gemma3_text", "gpt_neox", "phi"])
 def test_initial_weights_follow_the_models_own_distribution(model_type):
-    config = shrink_config(transformers.AutoConfig.for_model(model_type))
+    config = tiny_config(model_type)
     model_class = model_class_of(config)
     torch.manual_seed(0)
     own, ours = model_class(config), model_class(config)
