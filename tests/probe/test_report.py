@@ -295,7 +295,6 @@ def test_pictures(tmp_path: Path) -> None:
     full, empty = tmp_path / "full.png", tmp_path / "sub" / "empty.png"
     save_plot(findings(), full)
     bare = Measured(laptop(gpus=()), judge(GdsFacts()), [], "quick")
-    save_plot(bare, empty)
     bare.measurements = [cell("ram", 20.0, depth=1), cell("ram", 30.0, depth=2)]
     save_plot(bare, empty)
     for path in (full, empty):

@@ -47,28 +47,14 @@ def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_bench, "ARRAY_BYTES", MIB)
 
 
-def run_script(*arguments: str, **popen: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "gds_optimizer.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, **popen)
-
-
-def test_the_script_runs_end_to_end(tmp_path: Path) -> None:
+def test_a_run_from_end_to_end(tmp_path: Path, capsys: Any) -> None:
+    """The script itself is started by the test of Ctrl-C."""
     drive, logs = tmp_path / "drive", tmp_path / "logs"
     drive.mkdir()
-    done = run_script(
-        *TINY,
-        "--seconds",
-        "2",
-        "--json",
-        "--path",
-        str(drive),
-        "--logs",
-        str(logs),
-        "--config",
-        str(tmp_path / "c.json"),
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    flags = ["--json", "--path", str(drive), "--logs", str(logs), "--config", str(tmp_path / "c.json")]
+    assert main([*TINY, *flags], tmp_path) == 0
+    done = capsys.readouterr()
+    report = json.loads(done.out)
     assert check_report(report) == []
     assert json.loads((logs / "gds_report.json").read_text()) == report
     assert (logs / "gds_report.png").read_bytes()[:4] == b"\x89PNG"
@@ -81,7 +67,7 @@ def test_the_script_runs_end_to_end(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         assert report["verdict"] == "staged" and "No GPU" in report["headline"]
         assert "no GPU" in " ".join(report["skipped"])
-    assert f"[{len(STAGES) + 1}/{len(STAGES) + 1}]" in done.stderr  # plain progress lines, no bar
+    assert f"[{len(STAGES) + 1}/{len(STAGES) + 1}]" in done.err  # plain progress lines, no bar
 
 
 def test_apply_writes_the_settings(tmp_path: Path, capsys: Any) -> None:
