@@ -27,7 +27,7 @@ from outcore.ui.panels import draw
 from outcore.ui.panels.chat import bubbles, costs_of, residency_of
 from outcore.ui.panels.machine import alerts_of, probe_of, serving_of, setup_of
 from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
-from outcore.ui.panels.train import GUIDE, banner_of, forecast_of, rows_of, space_of, stages_of
+from outcore.ui.panels.train import banner_of, forecast_of, rows_of, space_of, stages_of
 from outcore.ui.settings import UiSettings
 
 
@@ -290,7 +290,3 @@ def test_reports_of_setup_and_probe_are_told(client, tmp_path):
     found = client.get("/v1/machine").json()
     drawn = setup_of(found) + probe_of(found["probe"])
     assert all(words in drawn for words in ("kvikio", "pinned: Data goes", "No nvidia-fs", "aio.block_size", "1048576"))
-
-
-def test_the_section_for_drives_shows_a_path_of_each_system():
-    assert all(path in GUIDE for path in ("/mnt/nvme/outcore", "~/outcore-nvme", "D:/outcore-nvme"))
