@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     session.close()
 
 
+@functools.cache
 def table() -> dict[str, list[str]]:
     """The committed table: id -> the other cells."""
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]

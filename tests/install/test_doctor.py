@@ -179,10 +179,9 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_packages_of_this_environment_work(tmp_path: Path) -> None:
-    """The trials themselves, on what is installed here, in a process of their own as the doctor runs them."""
-    command = [sys.executable, "-m", doctor.PROBE, "packages", str(tmp_path / "r"), "cpu"]
-    findings, ended = RunningProbe(command, os.environ, tmp_path / "r", REPOSITORY).finish()
-    assert not ended
+    """The process of its own that the doctor gives them is that of DeepSpeed's step, below."""
+    check_packages(ProbeRecorder(tmp_path / "r"), "cpu")
+    findings = read_findings(tmp_path / "r", "")
     assert set(findings) == {*PACKAGE_PARTS, "CPU optimizer"}
     broken = {part: finding["why"] for part, finding in findings.items() if not finding["ok"]}
     assert broken == {}
@@ -238,6 +237,7 @@ def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     probe_main(["packages", str(tmp_path / "r"), "cpu"])
     probe_main(["deepspeed", str(tmp_path / "r"), "cpu", "a,b,", "/o"])
     probe_main(["build", "CPUAdamBuilder"])
+    assert doctor.PROBE == probe_main.__module__, "what the doctor starts"
     assert calls == [("cpu",), ("cpu", ["a", "b"], Path("/o")), ("CPUAdamBuilder",)]
     with pytest.raises(SystemExit, match="unknown probe"):
         probe_main(["x", str(tmp_path / "r"), "cpu"])

@@ -232,14 +232,16 @@ def _findings(trial: dict[str, Any] | None, **changes: Any) -> Findings:
 
 
 def test_the_page_is_one_file_with_everything_in_it(trial: dict[str, Any], tmp_path: Path):
-    for found in (_findings(trial), _findings(None, verdict=Verdict("NO-GO", ("<script>",)))):
-        page = render(found)
+    found = _findings(trial, regressions=(Regression("step_s", 1.0, 2.0),))
+    for case, pictures, words in (
+        (found, 3, "100 % worse"),
+        (_findings(None, verdict=Verdict("NO-GO", ("<script>",))), 0, "NO-GO"),
+    ):
+        page = render(case)
+        assert page.count("data:image/png;base64,") == pictures and words in page
         assert not re.search(r"(src|href)=['\"](?!data:)", page) and "http" not in page and "url(" not in page
         assert "<script>" not in page and "<b>" not in page.split("<h1>")[1].split("</p>")[0]
-        assert found.verdict.word in page
-    assert render(_findings(trial)).count("data:image/png;base64,") == 3
-    found = _findings(trial, regressions=(Regression("step_s", 1.0, 2.0),))
-    assert "100 % worse" in render(found)
+        assert case.verdict.word in page
     paths = write(found, tmp_path / "logs")
     record = json.loads(paths[0].read_text())
     assert record["exit_code"] == 0 and record["regressions"][0]["worse_pct"] == 100

@@ -85,7 +85,7 @@ class Pasted:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_pasted_command_plans_to_the_same(monkeypatch, capsys, examples):
     pasted = Pasted(monkeypatch)
 
