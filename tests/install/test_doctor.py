@@ -237,7 +237,7 @@ def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     probe_main(["packages", str(tmp_path / "r"), "cpu"])
     probe_main(["deepspeed", str(tmp_path / "r"), "cpu", "a,b,", "/o"])
     probe_main(["build", "CPUAdamBuilder"])
-    assert doctor.PROBE == probe_main.__module__, "what the doctor starts"
+    assert probe_main.__module__ == doctor.PROBE, "what the doctor starts"
     assert calls == [("cpu",), ("cpu", ["a", "b"], Path("/o")), ("CPUAdamBuilder",)]
     with pytest.raises(SystemExit, match="unknown probe"):
         probe_main(["x", str(tmp_path / "r"), "cpu"])
