@@ -203,7 +203,7 @@ def test_killing_the_command_takes_vllm_with_it(tmp_path, executable):
     log = tmp_path / "said"
     log.touch()
     command = start_script(ROOT / "outcore/cli.py", ["serve", *argv], dict(os.environ), log)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while "listening on" not in log.read_text():
         assert command.poll() is None and time.monotonic() < until, log.read_text()
         time.sleep(0.02)
