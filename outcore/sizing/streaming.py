@@ -33,7 +33,7 @@ SUM_GROUP_BYTES = 32 * MIB
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
 EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16
-"""Micro-batches of an evaluation that share one pass over the weights."""
+"""Micro-batches of an evaluation that share one pass over the weights; tokens from which on no more join them."""
 GRAPH_LONG_S = 5e-3
 """A call that keeps the device busy this long hides its launches many times over: it is not captured as a graph."""
 GRAPH_FREE_SHARE = 0.4
