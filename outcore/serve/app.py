@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -170,17 +170,15 @@ def _add_answers(
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         if call.is_stream and events is not None:
-            opened = events(call)
+            opened, held = events(call), AsyncExitStack()
+            held.callback(service.leave_place, places)
 
             async def told() -> AsyncGenerator[dict[str, str], None]:
-                try:
-                    async with aclosing(opened) as source:
-                        async for event in source:
-                            yield event
-                finally:
-                    service.leave_place(places)
+                async with held, aclosing(opened) as source:
+                    async for event in source:
+                        yield event
 
-            return ClosedEvents(told(), headers=headers, sep="\n")
+            return ClosedEvents(told(), held, headers=headers, sep="\n")
         try:
             return JSONResponse(await while_connected(http, whole(call)), headers=headers)
         finally:
@@ -189,17 +187,21 @@ def _add_answers(
 
 class ClosedEvents(EventSourceResponse):
     """Events whose source is closed with the response, also when the client went away in mid-stream: what the source
-    holds (a place, an answer under way) is free at once, not when the garbage collector comes by."""
+    holds (a place, an answer under way) is free at once, not when the garbage collector comes by. `held`: what the
+    source lets go in its end, for clients that went away before it began."""
 
-    def __init__(self, source: AsyncGenerator[dict[str, str], None], **more: Any) -> None:
+    def __init__(
+        self, source: AsyncGenerator[dict[str, str], None], held: AsyncExitStack | None = None, **more: Any
+    ) -> None:
         super().__init__(source, **more)
-        self._source = source
+        self._source, self._held = source, held or AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._source.aclose()
+            async with self._held:
+                await self._source.aclose()
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[Any]) -> Any:

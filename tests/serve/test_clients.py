@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -319,6 +320,24 @@ def test_a_client_that_goes_away_frees_its_place(client, server, monkeypatch):
     until(lambda: not server.service.num_under_way)
     gone.set()
     until(lambda: not engine.num_running and engine.counts.finished.get("cancelled", 0) > before)
+
+
+def test_a_client_that_went_away_before_the_first_event_frees_its_place(server):
+    body = json.dumps({"prompt": "The", "max_tokens": 60, "stream": True}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    before, bodies = server.service.num_under_way, [body]
+
+    async def receive():
+        if not bodies:
+            await asyncio.sleep(600)
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+    async def send(message):
+        raise OSError("the client is gone")
+
+    with suppress(Exception):
+        asyncio.run(server.server.config.app(scope, receive, send))
+    assert server.service.num_under_way == before
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -142,8 +142,11 @@ class Forwarder:
         try:
             response = await while_connected(http, self.send("POST", path, sent))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                is_streaming = True
-                return ClosedEvents(self._events(response, answered), sep="\n")
+                is_streaming, held = True, AsyncExitStack()
+                held.callback(answered.note, self.metrics, self.records)
+                held.push_async_callback(response.aclose)
+                held.callback(self._leave)
+                return ClosedEvents(self._events(response, answered, held), held, sep="\n")
             content = await while_connected(http, self.read(response))
             if response.status_code == 200:
                 answered.heard(content)
@@ -154,27 +157,32 @@ class Forwarder:
         finally:
             self.num_under_way -= not is_streaming
 
-    async def _events(self, response: httpx.Response, answered: Answered) -> AsyncGenerator[dict[str, str], None]:
+    def _leave(self) -> None:
+        self.num_under_way -= 1
+
+    async def _events(
+        self, response: httpx.Response, answered: Answered, held: AsyncExitStack
+    ) -> AsyncGenerator[dict[str, str], None]:
         """Events as they come, but for a count of tokens that only we asked for."""
         event: dict[str, str] = {}
-        try:
-            async for line in response.aiter_lines():
-                name, _, value = line.partition(":")
-                if name in ("event", "data"):
-                    event[name] = value.removeprefix(" ")
-                elif not line and "data" in event:
-                    data = {} if event["data"] == "[DONE]" else json.loads(event["data"])
-                    answered.heard(data) if data else None
-                    if answered.asks_usage or data.get("choices") != [] or not data.get("usage"):
-                        yield event
-                    event = {}
-        except (httpx.HTTPError, ValueError) as error:  # it died in mid-answer; the client must not take it for the end
-            answered.error = f"the engine went away ({type(error).__name__})"
-            yield {"data": json.dumps(ApiError(503, answered.error, code="engine_down").body())}
-        finally:
-            self.num_under_way -= 1
-            await response.aclose()
-            answered.note(self.metrics, self.records)
+        async with held:
+            try:
+                async for line in response.aiter_lines():
+                    name, _, value = line.partition(":")
+                    if name in ("event", "data"):
+                        event[name] = value.removeprefix(" ")
+                    elif not line and "data" in event:
+                        data = {} if event["data"] == "[DONE]" else json.loads(event["data"])
+                        answered.heard(data) if data else None
+                        if answered.asks_usage or data.get("choices") != [] or not data.get("usage"):
+                            yield event
+                        event = {}
+            except (
+                httpx.HTTPError,
+                ValueError,
+            ) as error:  # it died: the client must not take it for the end
+                answered.error = f"the engine went away ({type(error).__name__})"
+                yield {"data": json.dumps(ApiError(503, answered.error, code="engine_down").body())}
 
     async def plain(self, http: HttpRequest, path: str) -> Response:
         """A small request, handed through."""
