@@ -9,11 +9,12 @@ import pytest
 from outcore.common.quantities import MIB
 from outcore.flow.weights import scratch
 from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, losses_of
 from tests.flow.models import plain_batch
 from tests.optim.cases import extension
-from tests.states.training import IMMEDIATE, LR, TINY, assert_same, batches_of, everything, fixtures, trained
+from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, everything, fixtures, trained
 
-(build, faulty) = fixtures
+built, build, faulty = fixtures
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
@@ -94,11 +95,11 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
     folder = tmp_path / "saved"
     folder.mkdir()
     state = engine.save(folder, lambda path, crc: None)
-    losses = [engine.train_step(batches_of(step), LR).loss for step in range(3, 6)]
+    losses = losses_of(engine, range(3, 6), batches_of)
     other = build(settings, after)
     other.train_step(batches_of(9), LR)  # what is read ahead for the next step must not outlive the load
     other.load(folder, state)
-    assert [other.train_step(batches_of(step), LR).loss for step in range(3, 6)] == losses
+    assert losses_of(other, range(3, 6), batches_of) == losses
     assert_same(([], everything(other)), ([], everything(engine)))
 
 

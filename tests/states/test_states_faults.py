@@ -15,10 +15,11 @@ from outcore.flow.weights import scratch
 from outcore.optim.formats.compressed import Tail
 from outcore.storage.store import files as store_files
 from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR
 from tests.flow.models import plain_batch, tiny_loaded
-from tests.states.training import IMMEDIATE, LR, TINY, assert_same, batches_of, everything, fixtures, trained
+from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, everything, fixtures, trained
 
-(build, faulty) = fixtures
+built, build, faulty = fixtures
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 

@@ -16,54 +16,35 @@ from outcore.engine.stream.host_sizes import checkpoint_bytes
 from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
-from outcore.storage import PosixEngine, TensorSpec
+from outcore.storage import TensorSpec
 from tests.engine.inside import parts_of
-from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
-from tests.storage.faulty import FaultyEngine
+from tests.engine.stream.training import LR, losses_of, same, weights_of, with_drive
+from tests.engine.stream.training import batches_of as growing_batches
+from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
 
+built, drive = with_drive
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
-LR = 3e-3
 LAYERS = 6
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture
-def drive():
-    inner = PosixEngine(2)
-    yield FaultyEngine(inner)
-    inner.close()
-
-
-@pytest.fixture
-def build(drive, tmp_path, engines):
+def build(built, drive, tmp_path):
     def make(where="nvme", model="llama", prepare=None, **changes):
-        loaded = tiny_loaded(model, dtype=torch.bfloat16, num_hidden_layers=LAYERS)
-        set_dropout(loaded.model, 0.1)
-        if prepare is not None:
-            prepare(loaded.model)
         settings = replace(TINY, activations=where, nvme_path=str(tmp_path) if where == "nvme" else None, **changes)
-        engines.append(
-            build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
-        )
-        return engines[-1]
+        tiny = {"dtype": torch.bfloat16, "dropout": 0.1, "num_hidden_layers": LAYERS}
+        return built(model, settings, prepare=prepare, storage=drive, **tiny)
 
     return make
 
 
 def batches_of(step: int):
     """Growing rows, so that the store of an earlier step becomes too small."""
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 7 * step + 3 * m, seed=100 * step + m) for m in range(3)]
+    return growing_batches(step, 3, longer=7)
 
 
 def run(engine, steps=3):
-    losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
-    parts_of(engine).updates.drain()
-    return losses, {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
-
-
-def same(a, b) -> bool:
-    return a[0] == b[0] and all(torch.equal(a[1][n], b[1][n]) for n in a[1])
+    return losses_of(engine, range(steps), batches_of), weights_of(engine)
 
 
 @pytest.mark.parametrize("changes", [{}, {"slot_bytes": 4096, "num_slots": 1}])

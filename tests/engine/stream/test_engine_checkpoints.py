@@ -12,7 +12,17 @@ from outcore.checkpoint.manifest import crc32_of
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.model.facts import checkpoint_name
 from tests.engine.inside import parts_of
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures, weights_of
+from tests.engine.stream.training import (
+    LR,
+    TINY,
+    adamw_of,
+    batches_of,
+    fixtures,
+    losses_of,
+    plain_training,
+    same,
+    weights_of,
+)
 from tests.flow.models import tiny_loaded
 
 (build,) = fixtures
@@ -23,51 +33,38 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     settings = replace(TINY, states=states, max_grad_norm=0.5)
     engine = build("gpt2", settings, dtype=torch.bfloat16, dropout=0.1)
-    for step in range(3):
-        engine.train_step(batches_of(step), LR)
+    losses_of(engine, range(3))
     files = {}
     state = json.loads(json.dumps(engine.save(tmp_path, lambda path, crc: files.update({path.name: crc}))))
     assert state["engine"] == "stream" and state["updates"] == 3 and state["optimizer_state"]
     assert all(crc32_of(tmp_path / name) == crc for name, crc in files.items())
     written = sum((tmp_path / name).stat().st_size for name in files)
     assert engine.facts().state_bytes <= written < engine.facts().state_bytes + 65536
-    on = [engine.train_step(batches_of(step), LR).loss for step in range(3, 6)]
+    on = losses_of(engine, range(3, 6))
     resumed = build(
         "gpt2", replace(settings, activations="ram", chunk_numel=1 << 12), dtype=torch.bfloat16, dropout=0.1, seed=9
     )
     resumed.load(tmp_path, state)
-    assert [resumed.train_step(batches_of(step), LR).loss for step in range(3, 6)] == on
-    a, b = weights_of(engine), weights_of(resumed)
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert same((losses_of(resumed, range(3, 6)), weights_of(resumed)), (on, weights_of(engine)))
 
 
 @pytest.mark.parametrize("before", ["fp32", "split8"])
 def test_masters_of_24_bits_begin_with_the_parameters_of_the_checkpoint(build, tmp_path, before):
     engine = build("llama", replace(TINY, states=before), dtype=torch.bfloat16)
-    for step in range(3):
-        engine.train_step(batches_of(step), LR)
+    losses_of(engine, range(3))
     state = engine.save(tmp_path, lambda path, crc: None)
     resumed = build("llama", replace(TINY, states="fp24_m8"), dtype=torch.bfloat16, seed=9)
     resumed.load(tmp_path, state)
-    a, b = weights_of(engine), weights_of(resumed)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    assert resumed.train_step(batches_of(3), LR).loss == engine.train_step(batches_of(3), LR).loss
-    later = [e.train_step(batches_of(4), LR).loss for e in (engine, resumed)]
-    assert later[0] == pytest.approx(later[1], rel=2e-3)
+    first, second = ((weights_of(e), losses_of(e, (3, 4))) for e in (engine, resumed))
+    assert all(torch.equal(first[0][n], second[0][n]) for n in first[0]) and first[1][0] == second[1][0]
+    assert first[1][1] == pytest.approx(second[1][1], rel=2e-3)
 
 
 def test_a_checkpoint_of_deepspeed_is_resumed(build, tmp_path):
     """The files are built as DeepSpeed's engine writes them; the next steps are those of plain AdamW from there."""
     reference = tiny_loaded("llama", seed=3)
-    loss = reference.token_loss()
-    optimizer = torch.optim.AdamW(reference.model.parameters(), lr=LR, weight_decay=0.01, foreach=False)
-    for step in range(4):
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
-        optimizer.zero_grad()
-        for batch in batches_of(step):
-            loss(reference.model, batch).objective(total).backward()
-        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
-        optimizer.step()
+    optimizer = adamw_of(reference.model.parameters())
+    plain_training(reference, 4, max_norm=1.0, optimizers=[optimizer])
     parameters = {checkpoint_name(n): p for n, p in reference.model.named_parameters()}
     plans = [TensorPlan(n, torch.float32, tuple(p.shape)) for n, p in parameters.items()]
     for family in ("model", "master", "exp_avg", "exp_avg_sq"):
@@ -79,19 +76,8 @@ def test_a_checkpoint_of_deepspeed_is_resumed(build, tmp_path):
     engine = build("llama")
     engine.load(tmp_path, {"engine": "deepspeed", "updates": 4, "optimizer_state": True, "loss_scaler": {}})
     assert engine.updates == 4
-    losses = []
-    for step in range(4, 8):
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
-        optimizer.zero_grad()
-        summed = 0.0
-        for batch in batches_of(step):
-            result = loss(reference.model, batch)
-            result.objective(total).backward()
-            summed += float(result.loss_sum.detach())
-        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(summed / total)
-    assert [engine.train_step(batches_of(s), LR).loss for s in range(4, 8)] == pytest.approx(losses, rel=1e-4)
+    losses, _ = plain_training(reference, range(4, 8), max_norm=1.0, optimizers=[optimizer])
+    assert losses_of(engine, range(4, 8)) == pytest.approx(losses, rel=1e-4)
 
 
 def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, tmp_path):

@@ -3,27 +3,12 @@
 import pytest
 import torch
 
-from outcore.engine.stream.build import build_stream_engine
-from tests.flow.models import TINY_SETTINGS, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.engine.stream.training import fixtures, losses_of
+from tests.flow.models import tiny_loaded
 
+(build,) = fixtures
 PROMPT = [5, 6, 7]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def build(engines):
-    def make(dropout=0.0, **fields):
-        loaded = tiny_loaded("gpt2", **fields)
-        set_dropout(loaded.model, dropout)
-        engines.append(build_stream_engine(loaded, TINY_SETTINGS, device="cpu", pinned_grant=False, trial=False))
-        return engines[-1]
-
-    return make
-
-
-def train(engine, steps: int = 2) -> None:
-    for step in range(steps):
-        engine.train_step([plain_batch(2, 12, seed=step), padded_batch(1, 15, seed=step)], 3e-3)
 
 
 def greedy(model, tokens: list[int], count: int) -> list[int]:
@@ -36,8 +21,8 @@ def greedy(model, tokens: list[int], count: int) -> list[int]:
 
 
 def test_sampling_sees_every_update_and_no_dropout(build):
-    engine = build(dropout=0.2)
-    train(engine)
+    engine = build("gpt2", dropout=0.2)
+    losses_of(engine, range(2))
     tokens = engine.sample(PROMPT, 6, None)
     reference = tiny_loaded("gpt2").model
     assert tokens != greedy(reference, PROMPT, 6)  # as it was before the updates
@@ -47,17 +32,17 @@ def test_sampling_sees_every_update_and_no_dropout(build):
 
 
 def test_sampling_ends_with_the_end_token(build):
-    engine = build()
+    engine = build("gpt2")
     tokens = engine.sample(PROMPT, 6, None)
     assert len(tokens) == 6
     assert engine.sample(PROMPT, 6, tokens[1]) == tokens[: tokens.index(tokens[1]) + 1]
 
 
 def test_sampling_looks_back_no_further_than_the_model_knows_positions(build):
-    engine = build(n_positions=16)
+    engine = build("gpt2", n_positions=16)
     assert len(engine.sample(PROMPT, 20, None)) == 20
 
 
 def test_a_prompt_without_tokens_is_refused(build):
     with pytest.raises(ValueError, match="at least one token"):
-        build().sample([], 3, None)
+        build("gpt2").sample([], 3, None)

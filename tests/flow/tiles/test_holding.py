@@ -6,29 +6,26 @@ import pytest
 import torch
 
 from outcore.engine.stream import blueprint
-from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
 from outcore.staging import DownloadLane
 from tests.engine.inside import parts_of
-from tests.flow.models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
+from tests.engine.stream.training import LR, fixtures, same, weights_of
+from tests.flow.models import TINY_SETTINGS, packed_batch, plain_batch
 from tests.flow.tiles.holdings import LESS, PART, WHOLE
 
+(built,) = fixtures
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
-LR = 3e-3
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture
-def build(monkeypatch, engines):
-    def make(model: str, holding: Holding, settings: StreamSettings = TINY, dtype=torch.bfloat16):
+def build(monkeypatch, built):
+    def make(model: str, holding: Holding, settings: StreamSettings = TINY):
         monkeypatch.setattr(blueprint, "plan_tiles", lambda *_: TilePlan((), 1, "as the test says", None, holding))
-        loaded = tiny_loaded(model, dtype=dtype, vocab_size=1024)
-        set_dropout(loaded.model, 0.1)
-        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
-        return engines[-1]
+        return built(model, settings, dtype=torch.bfloat16, dropout=0.1, vocab_size=1024)
 
     return make
 
@@ -38,9 +35,8 @@ def batches_of(step: int):
     return [(plain_batch, packed_batch)[m % 2](2, 9 + step + m, seed=10 * step + m) for m in range(1 + step % 3)]
 
 
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    parts_of(engine).updates.drain()
-    return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
+def trained(engine) -> list[tuple[float, float]]:
+    return [(r.loss, r.grad_norm) for r in (engine.train_step(batches_of(step), LR) for step in range(4))]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -49,14 +45,11 @@ def test_results_are_bit_identical_however_units_are_held(build, model, max_grad
     """bf16 with dropout, tied and untied; the clipping norm is summed of the same pieces."""
     settings = replace(TINY, max_grad_norm=max_grad_norm)
     engine = build(model, WHOLE, settings)
-    expected = [engine.train_step(batches_of(step), LR) for step in range(4)]
+    expected = trained(engine), weights_of(engine)
     held = parts_of(engine).flow.arrival.device_bytes, parts_of(engine).download.device_bytes
     for holding in LESS:
         other = build(model, holding, settings)
-        results = [other.train_step(batches_of(step), LR) for step in range(4)]
-        assert [(r.loss, r.grad_norm) for r in results] == [(r.loss, r.grad_norm) for r in expected], holding
-        a, b = weights_of(engine), weights_of(other)
-        assert all(torch.equal(a[n], b[n]) for n in a), holding
+        assert same((trained(other), weights_of(other)), expected), holding
         less = parts_of(other).flow.arrival.device_bytes, parts_of(other).download.device_bytes
         assert less[1] < held[1] and less[0] <= held[0], holding
         assert (less[0] < held[0]) == (holding.layer_buffers < 2), holding  # it has two layers

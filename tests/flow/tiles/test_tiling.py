@@ -14,49 +14,32 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
 from outcore.flow.tiles import TiledPart, TilePlan
 from outcore.flow.trace import PhaseClock
-from outcore.model import LoraSettings
-from outcore.model.adapters import apply_lora
-from outcore.model.facts import model_facts
 from outcore.model.forward import count_target_tokens
 from outcore.sizing.tiles import Holding
-from outcore.storage import PosixEngine
 from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, adapted, batches_of, homes_of, losses_of, same, weights_of, with_drive
 from tests.flow.models import (
     TINY_SETTINGS,
     assert_same_grads,
     needs,
-    packed_batch,
-    padded_batch,
     plain_batch,
-    set_dropout,
     tiny_loaded,
 )
-from tests.storage.faulty import FaultyEngine
 
 TINY = TINY_SETTINGS
 TILED = replace(TINY, tiling="on", tile_bytes=7000)
 """Odd on purpose: several tiles to a weight, the last one smaller."""
-LR = 3e-3
+built, drive = with_drive
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "opt"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build(engines):
-    def make(model="llama", settings=TILED, *, dropout=0.0, dtype=torch.float32, prepare=None, trial=False, **fields):
-        loaded = tiny_loaded(model, dtype=dtype, **fields)
-        set_dropout(loaded.model, dropout)
-        if prepare is not None:
-            prepare(loaded.model)
-        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=trial))
-        return engines[-1]
+def build(built):
+    def make(model="llama", settings=TILED, **more):
+        return built(model, settings, **more)
 
     return make
-
-
-def batches_of(step: int, count: int = 2):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
 
 
 def gradients_of(engine, batches):
@@ -77,11 +60,6 @@ def gradients_of(engine, batches):
         views = unit.layout.grad_views(parts.arena[unit])
         found |= {slot.name: view.clone() for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
     return float(sums.ce_sum) / total, float(parts.download.norm()), found
-
-
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    parts_of(engine).updates.drain()
-    return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 
 @pytest.mark.no_cover
@@ -170,11 +148,9 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
     expected = None
     for changes in ({}, {"activations": "ram"}, {"slot_bytes": 4096, "num_slots": 1, "chunk_numel": 512}):
         engine = build("gpt2", replace(TILED, max_grad_norm=0.5, **changes), dtype=torch.bfloat16, dropout=0.1)
-        losses = [engine.train_step(batches_of(s), LR).loss for s in range(3)]
-        found = (losses, weights_of(engine))
+        found = losses_of(engine, range(3)), weights_of(engine)
         expected = expected or found
-        assert losses == expected[0]
-        assert all(torch.equal(found[1][n], expected[1][n]) for n in found[1])
+        assert same(found, expected)
 
 
 @pytest.mark.no_cover
@@ -192,9 +168,7 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
             spilled["state_ram_bytes"] = 0
         engine = build(model, replace(settings, **spilled), dtype=torch.bfloat16, dropout=0.1, num_hidden_layers=3)
         losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(2)]
-        parts = parts_of(engine)
-        parts.updates.drain()
-        found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.weights.names()}
+        parts, found = parts_of(engine), homes_of(engine)
         layers = sum(unit.layout.size_bytes for unit in parts.units.layer_units)
         ends = sum(unit.layout.size_bytes for unit in parts.units.all) - layers
         if ram_bytes is not None:
@@ -202,28 +176,19 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
             spilled_bytes = min(layers, layers + ends - ram_bytes)  # in whole chunks
             assert parts.homes.weights.nvme_bytes == pytest.approx(spilled_bytes, abs=2 * settings.chunk_numel)
         expected = expected or (losses, found)
-        assert losses == expected[0], ram_bytes
-        assert all(torch.equal(found[n], expected[1][n]) for n in found), ram_bytes
+        assert same((losses, found), expected), ram_bytes
 
 
-def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
+def test_whole_and_tiled_layers_share_a_drive(build, tmp_path, monkeypatch):
     """Reads of whole units are queued far ahead, and must not stand before the tiles that these wait for."""
     settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=4096, num_layer_buffers=1)
     settings = replace(settings, slot_bytes=4096, weight_read_ahead_bytes=16384)
+    monkeypatch.setattr("outcore.engine.stream.blueprint.plan_tiles", _second_layer_in_tiles)
     results = []
     for spilled in ({}, {"nvme_path": str(tmp_path), "weight_ram_bytes": 0}):
-        loaded = tiny_loaded("llama", num_hidden_layers=4, dtype=torch.bfloat16)
-        set_dropout(loaded.model, 0.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outcore.engine.stream.blueprint.plan_tiles", _second_layer_in_tiles)
-            engine = build_stream_engine(
-                loaded, replace(settings, **spilled), device="cpu", pinned_grant=False, trial=False
-            )
-        try:
-            assert len(parts_of(engine).drive_lanes) == (2 if spilled else 0)
-            results.append([engine.train_step(batches_of(s), LR).loss for s in range(2)])
-        finally:
-            engine.close()
+        engine = build("llama", replace(settings, **spilled), num_hidden_layers=4, dtype=torch.bfloat16)
+        assert len(parts_of(engine).drive_lanes) == (2 if spilled else 0)
+        results.append(losses_of(engine, range(2)))
     assert results[0] == results[1]
 
 
@@ -232,43 +197,24 @@ def _second_layer_in_tiles(units, *_):
     return TilePlan((tiled,), 2500, "as the test says", None, Holding(frozenset({2}), layer_buffers=1))
 
 
-def test_a_tile_that_cannot_be_read_stops_the_step(build, tmp_path):
-    inner = PosixEngine(1)
-    drive = FaultyEngine(inner)
-    loaded = tiny_loaded("llama", dtype=torch.bfloat16)
+def test_a_tile_that_cannot_be_read_stops_the_step(build, drive, tmp_path):
     settings = replace(TILED, nvme_path=str(tmp_path), weight_ram_bytes=0, chunk_numel=512)
-    engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
-    try:
-        engine.train_step(batches_of(0), LR)
-        parts_of(engine).updates.drain()
-        plan = drive.fail("read", after=9)
-        with pytest.raises(EngineError, match=r"layer \d+ could not be read from NVMe"):
-            engine.train_step(batches_of(1), LR)
-        assert plan.fired
-        drive.clear()
-        parts_of(engine).updates.drain()
-        engine.evaluate(batches_of(2))  # buffers and lanes are in order again
-    finally:
-        engine.close()
-        inner.close()
+    engine = build("llama", settings, dtype=torch.bfloat16, storage=drive)
+    engine.train_step(batches_of(0), LR)
+    parts_of(engine).updates.drain()
+    plan = drive.fail("read", after=9)
+    with pytest.raises(EngineError, match=r"layer \d+ could not be read from NVMe"):
+        engine.train_step(batches_of(1), LR)
+    assert plan.fired
+    drive.clear()
+    parts_of(engine).updates.drain()
+    engine.evaluate(batches_of(2))  # buffers and lanes are in order again
 
 
 def test_a_frozen_base_in_tiles_trains_its_adapters(build):
-    def lora(settings):
-        loaded = tiny_loaded("llama")
-        set_dropout(loaded.model, 0.0)
-        model = apply_lora(loaded.model, LoraSettings(r=2, alpha=4, dropout=0.0), seed=1).train()
-        loaded = replace(loaded, model=model, facts=model_facts(model))
-        return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)
-
-    engines = [lora(settings) for settings in (TINY, TILED)]
-    try:
-        runs = [[e.train_step(batches_of(s), LR).loss for s in range(4)] for e in engines]
-        assert runs[1] == pytest.approx(runs[0], rel=1e-5)
-        assert runs[0][3] != runs[0][0]
-    finally:
-        for engine in engines:
-            engine.close()
+    runs = [losses_of(build(adapted(seed=1, r=2), settings), range(4)) for settings in (TINY, TILED)]
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert runs[0][3] != runs[0][0]
 
 
 def test_only_what_does_not_fit_is_tiled_and_it_is_said(build):
@@ -375,6 +321,5 @@ def test_settings_of_tiling_are_checked():
             StreamSettings(**bad)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_the_trial_in_tiles_passes_a_model_that_goes_in_tiles(model):
-    try_tiled_copy(tiny_loaded(model), build_stream_engine)
+def test_the_trial_in_tiles_passes_a_mixture_that_goes_in_tiles():
+    try_tiled_copy(tiny_loaded("mixtral"), build_stream_engine)

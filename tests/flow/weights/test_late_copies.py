@@ -9,11 +9,9 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.model import LoraSettings
-from outcore.model.adapters import apply_lora
-from outcore.model.facts import model_facts
 from tests.engine.inside import parts_of
-from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.engine.stream.training import adapted, batches_of, same, weights_of
+from tests.flow.models import TINY_SETTINGS, set_dropout, tiny_loaded
 from tests.staging.fakes import LateEvent, LateStreams
 
 DEFERRED = replace(TINY_SETTINGS, staging_bytes=4 * MIB, activations="ram")
@@ -67,10 +65,7 @@ def build(monkeypatch):
                     return streams[-1]
 
                 patch.setattr("outcore.staging.lanes.lane.open_streams", open_late)
-            loaded = tiny_loaded(model, num_hidden_layers=5)
-            if lora:
-                adapted = apply_lora(loaded.model, LoraSettings(r=2, alpha=4, dropout=0.0), seed=1).train()
-                loaded = replace(loaded, model=adapted, facts=model_facts(adapted))
+            loaded = adapted(model, 1, r=2, num_hidden_layers=5) if lora else tiny_loaded(model, num_hidden_layers=5)
             set_dropout(loaded.model, 0.0)
             engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         opened.extend(streams)
@@ -83,11 +78,6 @@ def build(monkeypatch):
         streams.close()
 
 
-def batches_of(step: int, count: int):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
-
-
 def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
     found: list[Any] = []
     for step in range(3):
@@ -95,8 +85,7 @@ def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
         found.append((result.loss, result.grad_norm))
         if step == 1:
             found.append(engine.evaluate(batches_of(7, 2)))
-    parts_of(engine).updates.drain()
-    return found, {name: p.detach().clone() for name, p in engine.loaded.model.named_parameters()}
+    return found, weights_of(engine)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +103,7 @@ def test_results_do_not_depend_on_when_copies_end(build, model, settings, count,
     at_once = run(build(model, settings, None, lora=lora)[0], count)
     engine, lanes = build(model, settings, pinned, lora=lora)
     late = run(engine, count)
-    assert at_once[0] == late[0]
-    assert all(torch.equal(value, late[1][name]) for name, value in at_once[1].items())
+    assert same(at_once, late)
     if pinned:  # a device buffer's memory may be that of work still queued, even before its first use
         assert all(lane.afters and None not in lane.afters for lane in lanes)
 

@@ -10,98 +10,40 @@ from safetensors.torch import load_file
 
 from outcore.common.quantities import MIB, round_up
 from outcore.engine.base import EngineError
-from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
-from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units
 from outcore.flow.weights import plan_cuts
 from outcore.flow.weights.scratch import FOLDER
-from outcore.model import LoraSettings
-from outcore.model.adapters import apply_lora
-from outcore.model.facts import model_facts
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.storage import PosixEngine
 from tests.engine.inside import parts_of
-from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
-from tests.storage.faulty import FaultyEngine
+from tests.engine.stream.training import LR, adapted, batches_of, result_of, same, with_drive
+from tests.flow.models import TINY_SETTINGS, plain_batch
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=8192,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=512,
-    logits_chunk_bytes=4 * 128 * 16,
-    weight_read_ahead_bytes=64 * 1024,
-    seed=5,
-)
-LR = 3e-3
+built, drive = with_drive
+TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def drive():
-    inner = PosixEngine(2)
-    yield FaultyEngine(inner)
-    inner.close()
-
-
-def adapted(model: str = "llama", seed: int = 0):
-    """A tiny model in bf16 with LoRA adapters, some of them already away from zero."""
-    loaded = tiny_loaded(model, seed=seed, dtype=torch.bfloat16, num_hidden_layers=4)
-    network = apply_lora(loaded.model, LoraSettings(r=4, alpha=8, dropout=0.0), seed=seed)
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            if "lora_B" in name:
-                p.fill_(0.02)
-    return replace(loaded, model=network.train(), facts=model_facts(network))
+def base(model: str = "llama"):
+    return adapted(model, dtype=torch.bfloat16, num_hidden_layers=4)
 
 
 @pytest.fixture
-def build(drive, tmp_path, engines):
-    def make(ram_bytes=None, model="llama", loaded=None, **changes):
+def build(built, drive, tmp_path, engines):
+    def make(ram_bytes=None, model="llama", **changes):
         spills = ram_bytes is not None or changes.get("activations") == "nvme"
         where = str(tmp_path / f"drive{len(engines)}") if spills else None
-        settings = replace(TINY, weight_ram_bytes=ram_bytes, nvme_path=where, **changes)
-        engines.append(
-            build_stream_engine(
-                adapted(model) if loaded is None else loaded,
-                settings,
-                device="cpu",
-                pinned_grant=False,
-                trial=False,
-                storage=drive,
-            )
-        )
-        return engines[-1]
+        return built(base(model), replace(TINY, weight_ram_bytes=ram_bytes, nvme_path=where, **changes), storage=drive)
 
     return make
 
 
-def batches_of(step: int):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(2)]
-
-
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    parts_of(engine).updates.drain()
-    homes = parts_of(engine).homes
-    return {name: homes.weights.read(name).clone() for name in homes.weights.names()}
-
-
 def run(engine, steps=3):
-    losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
-    losses.append(engine.evaluate([padded_batch(2, 14, seed=9)]).loss)
-    return losses, engine.sample([5, 6, 7], 3, None), weights_of(engine)
-
-
-def same(a, b) -> bool:
-    return a[:2] == b[:2] and a[2].keys() == b[2].keys() and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
+    return result_of(engine, range(steps))
 
 
 def test_the_budget_is_kept_and_spread_evenly_over_the_layers():
-    units = discover_units(adapted())
+    units = discover_units(base())
     total = sum(unit.layout.size_bytes for unit in units.all)
     floors = sum(unit.layout.trainable_numel * 2 for unit in units.all)
     ends = units.embed.layout.numel + units.head.layout.numel
@@ -164,7 +106,7 @@ def test_checkpoints_and_exports_are_the_same(build, tmp_path):
         engine.export(folder / "adapter", adapter_only=True)
         paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
         files.append({str(p.relative_to(folder)): p.read_bytes() for p in paths})
-        other = build(70_000 if ram_bytes is None else None, loaded=adapted())
+        other = build(70_000 if ram_bytes is None else None)
         other.load(folder / "step", state)
         ahead = engine.train_step(batches_of(5), LR).loss
         assert other.train_step(batches_of(5), LR).loss == ahead

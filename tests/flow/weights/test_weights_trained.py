@@ -7,72 +7,28 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
-from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.settings import StreamSettings
-from outcore.storage import PosixEngine
 from tests.engine.inside import parts_of
-from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
-from tests.storage.faulty import FaultyEngine
+from tests.engine.stream.training import LR, batches_of, result_of, same, with_drive
+from tests.flow.models import TINY_SETTINGS
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=16384,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=2048,
-    logits_chunk_bytes=4 * 128 * 16,
-    weight_read_ahead_bytes=128 * 1024,
-    state_ring_bytes=MIB,
-    max_grad_norm=0.5,
-    seed=5,
-)
-LR = 3e-3
+built, drive = with_drive
+TINY = replace(TINY_SETTINGS, slot_bytes=16384, chunk_numel=2048, max_grad_norm=0.5)
+TINY = replace(TINY, weight_read_ahead_bytes=128 * 1024, state_ring_bytes=MIB)
 NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture
-def drive():
-    inner = PosixEngine(2)
-    yield FaultyEngine(inner)
-    inner.close()
-
-
-@pytest.fixture
-def build(drive, tmp_path, engines):
+def build(built, drive, tmp_path, engines):
     def make(model="llama", seed=0, **changes):
-        loaded = tiny_loaded(model, seed=seed, dtype=torch.bfloat16)
-        set_dropout(loaded.model, 0.1)
-        where = str(tmp_path / f"drive{len(engines)}")
-        settings = replace(TINY, nvme_path=where, **changes)
-        engines.append(
-            build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
-        )
-        return engines[-1]
+        settings = replace(TINY, nvme_path=str(tmp_path / f"drive{len(engines)}"), **changes)
+        return built(model, settings, seed=seed, dtype=torch.bfloat16, dropout=0.1, storage=drive)
 
     return make
 
 
-def batches_of(step: int):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(2)]
-
-
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    parts_of(engine).updates.drain()
-    homes = parts_of(engine).homes
-    return {name: homes.weights.read(name).clone() for name in homes.weights.names()}
-
-
 def run(engine, steps=range(3)):
-    losses = [engine.train_step(batches_of(s), LR).loss for s in steps]
-    losses.append(engine.evaluate([padded_batch(2, 14, seed=9)]).loss)
-    return losses, engine.sample([5, 6, 7], 2, None), weights_of(engine)
-
-
-def same(a, b) -> bool:
-    return a[:2] == b[:2] and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
+    return result_of(engine, steps, 2)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +126,6 @@ def test_resumed_in_another_residency(build, tmp_path, states):
         resumed = build(states=states, seed=7, **changes)
         resumed.load(folder, state)
         assert same(run(resumed, range(2, 4)), expected)
-
-
-def test_exported_from_the_drive(build, tmp_path):
-    import transformers
-
-    engine = build("qwen2", **NOTHING_IN_RAM)
-    run(engine, range(1))
-    engine.export(tmp_path / "final")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.bfloat16)
-    weights = weights_of(engine)
-    assert all(torch.equal(p, weights[n]) for n, p in again.named_parameters())
 
 
 def test_a_failed_write_back_stops_the_run(build, drive):

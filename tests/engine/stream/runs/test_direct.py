@@ -12,8 +12,9 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.storage import DriveAccess
 from tests.engine.inside import parts_of
+from tests.engine.stream.training import same
 from tests.flow.models import tiny_loaded
-from tests.flow.weights.test_weights_trained import NOTHING_IN_RAM, TINY, run, same
+from tests.flow.weights.test_weights_trained import NOTHING_IN_RAM, TINY, run
 from tests.storage import test_kvikio
 
 kvikio_double = test_kvikio.kvikio

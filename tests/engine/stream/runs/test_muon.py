@@ -7,7 +7,7 @@ import torch
 
 from outcore.checkpoint import CheckpointError
 from outcore.engine.base import EngineError
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures, weights_of
+from tests.engine.stream.training import LR, TINY, adamw_of, fixtures, losses_of, plain_training, same, weights_of
 from tests.flow.models import tiny_loaded
 
 (build,) = fixtures
@@ -17,30 +17,12 @@ MUON = replace(TINY, optimizer="muon", states="fp32")
 
 def torch_training(loaded, steps: int, *, max_norm: float):
     """Losses of torch.optim.Muon and AdamW over the whole model."""
-    network, settings = loaded.model, MUON
+    network = loaded.model
     matrices = [p for n, p in network.named_parameters() if ".layers." in n and p.dim() == 2]
     others = [p for n, p in network.named_parameters() if not (".layers." in n and p.dim() == 2)]
     assert len(matrices) >= 14 and others
-    decay = settings.weight_decay
-    optimizers = [
-        torch.optim.Muon(matrices, lr=LR, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=LR, betas=settings.betas, eps=settings.eps, weight_decay=decay, foreach=False),
-    ]
-    losses = []
-    for step in range(steps):
-        micro = batches_of(step)
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in micro)
-        network.zero_grad()
-        summed = 0.0
-        for batch in micro:
-            result = loaded.token_loss()(network, batch)
-            result.objective(total).backward()
-            summed += float(result.loss_sum.detach())
-        torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm or float("inf"))
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(summed / total)
-    return losses
+    muon = torch.optim.Muon(matrices, lr=LR, weight_decay=MUON.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return plain_training(loaded, steps, max_norm=max_norm, optimizers=[muon, adamw_of(others)])[0]
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
@@ -49,13 +31,12 @@ def test_equals_torch_muon_and_adamw(build, max_norm):
     plain = tiny_loaded("llama")
     expected = torch_training(plain, 6, max_norm=max_norm)
     engine = build("llama", replace(MUON, max_grad_norm=max_norm))
-    assert [engine.train_step(batches_of(step), LR).loss for step in range(6)] == pytest.approx(expected, rel=2e-4)
+    assert losses_of(engine, range(6)) == pytest.approx(expected, rel=2e-4)
     found, theirs = weights_of(engine), dict(plain.model.named_parameters())
     for name, p in theirs.items():
         assert (found[name] - p).norm() <= 2e-3 * p.norm(), name
     adamw = build("llama", replace(MUON, optimizer="adamw", max_grad_norm=max_norm))
-    for step in range(6):
-        adamw.train_step(batches_of(step), LR)
+    losses_of(adamw, range(6))
     name = next(n for n in found if ".layers." in n and found[n].dim() == 2)
     other = weights_of(adamw)[name]
     assert (found[name] - other).norm() > 2e-2 * other.norm(), "AdamW would have passed as well"
@@ -66,9 +47,7 @@ def test_a_split_master_gives_the_same_bits_and_momentum_saves_states(build):
         (optimizer, states): build("llama", replace(MUON, optimizer=optimizer, states=states), dtype=torch.bfloat16)
         for optimizer, states in (("muon", "fp32"), ("muon", "split"), ("adamw", "split"))
     }
-    losses = {
-        key: [engine.train_step(batches_of(step), LR).loss for step in range(4)] for key, engine in engines.items()
-    }
+    losses = {key: losses_of(engine, range(4)) for key, engine in engines.items()}
     assert losses["muon", "fp32"] == losses["muon", "split"] != losses["adamw", "split"]
     matrices = sum(
         p.numel()
@@ -82,17 +61,14 @@ def test_a_split_master_gives_the_same_bits_and_momentum_saves_states(build):
 def test_a_checkpoint_goes_on_bit_by_bit_and_fits_no_other_optimizer(build, tmp_path):
     settings = replace(MUON, states="split", max_grad_norm=0.5)
     engine = build("llama", settings, dtype=torch.bfloat16)
-    for step in range(2):
-        engine.train_step(batches_of(step), LR)
+    losses_of(engine, range(2))
     written = []
     state = engine.save(tmp_path, lambda path, crc: written.append(path.stat().st_size))
     assert 0 <= sum(written) - engine.facts().state_bytes < 65536
-    on = [engine.train_step(batches_of(step), LR).loss for step in range(2, 4)]
+    on = losses_of(engine, range(2, 4))
     resumed = build("llama", replace(settings, states="fp32", chunk_numel=1 << 12), dtype=torch.bfloat16, seed=9)
     resumed.load(tmp_path, state)
-    assert [resumed.train_step(batches_of(step), LR).loss for step in range(2, 4)] == on
-    a, b = weights_of(engine), weights_of(resumed)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert same((losses_of(resumed, range(2, 4)), weights_of(resumed)), (on, weights_of(engine)))
     adamw = build("llama", replace(settings, optimizer="adamw"), dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="states of muon, and this run's optimizer is adamw"):
         adamw.load(tmp_path, state)
@@ -107,8 +83,7 @@ def test_a_matrix_whose_update_fails_is_named(build, monkeypatch, max_norm):
 
     monkeypatch.setattr("outcore.optim.gpu.update_matrix", broken)
     with pytest.raises(EngineError, match=r"update of layer \d+ could not be made: no room for a matrix"):
-        for step in range(2):
-            engine.train_step(batches_of(step), LR)
+        losses_of(engine, range(2))
 
 
 def test_what_muon_does_not_do_is_said(build, tmp_path):
