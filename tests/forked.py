@@ -21,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
+    "tests.known_cpu",
     "outcore.train.run",
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",

@@ -165,7 +165,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     import outcore.engine.deepspeed.staged.shares as staged_shares
 
     staged_params.MIN_BYTES = staged_gradients.MIN_BYTES = job.get("min_bytes", 1 << 20)
-    staged_gradients.GRADIENT_SLOT_BYTES = job.get("slot_bytes", 4096)  # several to a share
+    staged_gradients.GRADIENT_SLOT_BYTES = job.get("slot_bytes", 8192)  # several to a share
     staged_gradients.FLIGHT_BYTES = job.get("flight_bytes", 64 << 20)
     staged_shares.Share.chunks = partialmethod(CHUNKS, chunk_numel=job.get("chunk_numel", staged_shares.CHUNK_NUMEL))
     scratch_room._opened = lambda storage: FaultyEngine(open_engine("auto"))

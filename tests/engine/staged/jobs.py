@@ -12,7 +12,7 @@ CHILD = Path(__file__).with_name("child.py")
 TINY = {
     "preset": "llama-1b",
     "config_overrides": {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 128,
     },
 }  # fmt: skip

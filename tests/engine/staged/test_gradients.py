@@ -20,22 +20,22 @@ from tests.engine.staged.jobs import job, passed, run_jobs
 from tests.engine.staged.test_nvme import MIB, SMALL, infinity
 from tests.storage.faulty import FaultyEngine
 
-HALVES = [["train", 1], ["eval"], ["train", 2]]
-STEPS = 3
-SMALL_CHUNKS = {"chunk_numel": 2048, "flight_bytes": 40_000}
-BACKWARD_READS = 103
-"""Slots of 4 KiB that the second micro-batch of a step reads, before the update does; each of both writes as many."""
+pytestmark = pytest.mark.timeout(600)
+HALVES = [["train", 1], ["eval"], ["train", 1]]
+STEPS = 2
+SMALL_CHUNKS = {"chunk_numel": 4096, "flight_bytes": 40_000}
+BACKWARD_READS = 38
+"""Slots of 8 KiB that the second micro-batch of a step reads, before the update does; each of both writes as many."""
 FAULTS = {
     "the drive is full": ["fail", "write", {"errno": errno.ENOSPC, "store": "gradients"}],
     "the last write fails": ["fail", "write", {"store": "gradients", "after": 2 * BACKWARD_READS - 1}],
     "a read fails": ["fail", "read", {"store": "gradients"}],
     "a read fails in the update": ["fail", "read", {"store": "gradients", "after": BACKWARD_READS + 7}],
-    "a short read in the update": ["short", "read", {"got": 512, "store": "gradients", "after": BACKWARD_READS + 7}],
     "a read comes back short": ["short", "read", {"got": 512, "store": "gradients"}],
-    "a write is short": ["short", "write", {"got": 512, "store": "gradients"}],
 }
 PAIRS = {"two micro-batches": {}, "one micro-batch": {"gradient_accumulation_steps": 1}}
 """Runs with gradients in RAM and on the drive that differ in nothing else: fields of RunFacts."""
+PRESETS = ("tiny-moe", "tiny-t5")
 MORE_PAIRS = {
     "three micro-batches": {"gradient_accumulation_steps": 3},
     "no clipping": {"max_grad_norm": 0.0},
@@ -84,19 +84,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job(
             "part of the states in RAM", HALVES, config=SMALL,
             zero=on_drive(nvme, nvme_offload_params=False),
-            outcore={"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + (66.2 + 128) / 1024},
+            outcore={"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + (65.12 + 128) / 1024},
         ),
         job("small ones in RAM", HALVES, zero=zero, config=SMALL, min_bytes=15_000),
         job("RAM, summed in fp32", HALVES, config=SUMMED_IN_FP32),
         job("NVMe, summed in fp32", HALVES, zero=zero, config=SUMMED_IN_FP32, small=SMALL_CHUNKS),
         job("first half", [["train", 1], ["save", saved]], zero=zero, config=SMALL),
-        job("resumed", [["load", saved], ["train", 2]], zero=zero, config=SMALL),
-        job("resumed in RAM", [["load", saved], ["train", 2]], config=SMALL),
+        job("resumed", [["load", saved], ["train", 1]], zero=zero, config=SMALL),
+        job("resumed in RAM", [["load", saved], ["train", 1]], config=SMALL),
     ]  # fmt: skip
+    for preset in PRESETS:
+        go, model = [["train", 2]], {"preset": preset, "config_overrides": {"vocab_size": 512}}
+        jobs.append(job(f"RAM, {preset}", go, model=model, config=SMALL))
+        small = {**SMALL_CHUNKS, "slot_bytes": 32768, "chunk_numel": 32768}
+        jobs.append(job(f"NVMe, {preset}", go, model=model, zero=zero, config=SMALL, min_bytes=65536, small=small))
     for name, fault in FAULTS.items():
         do = [["train", 1], ["fault", *fault], ["train", 1]]
         jobs.append(job(name, do, zero=zero, config=SMALL, small=SMALL_CHUNKS) | {"may_fail": True})
-    jobs.append(job("after the faults", [["load", saved], ["train", 2]], zero=zero, config=SMALL))
+    jobs.append(job("after the faults", [["load", saved], ["train", 1]], zero=zero, config=SMALL))
     found = run_jobs(folder / "jobs", jobs)[0]
     found["left on the drive"] = [str(path) for path in nvme.rglob("*") if path.is_file()]
     return found
@@ -188,28 +193,17 @@ def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
     assert results["left on the drive"] == []
 
 
-@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
-def test_mixture_of_experts_and_encoder_decoder(tmp_path: Path, preset: str) -> None:
-    nvme = tmp_path / "nvme"
-    nvme.mkdir()
-    model = {"preset": preset, "config_overrides": {"vocab_size": 512}}
-    go = [["train", 3]]
-    found = run_jobs(
-        tmp_path / "jobs",
-        [
-            job("NVMe", go, model=model, zero=on_drive(nvme), config=SMALL, min_bytes=65536, small=SMALL_CHUNKS),
-            job("RAM", go, model=model, config=SMALL),
-        ],
-    )[0]
-    same(passed(found, "NVMe"), passed(found, "RAM"))
-    moved = passed(found, "NVMe")["moved"]
-    assert moved["gradient_bytes"] > 0 and moved["params_on_nvme"] > 0
+@pytest.mark.parametrize("preset", PRESETS)
+def test_mixture_of_experts_and_encoder_decoder(results: dict[str, Any], preset: str) -> None:
+    drive = passed(results, f"NVMe, {preset}")
+    same(drive, passed(results, f"RAM, {preset}"))
+    assert drive["moved"]["gradient_bytes"] > 0 and drive["moved"]["params_on_nvme"] > 0
 
 
 def test_two_ranks_keep_a_share_each(tmp_path: Path, results: dict[str, Any]) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    go = [["train", 3]]
+    go = [["train", 2]]
     jobs = [
         job("NVMe", go, zero=on_drive(nvme), config=SMALL, small=SMALL_CHUNKS, per_device_train_batch_size=1),
         job("RAM", go, config=SMALL, per_device_train_batch_size=1),

@@ -16,7 +16,6 @@ MIB = 1 << 20
 FAULTS = {
     "the drive is full": ["fail", "write", {"errno": errno.ENOSPC}],
     "a read fails": ["fail", "read", {}],
-    "a read comes back short": ["short", "read", {"got": 512}],
     "a write is short": ["short", "write", {"got": 512}],
     "the states are truncated": ["truncate", "optimizer states"],
     "the parameters are truncated": ["truncate", "parameters"],
@@ -37,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from_ram, from_nvme, exported = (str(folder / name) for name in ("from-ram", "from-nvme", "exported"))
     halves = [["train", 2], ["eval"], ["train", 2]]
     everything = infinity(nvme)
-    small_staging = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 66.2 / 1024}
+    small_staging = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 65.4 / 1024}
     jobs = [
         job("RAM", [["train", 2], ["save", from_ram], ["eval"], ["train", 2]], config=SMALL),
         job("states", halves, zero=infinity(nvme, nvme_offload_params=False), config=SMALL),
@@ -52,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("NVMe to RAM", [["load", from_nvme], ["train", 2]], config=SMALL),
         job("little staging", halves, zero=everything, config=SMALL, outcore={"staging_bytes": MIB}),
     ]  # fmt: skip
-    one_chunk = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 67.0 / 1024}
+    one_chunk = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 66.05 / 1024}
     twice = {where: [str(folder / f"{where}-{save}") for save in range(2)] for where in ("ram", "chunk")}
     for where, more in (("ram", {}), ("chunk", {"outcore": one_chunk})):
         do = [["train", 1], ["save", twice[where][0]], ["train", 1], ["save", twice[where][1]]]
@@ -83,7 +82,7 @@ def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None
     assert states["nvme_state_bytes"] == states["state_bytes"]
     assert "params_on_nvme" not in states["moved"]
     assert everything["nvme_state_bytes"] == everything["state_bytes"]
-    assert everything["moved"]["params_on_nvme"] >= 20 and everything["moved"]["param_read"] > 0
+    assert everything["moved"]["params_on_nvme"] >= 14 and everything["moved"]["param_read"] > 0
     assert 0.2 < part["nvme_state_bytes"] / part["state_bytes"] < 0.8
     assert passed(results, "RAM")["nvme_state_bytes"] == 0
     some = passed(results, "part of parameters")["moved"]["params_on_nvme"]
@@ -175,7 +174,7 @@ def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> Non
     )[0]
     drive, ram = passed(found, "all"), passed(found, "RAM")
     assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
-    assert drive["moved"]["params_on_nvme"] >= 60
+    assert drive["moved"]["params_on_nvme"] >= 40
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
     where q does not fit any more. What is fetched ahead stays on the device if it is used again."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    small = 2 * (7 * 64 + 3 * 4 * (2 * (64 + 256) + 2 * (64 + 128) + 3 * (64 + 96)))  # norms and adapters
+    small = 2 * (5 * 64 + 2 * 4 * (2 * (64 + 256) + 2 * (64 + 128) + 3 * (64 + 96)))  # norms and adapters
     embedding, q, k, mlp = 2 * 64 * 128, 2 * 64 * 256, 2 * 64 * 128, 2 * 64 * 3 * 96
     layer = 2 * q + 2 * k + mlp
     allowed = {"all": 1e9, "half": (small + embedding + layer + k + 500) / ranks, "none": 0.0}
@@ -208,7 +207,7 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
             for what in ("losses", "evals", "fingerprint"):
                 assert drive[what] == ram[what], (name, what)
         moved = [passed(found, name)["moved"] for name in allowed]
-        assert [m["params_on_nvme"] for m in moved] == [1, 14, 23]  # one is the head, made and then tied away
+        assert [m["params_on_nvme"] for m in moved] == [1, 7, 16]  # one is the head, made and then tied away
         read = [m["param_read"] - m["param_read_before"] for m in moved]
         assert 0 == read[0] < read[1] < read[2]
         if not ahead:
@@ -217,8 +216,8 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
                 (forward + backward) * embedding,
                 backward * (q + 2 * k),
             )  # nothing is behind layer 0's q, k, v
-            assert read[1] == (forward + backward) * (2 * layer - k)
-            assert read[2] == forward * embedding + head + (forward + backward) * 3 * layer - unused
+            assert read[1] == (forward + backward) * (layer - k)
+            assert read[2] == forward * embedding + head + (forward + backward) * 2 * layer - unused
 
 
 @pytest.mark.parametrize("name", list(FAULTS))

@@ -24,9 +24,13 @@ SAME_BITS = {
     "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}),
     "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
 }
+SLOWLY = {"eight ranks"}
+"""Four take the same way."""
 
 
-@pytest.mark.parametrize("case", SAME_BITS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOWLY else case for case in SAME_BITS]
+)
 def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(tmp_path, case):
     world_size, job = SAME_BITS[case]
     job = {**job, "micro": world_size}
