@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +19,7 @@ from outcore.checkpoint import folders as ck
 from outcore.checkpoint.manifest import crc32_of
 from outcore.checkpoint.same_run import check_same_run
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
+from tests.forked import run_script
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -284,36 +283,34 @@ def test_pointing_at_the_run_instead_of_a_checkpoint_helps(tmp_path: Path) -> No
 
 
 KILL_SCRIPT = """
-import sys, time
+import os, signal, sys
 from pathlib import Path
 import torch
 from outcore.checkpoint.shards import TensorPlan, write_shard
 from outcore.checkpoint.folders import save_checkpoint
-run = Path(sys.argv[1])
+run, left = Path(sys.argv[1]), [int(sys.argv[2])]
 def write(folder, on_file):
     path = folder / "model-00001-of-00001.safetensors"
     def value(name):
-        print(name, flush=True)
-        time.sleep(0.02)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         return torch.full((1 << 14,), 2.0)
     on_file(path, write_shard(path, [TensorPlan(f"t{i}", torch.float32, (1 << 14,)) for i in range(20)], value))
     return {}
-step = 1
-while True:
+for step in (1, 2, 3):
     save_checkpoint(run, step, write, needed_bytes=1, keep=1)
-    step += 1
 """
 
 
 @pytest.mark.parametrize("lines", [7, 21, 33])
 def test_kill_during_save_leaves_the_last_one_whole(tmp_path: Path, lines: int) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", KILL_SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
-    ) as child:
-        assert child.stdout is not None
-        for _ in range(lines):
-            child.stdout.readline()
-        child.send_signal(signal.SIGKILL)
+    """Of three saves of 20 tensors each, at this tensor."""
+    run, script, log = tmp_path / "run", tmp_path / "killed.py", tmp_path / "log.txt"
+    run.mkdir()
+    script.write_text(KILL_SCRIPT)
+    assert run_script(script, [str(run), str(lines)], os.environ, log) == -signal.SIGKILL, log.read_text()
+    tmp_path = run
     checkpoint = ck.newest_checkpoint(tmp_path)
     assert (checkpoint is None) == (lines <= 20)
     for path in ck.list_checkpoints(tmp_path):

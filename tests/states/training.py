@@ -53,7 +53,7 @@ def batches_of(step: int):
     return [plain_batch(2, 12, seed=100 * step), plain_batch(1, 15, seed=100 * step + 1)]
 
 
-def trained(engine, steps=3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(engine, steps=2) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(losses, all states and weights by name)."""
     return losses_of(engine, range(steps), batches_of), everything(engine)
 

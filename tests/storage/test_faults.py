@@ -16,9 +16,9 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
+from tests.forked import run_script
 
 WAIT_S = 60.0
-ROOT = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 24 * MIB
 
 
@@ -138,25 +138,15 @@ def test_unaligned_transfers_on_real_sectors(small: Path, request: pytest.Fixtur
     assert (small / "data.bin").read_bytes() == model.tobytes()
 
 
-def run_child(code: str, *, kill_after_line: str | None = None) -> tuple[int, str]:
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        try:
-            if kill_after_line is not None:
-                assert child.stdout is not None
-                for line in child.stdout:
-                    if line.strip() == kill_after_line:
-                        child.send_signal(signal.SIGKILL)
-                        break
-            _, errors = child.communicate(timeout=600)
-        except BaseException:
-            child.kill()
-            raise
-    return child.returncode, errors
+def run_child(folder: Path, code: str) -> tuple[int, str]:
+    script, log = folder / "child.py", folder / "log.txt"
+    script.write_text(textwrap.dedent(code))
+    return run_script(script, [], os.environ, log), log.read_text()
 
 
 def test_the_file_size_limit_of_a_process(tmp_path: Path):
     code, errors = run_child(
+        tmp_path,
         f"""
         import resource, errno
         from outcore.storage import BlockFile, StorageError, aligned_bytes
@@ -173,7 +163,7 @@ def test_the_file_size_limit_of_a_process(tmp_path: Path):
                 assert error.errno == errno.EFBIG and "ulimit -f" in str(error), (name, error)
             else:
                 raise SystemExit(f"{{name}}: no error")
-        """
+        """,
     )
     assert code == 0, errors
 
@@ -182,8 +172,9 @@ def test_kill_during_writes_then_reopen(tmp_path: Path):
     """After SIGKILL in the middle of traffic the store opens, its lock is free, and committed tensors are intact."""
     paths = [tmp_path / "a", tmp_path / "b"]
     code, errors = run_child(
+        tmp_path,
         f"""
-        import torch
+        import os, signal, torch
         from outcore.storage import TensorSpec, TensorStore
         specs = [TensorSpec("done", torch.int32, (500_000,)), TensorSpec("busy", torch.int32, (500_000,))]
         paths = {[str(path) for path in paths]!r}
@@ -191,18 +182,14 @@ def test_kill_during_writes_then_reopen(tmp_path: Path):
         store.submit_write("done", torch.arange(500_000, dtype=torch.int32)).wait(60)
         store.submit_write("busy", torch.zeros(500_000, dtype=torch.int32)).wait(60)
         store.commit()
-        print("committed", flush=True)
-        number = 0
-        while True:
-            number += 1
+        for number in range(1, 21):
             store.submit_write("busy", torch.full((500_000,), number, dtype=torch.int32)).wait(60)
-            if number == 20:
-                print("busy", flush=True)
             if number % 7 == 0:
                 store.submit_write("done", torch.arange(500_000, dtype=torch.int32)).wait(60)
                 store.commit()
+        store.submit_write("busy", torch.full((500_000,), 21, dtype=torch.int32))
+        os.kill(os.getpid(), signal.SIGKILL)
         """,
-        kill_after_line="busy",
     )
     assert code == -signal.SIGKILL, errors
     with TensorStore.open(paths) as store:

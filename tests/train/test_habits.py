@@ -210,6 +210,8 @@ def test_modules_trained_whole_are_pefts(tmp_path, corpus, straight, seen, engin
         torch.testing.assert_close(value, ours[name], rtol=1e-4, atol=1e-5, msg=name)
     assert _base(tmp_path / "merged").config.tie_word_embeddings is tied
     assert not torch.equal(exported["model.embed_tokens.weight"], weights(base)["model.embed_tokens.weight"])
+    if not tied:
+        return
     assert main(_argv(tmp_path / "x", corpus, base, *argv, "--lora_export", "adapter")) == 0
     same_keys = set(PeftModel.from_pretrained(_base(base), str(tmp_path / "x/export/r")).state_dict())
     assert same_keys == set(PeftModel.from_pretrained(_base(base), str(tmp_path / "adapter")).state_dict())

@@ -38,7 +38,7 @@ def build(built, drive, tmp_path, engines):
     return make
 
 
-def run(engine, steps=3):
+def run(engine, steps=2):
     return result_of(engine, range(steps))
 
 

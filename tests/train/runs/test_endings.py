@@ -141,17 +141,13 @@ def _flip(stores: list[TensorStore], at: int) -> None:
                 file.write(bytes([byte ^ 1]))
 
 
-COMMANDS: dict[str, list[str]] = {"runs": [], "plan": ["--model", "1b", "--nominal"]}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path, name: str) -> None:
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path) -> None:
     """As `outcore runs | head -1` does, at the first byte."""
     reads, writes = os.pipe()
     os.close(reads)
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "outcore.cli", name, *COMMANDS[name]],
+            [sys.executable, "-m", "outcore.cli", "plan", "--model", "1b", "--nominal"],
             cwd=tmp_path, env=fresh_env(PYTHONPATH=str(REPOSITORY)), stdout=writes, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     finally:

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.stream.ranks.world import SETTINGS, build_that_breaks, run_ranks, same_weights, train, train_alone
+from tests.engine.stream.ranks.world import (
+    SETTINGS,
+    build_that_breaks,
+    run_ranks,
+    same_weights,
+    train,
+    train_alone,
+    train_each,
+)
 
 IMMEDIATE = replace(SETTINGS, max_grad_norm=0.0)
 SAME_BITS = {
@@ -24,18 +32,35 @@ SAME_BITS = {
     "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}),
     "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
 }
+NEARLY = {
+    "two micro-batches a rank": {"micro": 4},
+    "tied": {"model": "gpt2"},
+    "tiles": {"settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
+    "tiles, tied": {"model": "gpt2", "settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
+    "activations in RAM": {"settings": replace(SETTINGS, activations="ram")},
+}
 SLOWLY = {"eight ranks"}
 """Four take the same way."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """What each of two ranks found in every case that is for two, one after another."""
+    cases = {name: {**job, "micro": 2} for name, (size, job) in SAME_BITS.items() if size == 2}
+    cases |= {name: {"micro": 2, **job} for name, job in NEARLY.items()}
+    ranks = run_ranks(2, tmp_path_factory.mktemp("pair"), train_each, timeout_s=280, cases=cases)
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    return ranks
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOWLY else case for case in SAME_BITS]
 )
-def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(tmp_path, case):
+def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(pair, tmp_path, case):
     world_size, job = SAME_BITS[case]
     job = {**job, "micro": world_size}
     alone = train_alone(**job)
-    for rank in run_ranks(world_size, tmp_path, train, **job):
+    for rank in [rank[case] for rank in pair] if world_size == 2 else run_ranks(world_size, tmp_path, train, **job):
         assert rank["losses"] == alone["losses"] and rank["aux"] == alone["aux"]
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-12)  # squares are added up share by share
         assert same_weights(rank, alone) == [] and rank["tokens"] == alone["tokens"]
@@ -47,20 +72,10 @@ def test_a_build_that_fails_at_its_end_leaves_no_thread(tmp_path):
     assert run_ranks(2, tmp_path, build_that_breaks) == [set(), set()]
 
 
-NEARLY = {
-    "two micro-batches a rank": {"micro": 4},
-    "tied": {"model": "gpt2"},
-    "tiles": {"settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
-    "tiles, tied": {"model": "gpt2", "settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
-    "activations in RAM": {"settings": replace(SETTINGS, activations="ram")},
-}
-
-
 @pytest.mark.parametrize("case", NEARLY)
-def test_where_sums_come_in_another_order_results_agree(tmp_path, case):
-    job = {"micro": 2, **NEARLY[case]}
-    alone = train_alone(**job)
-    for rank in run_ranks(2, tmp_path, train, **job):
+def test_where_sums_come_in_another_order_results_agree(pair, case):
+    alone = train_alone(**{"micro": 2, **NEARLY[case]})
+    for rank in (rank[case] for rank in pair):
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         off = torch.cat([(w - alone["weights"][n]).flatten() for n, w in rank["weights"].items()])

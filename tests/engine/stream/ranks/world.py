@@ -168,6 +168,11 @@ def train(
         engine.close()
 
 
+def train_each(place: RankPlace, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Several trainings by the same processes."""
+    return {name: train(place, **case) for name, case in cases.items()}
+
+
 def train_alone(**kwargs) -> dict[str, Any]:
     """The same on one rank with all micro-batches, in this process."""
     before = torch.get_num_threads()

@@ -127,7 +127,8 @@ DRIVE_FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["write error", "read error", "full", pytest.param("short read", marks=pytest.mark.slow)]
+    "name",
+    ["write error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("read error", "full", "short read"))],
 )
 def test_a_drive_that_fails_in_mid_step(job: Job, name: str) -> None:
     plan, words = DRIVE_FAULTS[name]
@@ -144,7 +145,9 @@ STATE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["write error", "short read", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["write error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("short read", "full"))]
+)
 def test_a_drive_that_fails_under_the_optimizer(job: Job, name: str) -> None:
     plan, word = STATE_FAULTS[name]
     job.faulty_drive(plan)
