@@ -28,6 +28,7 @@ from outcore.checkpoint import (
 from outcore.checkpoint.export import export_checkpoint
 from outcore.checkpoint.manifest import Manifest
 from outcore.common.listing import CHECKSUMS, damaged_weights
+from tests.refused import refused
 
 SHARD = "model-00001-of-00001.safetensors"
 MODEL = {"num_attention_heads": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
@@ -88,20 +89,14 @@ def test_every_single_flipped_bit_of_the_manifest_and_the_state_is_named_or_harm
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda body: body["files"].clear(),
-        lambda body: body["files"].pop("trainer.json"),
-        lambda body: body["files"].pop(SHARD),
-        lambda body: body["files"].update({"../../secret": {"bytes": 1, "crc32": 1}}),
-        lambda body: body["files"].update({"/etc/hostname": {"bytes": 1, "crc32": 1}}),
-        lambda body: body.update(files=None),
-        lambda body: body.update(step=None),
-        lambda body: body.update(step=3),
-        lambda body: body.pop("files"),
-    ],
-)
+@pytest.mark.parametrize("edit", [
+    lambda body: body["files"].clear(), lambda body: body["files"].pop("trainer.json"),
+    lambda body: body["files"].pop(SHARD),
+    lambda body: body["files"].update({"../../secret": {"bytes": 1, "crc32": 1}}),
+    lambda body: body["files"].update({"/etc/hostname": {"bytes": 1, "crc32": 1}}),
+    lambda body: body.update(files=None), lambda body: body.update(step=None), lambda body: body.update(step=3),
+    lambda body: body.pop("files"),
+])  # fmt: skip
 def test_a_manifest_that_says_too_little_or_leads_out_is_refused(run: Path, edit: Callable, version: int) -> None:
     """Also with a checksum of its own that is right: this is no flipped bit but another program."""
     from outcore.common.listing import checksum_of
@@ -196,8 +191,7 @@ def test_damaged_exports_and_indices_that_lead_out_are_refused_when_loaded(run: 
     (folder / "model.safetensors").write_bytes(weights)
     sums = (folder / CHECKSUMS).read_text()
     (folder / CHECKSUMS).write_text(sums.replace("crc32", "crc33", 1))
-    with pytest.raises(RuntimeError, match="damaged"):
-        check_weight_files(str(folder))
+    refused(RuntimeError, "damaged", lambda: check_weight_files(str(folder)))
     for name in ("../secret.safetensors", "/etc/hostname", 7):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ValueError, match="its weight_map cannot be used"):
@@ -208,8 +202,7 @@ def test_two_shards_with_one_tensor_are_refused(run: Path) -> None:
     newest = run / "step-00000004"
     shard(newest / "model-00002-of-00002.safetensors", 5.0)
     Manifest.of(newest, 4, 9, {}, None).save(newest)
-    with pytest.raises(CheckpointError, match=r"holds a, which .* holds as well"):
-        ShardReader(newest, "model")
+    refused(CheckpointError, r"holds a, which .* holds as well", lambda: ShardReader(newest, "model"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from outcore.checkpoint.manifest import crc32_of
 from outcore.checkpoint.same_run import check_same_run
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from tests.forked import run_script
+from tests.refused import refused
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -77,13 +78,11 @@ def test_a_damaged_shard_is_refused(tmp_path: Path, damage: str) -> None:
     path.write_bytes(
         {"cut": data[:-9], "empty": b"", "garbage": b"\xff" * 40, "header": data[:9] + b"}" + data[10:]}[damage]
     )
-    with pytest.raises(CheckpointError, match=str(path)):
-        ShardReader(tmp_path, "model")
+    refused(CheckpointError, str(path), lambda: ShardReader(tmp_path, "model"))
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no tensor named b"):
-        ShardReader(tmp_path, "model").read("b")
+    refused(CheckpointError, "no tensor named b", lambda: ShardReader(tmp_path, "model").read("b"))
 
 
 def _writer(values: dict[str, float]) -> Callable[[Path, Callable[[Path, int], None]], dict[str, Any]]:
@@ -226,8 +225,7 @@ def test_the_only_good_checkpoint_survives_a_failing_save(tmp_path: Path) -> Non
         (folder / "half").write_text("x")
         raise OSError(28, "No space left on device", str(folder))
 
-    with pytest.raises(OSError, match="No space"):
-        ck.save_checkpoint(tmp_path, 2, fails, needed_bytes=1, keep=1)
+    refused(OSError, "No space", lambda: ck.save_checkpoint(tmp_path, 2, fails, needed_bytes=1, keep=1))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert ck.newest_checkpoint(tmp_path) is not None
 
@@ -266,8 +264,7 @@ def test_damage_is_found_and_the_older_one_is_used(tmp_path: Path, damage: str) 
         manifest.unlink()
     else:
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
-    with pytest.raises(CheckpointError, match="step-00000002"):
-        ck.open_checkpoint(newest)
+    refused(CheckpointError, "step-00000002", lambda: ck.open_checkpoint(newest))
     said: list[str] = []
     checkpoint = ck.newest_checkpoint(tmp_path, on_bad=said.append)
     assert checkpoint is not None and checkpoint.step == 1
@@ -276,10 +273,8 @@ def test_damage_is_found_and_the_older_one_is_used(tmp_path: Path, damage: str) 
 
 def test_pointing_at_the_run_instead_of_a_checkpoint_helps(tmp_path: Path) -> None:
     _save(tmp_path, 4)
-    with pytest.raises(CheckpointError, match="step-00000004"):
-        ck.open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
-        ck.open_checkpoint(tmp_path / "nothing")
+    refused(CheckpointError, "step-00000004", lambda: ck.open_checkpoint(tmp_path))
+    refused(CheckpointError, "no such checkpoint folder", lambda: ck.open_checkpoint(tmp_path / "nothing"))
 
 
 KILL_SCRIPT = """

@@ -24,9 +24,7 @@ from tests.flow.models import TINY_SETTINGS, plain_batch, set_dropout, tiny_load
 
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "scalars of layers": (
-        "gemma4_text",
-        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        ("q_proj", "o_proj"),
+        "gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, ("q_proj", "o_proj"),
     ),
     "a router's bias": ("deepseek_v3", {}, ("o_proj",)),
     "tied head": ("llama", {"tie_word_embeddings": True}, ("q_proj", "lm_head")),
@@ -36,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied head with tied biases": ("roberta", {"is_decoder": True}, ("query", "decoder")),
     "every linear layer of a mixture": ("mixtral", {}, ()),
     "every linear layer beside a shared expert": ("deepseek_v3", {}, ()),
-}
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,9 +107,8 @@ ENDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "embedding": ("llama", {}, ("q_proj", "embed_tokens")),
     "scaled and tied embedding": ("gemma3_text", {}, ("embed_tokens",)),
     "tied head": ("llama", {"tie_word_embeddings": True}, ("q_proj", "lm_head")),
-    "both": ("gpt2", {}, ("wte", "lm_head")),
-    "neither, in a mixture": ("mixtral", {}, ()),
-}
+    "both": ("gpt2", {}, ("wte", "lm_head")), "neither, in a mixture": ("mixtral", {}, ()),
+}  # fmt: skip
 
 
 def adapted(kind: str) -> LoadedModel:

@@ -225,11 +225,8 @@ def _check_scratch(root: Path, done: bool) -> None:
 
 
 PHASES = {
-    "save": Phase(_saved, _save, _check_saves),
-    "resume": Phase(_saved, _resume, _check_kept),
-    "export": Phase(_saved, _export, _check_export),
-    "cache": Phase(lambda root: None, _cache, _check_cache),
-    "tokenizer": Phase(_text, _tokenizer, _check_tokenizer),
-    "metrics": Phase(_some_metrics, _metrics, _check_metrics),
+    "save": Phase(_saved, _save, _check_saves), "resume": Phase(_saved, _resume, _check_kept),
+    "export": Phase(_saved, _export, _check_export), "cache": Phase(lambda root: None, _cache, _check_cache),
+    "tokenizer": Phase(_text, _tokenizer, _check_tokenizer), "metrics": Phase(_some_metrics, _metrics, _check_metrics),
     "scratch": Phase(_other_files, _scratch, _check_scratch),
-}
+}  # fmt: skip

@@ -43,27 +43,17 @@ PLACES = {
 }
 """Phase -> what its paths contain, and the calls that it makes there."""
 KINDS = {
-    "write": ("5", "28", "30", "short", "kill"),
-    "read": ("5", "flip", "short", "kill"),
-    "open": ("5", "13", "24", "kill"),
-    "fsync": ("5", "28", "kill"),
-    "rename": ("5", "13", "kill", "killed"),
-    "mkdir": ("28", "30"),
-    "unlink": ("5", "kill"),
-    "rmdir": ("5", "kill"),
-    "space": ("28", "122"),
-}
+    "write": ("5", "28", "30", "short", "kill"), "read": ("5", "flip", "short", "kill"),
+    "open": ("5", "13", "24", "kill"), "fsync": ("5", "28", "kill"), "rename": ("5", "13", "kill", "killed"),
+    "mkdir": ("28", "30"), "unlink": ("5", "kill"), "rmdir": ("5", "kill"), "space": ("28", "122"),
+}  # fmt: skip
 SCRATCH_KINDS = ("lost", "torn")
 """Writes that a drive claims to have done; only scratch can tell, checkpoints are read back when they are used."""
 KILL_PLACES = {
-    "save": ("any", "step-0000000"),
-    "rotate": ("unlink", "step-0000000"),
-    "export": ("any", "/export/"),
-    "cache": ("any", "/cache/"),
-    "metrics": ("any", "metrics.jsonl"),
-    "scratch": ("any", "tensors.bin"),
+    "save": ("any", "step-0000000"), "rotate": ("unlink", "step-0000000"), "export": ("any", "/export/"),
+    "cache": ("any", "/cache/"), "metrics": ("any", "metrics.jsonl"), "scratch": ("any", "tensors.bin"),
     "whole run": ("any", "/life"),
-}
+}  # fmt: skip
 """Phase -> which calls on which paths a kill falls before or after; resumes read what saves have written."""
 MOST_KILLS = 8
 """In one life."""

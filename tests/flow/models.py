@@ -13,15 +13,9 @@ from outcore.model.facts import model_class_of, model_facts
 from outcore.model.trial import VOCAB, Abilities, check_abilities, shrink_config
 
 TINY_SETTINGS = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    seed=5,
-)
+    staging_bytes=2 * MIB, slot_bytes=64 * 1024, num_slots=2, optimizer_threads=1, optimizer_backend="torch",
+    chunk_numel=1 << 14, logits_chunk_bytes=4 * 128 * 16, seed=5,
+)  # fmt: skip
 """Of an engine for a tiny model, all in RAM, with several chunks and slots of everything."""
 
 EAGER_ONLY = ("gemma2", "gpt_oss", "bloom", "openai-gpt")

@@ -11,6 +11,7 @@ from outcore.flow.weights import WeightHomes, WeightPrefetcher
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 from tests.flow.models import padded_batch, plain_batch, tiny_loaded
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,12 +46,8 @@ def test_every_kind_of_call_in_one_pass(opened):
     first, second = plain_batch(2, 12, seed=1), padded_batch(3, 9, seed=2)
     places = torch.tensor([0, 5, 23])
     calls = [
-        Call(first, "loss"),
-        Call(first),
-        Call(first, "logits", places),
-        Call(second, "hidden"),
-        Call(first, "nothing"),
-    ]
+        Call(first, "loss"), Call(first), Call(first, "logits", places), Call(second, "hidden"), Call(first, "nothing"),
+    ]  # fmt: skip
     loss, last, some, hidden, nothing = flow.run(calls)
     assert [o.number for o in (loss, last, some, hidden, nothing)] == [0, 1, 2, 3, 4]
     whole = loaded.model(input_ids=first["input_ids"]).logits
@@ -89,8 +86,7 @@ def test_a_hook_that_raises_or_a_caller_that_stops_ends_the_pass(opened):
         raise LookupError("enough")
 
     (before,) = flow.run([call])
-    with pytest.raises(LookupError, match="enough"):
-        list(flow.run([call], on_part=fails))
+    refused(LookupError, "enough", lambda: list(flow.run([call], on_part=fails)))
     stopped = flow.run([call, call])
     next(stopped)
     stopped.close()

@@ -24,6 +24,7 @@ from outcore.optim import (
 from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
 from outcore.optim.hyper import round_to_fp32
 from tests.optim.cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes, torch_backend
+from tests.refused import refused
 
 LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, 0x1234, 0xABCD])
 
@@ -133,8 +134,7 @@ def test_initial_states():
         assert chunk.param is not None
         assert torch.equal(chunk.param, torch.tensor([0.1, 0.2, 0.3]).bfloat16())
     without = ChunkState(FP32, torch.zeros(FP32.chunk_bytes(3), dtype=torch.uint8), 3)
-    with pytest.raises(ValueError, match="needs a master"):
-        without.initialise()
+    refused(ValueError, "needs a master", without.initialise)
     without.initialise(torch.ones(3))
     assert torch.equal(without.read("master"), torch.ones(3))
 
@@ -154,34 +154,21 @@ def test_what_chunks_refuse():
     for bad in (None, torch.zeros(10), torch.zeros(10, dtype=torch.float16)):
         with pytest.raises(ValueError, match="take 'fp32'"):
             ChunkState(SPLIT, buffer, 10, bad)
-    with pytest.raises(ValueError, match="take 'fp32_m8'"):
-        SPLIT8.check_param_dtype(torch.float16)
-    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
-        FP32.check_param_dtype(torch.float64)
-    with pytest.raises(ValueError, match="10 contiguous elements"):
-        ChunkState(SPLIT, buffer, 10, param[:9])
-    with pytest.raises(ValueError, match="needs 4096 bytes, got 100"):
-        SPLIT.views(buffer[:100], 10)
-    with pytest.raises(ValueError, match="4-byte aligned"):
-        SPLIT.views(torch.zeros(5000, dtype=torch.uint8)[1:], 10)
-    with pytest.raises(ValueError, match="1-D uint8"):
-        SPLIT.views(buffer.view(2, -1), 10)
-    with pytest.raises(ValueError, match="at least one parameter"):
-        SPLIT.chunk_bytes(0)
-    with pytest.raises(ValueError, match="there are fp32, split"):
-        state_format("fp8")
+    refused(ValueError, "take 'fp32_m8'", lambda: SPLIT8.check_param_dtype(torch.float16))
+    refused(ValueError, "bf16, fp16 or fp32", lambda: FP32.check_param_dtype(torch.float64))
+    refused(ValueError, "10 contiguous elements", lambda: ChunkState(SPLIT, buffer, 10, param[:9]))
+    refused(ValueError, "needs 4096 bytes, got 100", lambda: SPLIT.views(buffer[:100], 10))
+    refused(ValueError, "4-byte aligned", lambda: SPLIT.views(torch.zeros(5000, dtype=torch.uint8)[1:], 10))
+    refused(ValueError, "1-D uint8", lambda: SPLIT.views(buffer.view(2, -1), 10))
+    refused(ValueError, "at least one parameter", lambda: SPLIT.chunk_bytes(0))
+    refused(ValueError, "there are fp32, split", lambda: state_format("fp8"))
     chunk = ChunkState(SPLIT, buffer, 10, param)
-    with pytest.raises(ValueError, match="not 'momentum'"):
-        chunk.read("momentum")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="not within the 10 parameters"):
-        chunk.read("master", 5, 11)
-    with pytest.raises(ValueError, match="written from fp32"):
-        chunk.write("master", torch.zeros(10, dtype=torch.float64))
+    refused(ValueError, "not 'momentum'", lambda: chunk.read("momentum"))  # pyright: ignore[reportArgumentType]
+    refused(ValueError, "not within the 10 parameters", lambda: chunk.read("master", 5, 11))
+    refused(ValueError, "written from fp32", lambda: chunk.write("master", torch.zeros(10, dtype=torch.float64)))
     eight = ChunkState(FP32_M8, torch.zeros(FP32_M8.chunk_bytes(600), dtype=torch.uint8), 600)
-    with pytest.raises(ValueError, match="whole blocks"):
-        eight.write("exp_avg", torch.zeros(100), 256)
-    with pytest.raises(ValueError, match="whole blocks"):
-        eight.write("exp_avg", torch.zeros(256), 100)
+    refused(ValueError, "whole blocks", lambda: eight.write("exp_avg", torch.zeros(100), 256))
+    refused(ValueError, "whole blocks", lambda: eight.write("exp_avg", torch.zeros(256), 100))
 
 
 def test_what_batches_refuse():
@@ -202,18 +189,13 @@ def test_what_batches_refuse():
     ):
         with pytest.raises(ValueError, match=match):
             JobBatch(SPLIT, [job, bad])
-    with pytest.raises(ValueError, match="at least one chunk"):
-        JobBatch(SPLIT, [])
-    with pytest.raises(ValueError, match="at least one gradient"):
-        JobBatch.of_grads([])
-    with pytest.raises(ValueError, match="one type per unit"):
-        JobBatch.of_grads([job.grad, job.grad.float()])
+    refused(ValueError, "at least one chunk", lambda: JobBatch(SPLIT, []))
+    refused(ValueError, "at least one gradient", lambda: JobBatch.of_grads([]))
+    refused(ValueError, "one type per unit", lambda: JobBatch.of_grads([job.grad, job.grad.float()]))
     batch = JobBatch(SPLIT, [job, copy_of(job)])
     assert batch.numel == 600
-    with pytest.raises(ValueError, match="2 chunks, got 1 gradients"):
-        batch.with_grads([job.grad])
-    with pytest.raises(ValueError, match="this chunk has 300"):
-        batch.with_grads([job.grad, job.grad[:5]])
+    refused(ValueError, "2 chunks, got 1 gradients", lambda: batch.with_grads([job.grad]))
+    refused(ValueError, "this chunk has 300", lambda: batch.with_grads([job.grad, job.grad[:5]]))
 
 
 def test_other_gradients_for_the_same_chunks():
@@ -227,28 +209,16 @@ def test_other_gradients_for_the_same_chunks():
     assert batch.array[0].grad == job.grad.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"lr": -1.0}, "lr >= 0"),
-        ({"lr": float("nan")}, "lr >= 0"),
-        ({"beta1": 1.0}, r"beta1 in \[0, 1\)"),
-        ({"beta2": -0.1}, r"beta2 in \[0, 1\)"),
-        ({"eps": 0.0}, "larger than their root"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"grad_scale": 0.0}, "grad_scale > 0"),
-        ({"grad_scale": 1e-60}, "range of fp32"),
-        ({"grad_scale": float("inf")}, "grad_scale > 0"),
-        ({"lr": 1e60}, "range of fp32"),
-        ({"step": 0}, "from 1 on"),
-        ({"step": 1.0}, "from 1 on"),
-        ({"seed": -1}, "seed"),
-        ({"beta2": 1 - 1e-17, "step": 1}, r"\[0, 1\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "match"), [
+    ({"lr": -1.0}, "lr >= 0"), ({"lr": float("nan")}, "lr >= 0"), ({"beta1": 1.0}, r"beta1 in \[0, 1\)"),
+    ({"beta2": -0.1}, r"beta2 in \[0, 1\)"), ({"eps": 0.0}, "larger than their root"),
+    ({"weight_decay": -1.0}, "weight_decay"), ({"grad_scale": 0.0}, "grad_scale > 0"),
+    ({"grad_scale": 1e-60}, "range of fp32"), ({"grad_scale": float("inf")}, "grad_scale > 0"),
+    ({"lr": 1e60}, "range of fp32"), ({"step": 0}, "from 1 on"), ({"step": 1.0}, "from 1 on"), ({"seed": -1}, "seed"),
+    ({"beta2": 1 - 1e-17, "step": 1}, r"\[0, 1\)"),
+])  # fmt: skip
 def test_hyper_parameters_out_of_range(change, match):
-    with pytest.raises(ValueError, match=match):
-        AdamWHyper(**{"lr": 1e-3, "step": 1, **change})
+    refused(ValueError, match, lambda: AdamWHyper(**{"lr": 1e-3, "step": 1, **change}))
 
 
 def test_a_small_eps_needs_moments_of_32_bits():

@@ -8,7 +8,7 @@ import torch
 from outcore.optim import FP24_M8, SPLIT8, ChunkJob, ChunkState
 from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
 from outcore.optim.formats.moments8 import _random, random_bytes
-from tests.optim.cases import NON_FINITE_BITS, copy_of, extension, from_bits, hyper, make_job, same_bytes, torch_backend
+from tests.optim.cases import NON_FINITE_BITS, extension, from_bits, hyper, make_job
 
 
 def test_split_is_exact_for_every_master_of_24_bits():
@@ -95,13 +95,3 @@ def test_moments_are_those_of_split8_and_the_master_is_next_to_its():
     a, b = exact.read("master").view(torch.int32), short.read("master").view(torch.int32)
     assert ((a - b).abs() < 256).all()
     assert not torch.equal(a, b)
-
-
-@pytest.mark.parametrize("numel", [1, 255, 257, 70_001])
-def test_torch_gives_the_same_bits(numel):
-    job = make_job(FP24_M8, numel, torch.Generator().manual_seed(numel))
-    other = copy_of(job)
-    for step in (1, 2, 3):
-        extension().update(FP24_M8, job, hyper(step))
-        torch_backend().update(FP24_M8, other, hyper(step))
-    assert same_bytes(job, other)

@@ -289,11 +289,9 @@ def test_floating_point_mode_of_the_process_is_neither_used_nor_changed():
 
 @QUICK
 @given(
-    numel=st.sampled_from([*SIZES, 8192, 70_001]),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 2**32),
+    numel=st.sampled_from([*SIZES, 8192, 70_001]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32),
     threads=st.integers(1, 5),
-)
+)  # fmt: skip
 def test_sum_of_squares_is_the_same_everywhere(numel, dtype, seed, threads):
     generator = torch.Generator().manual_seed(seed)
     grad = awkward(numel, generator).to(dtype)

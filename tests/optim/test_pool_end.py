@@ -12,6 +12,7 @@ from outcore.optim import pool as pool_module
 from outcore.optim import torch_backend as torch_backend_module
 from outcore.optim.backend import Backend
 from tests.optim.cases import all_same, extension, hyper, make_unit, torch_backend, updated
+from tests.refused import refused
 
 WAIT_S = 60.0
 
@@ -60,8 +61,7 @@ def test_waits_are_bounded():
             wait()
     assert pool.next_chunk(0.05) is None
     pool.close(cancel=True)
-    with pytest.raises(PoolClosed, match="was closed while"):
-        pool.wait(ticket, 5.0)
+    refused(PoolClosed, "was closed while", lambda: pool.wait(ticket, 5.0))
 
 
 def test_closing_does_not_wait_for_a_stuck_thread(monkeypatch):
@@ -109,8 +109,7 @@ def test_a_closed_pool(backend):
     pool.close()
     assert pool.wait(ticket, 0.0).status == "done"
     assert all_same(unit, expected)
-    with pytest.raises(PoolClosed, match="is closed"):
-        pool.submit(0, 0, JobBatch(SPLIT, unit), hyper())
+    refused(PoolClosed, "is closed", lambda: pool.submit(0, 0, JobBatch(SPLIT, unit), hyper()))
     with pytest.raises(RuntimeError, match="refused"):  # the queue itself, too
         pool._queue.submit(0, JobBatch(SPLIT, unit), hyper(), "update", False)
 
@@ -143,10 +142,8 @@ def test_an_exception_in_the_body_cancels(backend):
 def test_a_fork_may_not_use_its_parents_pool(backend, monkeypatch):
     with OptimizerPool(1, backend=backend) as pool:
         monkeypatch.setattr(pool, "_pid", -1)
-        with pytest.raises(RuntimeError, match="forked"):
-            pool.submit(0, 0, JobBatch(SPLIT, make_unit(SPLIT, 0)), hyper())
-        with pytest.raises(RuntimeError, match="forked"):
-            pool.next_chunk(1.0)
+        refused(RuntimeError, "forked", lambda: pool.submit(0, 0, JobBatch(SPLIT, make_unit(SPLIT, 0)), hyper()))
+        refused(RuntimeError, "forked", lambda: pool.next_chunk(1.0))
         pool.close()  # does nothing there
         monkeypatch.undo()
         assert pool.wait(pool.submit(0, 0, JobBatch(SPLIT, make_unit(SPLIT, 0)), hyper()), WAIT_S).status == "done"

@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import round_up
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
+from tests.refused import refused
 
 CAPACITY_BYTES = 64 * ALIGNMENT_BYTES
 
@@ -63,11 +63,7 @@ def test_double_and_foreign_returns_and_bad_sizes_are_refused() -> None:
     extent = allocator.take(1)
     assert extent is not None
     allocator.give_back(extent)
-    with pytest.raises(ValueError, match="released twice"):
-        allocator.give_back(extent)
-    with pytest.raises(ValueError, match="not taken"):
-        allocator.give_back(PoolExtent(8192, 4096))
-    with pytest.raises(ValueError, match="positive size"):
-        allocator.take(0)
-    with pytest.raises(ValueError, match="multiple of 4096"):
-        ExtentAllocator(5000)
+    refused(ValueError, "released twice", lambda: allocator.give_back(extent))
+    refused(ValueError, "not taken", lambda: allocator.give_back(PoolExtent(8192, 4096)))
+    refused(ValueError, "positive size", lambda: allocator.take(0))
+    refused(ValueError, "multiple of 4096", lambda: ExtentAllocator(5000))

@@ -13,6 +13,7 @@ from outcore.common.quantities import GIB, MIB
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.pool.cuda_runtime import CudaRuntime, find_libcudart
 from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError
+from tests.refused import refused
 from tests.staging.fakes import content_of, file_with, leave_without_closing, random_bytes
 from tests.storage.faulty import FaultyEngine
 
@@ -103,8 +104,7 @@ def test_a_refusal_leaves_cuda_usable() -> None:
     runtime = CudaRuntime(CUDA0)
     from outcore.staging.pool.cuda_runtime import PinRefused
 
-    with pytest.raises(PinRefused, match="CUDA error"):
-        runtime.register(4096, 1 << 50)
+    refused(PinRefused, "CUDA error", lambda: runtime.register(4096, 1 << 50))
     with pytest.raises(PinRefused):
         runtime.alloc_write_combined(1 << 50)
     assert int(torch.ones(5, device=CUDA0).sum()) == 5

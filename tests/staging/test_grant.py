@@ -125,15 +125,11 @@ def test_nothing_granted_leaves_pageable_memory() -> None:
     assert grant.total_bytes == 0 and grant.pageable_bytes == 8 * MIB and "pins only 0 B" in grant.reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (child("raise SystemExit(3)"), r"it said nothing \(exit status 3\)"),
-        (child('print(\'{"error": "CUDA did not start: busy"}\')'), "CUDA did not start: busy"),
-        (["/no/such/python"], "did not start"),
-        (None, "no libcudart is mapped"),
-    ],
-)
+@pytest.mark.parametrize(("command", "said"), [
+    (child("raise SystemExit(3)"), r"it said nothing \(exit status 3\)"),
+    (child('print(\'{"error": "CUDA did not start: busy"}\')'), "CUDA did not start: busy"),
+    (["/no/such/python"], "did not start"), (None, "no libcudart is mapped"),
+])  # fmt: skip
 def test_without_a_probe_the_ram_test_stands_alone(command: list[str] | None, said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(pinned_grant, "find_libcudart", lambda: None)
     grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 4 * MIB, command=command)

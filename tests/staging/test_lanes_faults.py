@@ -11,6 +11,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import DownloadLane, LaneClosed, LaneSettings, PinnedPool, PinnedPoolFull, UploadLane
 from outcore.storage import StorageError
+from tests.refused import refused
 from tests.staging.fakes import LateStreams, TroubledEngine, file_with, leave_without_closing, random_bytes
 
 SLOT_BYTES = 64 * KIB
@@ -56,19 +57,15 @@ def test_short_refused_and_broken_copies_are_errors(pool, tmp_path: Path) -> Non
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
         with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES), streams=streams) as up:
             engine.short_by = 1
-            with pytest.raises(StorageError, match="wanted 100 bytes, got 99"):
-                up.submit(file, 0, out).wait(60)
+            refused(StorageError, "wanted 100 bytes, got 99", lambda: up.submit(file, 0, out).wait(60))
             engine.short_by = 0
             engine.refuse = RuntimeError("the engine is closed")
-            with pytest.raises(RuntimeError, match="the engine is closed"):
-                up.submit(file, 0, out).wait(60)
+            refused(RuntimeError, "the engine is closed", lambda: up.submit(file, 0, out).wait(60))
             engine.refuse = None
             streams.fail_next = RuntimeError("CUDA error: an illegal memory access")
-            with pytest.raises(RuntimeError, match="illegal memory access"):
-                up.submit(file, 0, out).wait(60)
+            refused(RuntimeError, "illegal memory access", lambda: up.submit(file, 0, out).wait(60))
             past_the_end = up.submit(file, 1 * MIB - 10, out)
-            with pytest.raises(StorageError, match="got 10"):
-                past_the_end.wait(60)
+            refused(StorageError, "got 10", lambda: past_the_end.wait(60))
             assert up.submit(file, 0, out).wait(60) == 100
         with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up:
             up.streams.copy = None  # type: ignore[assignment,method-assign]
@@ -89,12 +86,9 @@ def test_every_wait_ends_and_says_what_it_waited_for(pool, tmp_path: Path) -> No
         text = str(late.value)
         assert "upload of 192.00 KiB" in text and "offset 4096" in text and "is not done after 50 ms" in text
         assert "2 chunks in flight" in text and "upload lane 'params up'" in text
-        with pytest.raises(TimeoutError, match="is not issued after 10 ms"):
-            transfer.wait_stream(timeout_s=0.01)
-        with pytest.raises(TimeoutError, match="not idle"):
-            up.close()
-        with pytest.raises(LaneClosed, match="is closed"):
-            up.submit(file, 0, out)
+        refused(TimeoutError, "is not issued after 10 ms", lambda: transfer.wait_stream(timeout_s=0.01))
+        refused(TimeoutError, "not idle", up.close)
+        refused(LaneClosed, "is closed", lambda: up.submit(file, 0, out))
         engine.hold.set()
         assert transfer.wait(60) == 3 * SLOT_BYTES and "done" in repr(transfer)
         assert up.stats().host_wait_s >= 0.06
@@ -139,12 +133,9 @@ def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> 
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
         up = UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES))
         up.clock.starved = None  # type: ignore[assignment,method-assign]
-        with pytest.raises(RuntimeError, match="was lost, its lane broke"):
-            up.submit(file, 0, out).wait(60)
-        with pytest.raises(RuntimeError, match="broken"):
-            up.submit(file, 0, out)
-        with pytest.raises(RuntimeError, match="slots stay leased"):
-            up.close()
+        refused(RuntimeError, "was lost, its lane broke", lambda: up.submit(file, 0, out).wait(60))
+        refused(RuntimeError, "broken", lambda: up.submit(file, 0, out))
+        refused(RuntimeError, "slots stay leased", up.close)
 
 
 def test_a_raising_callback_does_not_hurt_the_lane(pool, engine, tmp_path: Path, caplog) -> None:
@@ -178,19 +169,18 @@ def test_a_failure_that_nobody_awaits_is_logged(pool, tmp_path: Path, caplog) ->
 
 def test_copying_threads_that_the_system_refuses_fail_a_transfer_and_not_those_after_it(pool, monkeypatch) -> None:
     """A thread that never ran was counted: copies waited for it, and closing failed."""
-    source, refused, start = random_bytes(100), [], threading.Thread.start
+    source, denied, start = random_bytes(100), [], threading.Thread.start
 
     def start_later(thread: threading.Thread) -> None:
-        if "-copy-" in thread.name and not refused:
-            refused.append(thread.name)
+        if "-copy-" in thread.name and not denied:
+            denied.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_later)
     out = torch.zeros_like(source)
     with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES, copy_threads=1)) as up:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            up.submit_host(source, out).wait(60)
+        refused(RuntimeError, "can't start new thread", lambda: up.submit_host(source, out).wait(60))
         assert up.submit_host(source, out).wait(60) == 100
     assert torch.equal(out, source)
 
@@ -207,8 +197,7 @@ def test_a_copy_that_raises_ends_its_transfer_and_not_its_thread(pool, monkeypat
     monkeypatch.setattr(ctypes, "memmove", fail_once)
     out = torch.zeros_like(source)
     with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES, copy_threads=1)) as up:
-        with pytest.raises(OSError, match="no such address"):
-            up.submit_host(source, out).wait(60)
+        refused(OSError, "no such address", lambda: up.submit_host(source, out).wait(60))
         assert up.submit_host(source, out).wait(60) == 100
     assert torch.equal(out, source)
 
@@ -229,8 +218,7 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
     with pytest.raises(ValueError, match="cannot be write-combined"):
         DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, write_combined=True))
     before_bytes = pool.leased_bytes
-    with pytest.raises(PinnedPoolFull, match="'upload slot 6'"):
-        UploadLane(pool, engine, CPU, LaneSettings(2 * MIB, 8))
+    refused(PinnedPoolFull, "'upload slot 6'", lambda: UploadLane(pool, engine, CPU, LaneSettings(2 * MIB, 8)))
     assert pool.leased_bytes == before_bytes  # the slots it had got are back
     with (
         file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import LeaseError, PinnedGrant, PinnedPool, PinnedPoolFull
 from outcore.staging.pool import pinned_grant as grants
+from tests.refused import refused
 
 
 def cpu_pool(capacity_bytes: int, **settings_: object) -> PinnedPool:
@@ -91,8 +92,7 @@ def test_double_release_and_use_after_release_are_errors() -> None:
     with cpu_pool(1 * MIB) as pool:
         lease = pool.lease(10, "once")
         lease.release()
-        with pytest.raises(LeaseError, match="second time"):
-            lease.release()
+        refused(LeaseError, "second time", lease.release)
         with pytest.raises(LeaseError, match="used again"):
             _ = lease.tensor
         with pytest.raises(LeaseError):
@@ -102,8 +102,7 @@ def test_double_release_and_use_after_release_are_errors() -> None:
 def test_waiting_for_a_release_ends_with_the_memory_or_with_the_time() -> None:
     with cpu_pool(1 * MIB) as pool:
         first = pool.lease(1 * MIB, "first")
-        with pytest.raises(PinnedPoolFull, match="after waiting"):
-            pool.lease(1, "second", timeout_s=0.05)
+        refused(PinnedPoolFull, "after waiting", lambda: pool.lease(1, "second", timeout_s=0.05))
         got: list[str] = []
 
         def take(owner: str, n_bytes: int) -> None:
@@ -126,13 +125,11 @@ def test_waiting_for_a_release_ends_with_the_memory_or_with_the_time() -> None:
 def test_closing_is_refused_while_memory_is_out_and_a_closed_pool_gives_nothing() -> None:
     pool = cpu_pool(1 * MIB)
     lease = pool.lease(10, "late reader")
-    with pytest.raises(RuntimeError, match="'late reader' 10 B in 1"):
-        pool.close()
+    refused(RuntimeError, "'late reader' 10 B in 1", pool.close)
     lease.release()
     pool.close()
     pool.close()
-    with pytest.raises(RuntimeError, match="closed staging pool"):
-        pool.lease(10, "too late")
+    refused(RuntimeError, "closed staging pool", lambda: pool.lease(10, "too late"))
 
 
 def test_a_tensor_outlives_its_pool_without_pointing_at_nothing() -> None:
@@ -174,17 +171,13 @@ def test_write_combined_leases_follow_the_same_rules_without_cuda() -> None:
         pool.lease(4096, "up", write_combined=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capacity_bytes": 0}, "positive capacity_bytes"),
-        ({"capacity_bytes": 4096, "write_combined_bytes": 8192}, "between 0 and that"),
-        ({"capacity_bytes": 4096, "device": "meta"}, "CUDA devices or the CPU"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"capacity_bytes": 0}, "positive capacity_bytes"),
+    ({"capacity_bytes": 4096, "write_combined_bytes": 8192}, "between 0 and that"),
+    ({"capacity_bytes": 4096, "device": "meta"}, "CUDA devices or the CPU"),
+])  # fmt: skip
 def test_bad_arguments_fail_early(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PinnedPool(**{"device": "cpu", **arguments})
+    refused(ValueError, message, lambda: PinnedPool(**{"device": "cpu", **arguments}))
     with cpu_pool(4096) as pool, pytest.raises(ValueError, match="at least one"):
         pool.lease(0, "nobody")
 
@@ -198,8 +191,7 @@ def test_a_small_machine_gives_less_and_says_so_once(monkeypatch, caplog):
         assert [record.message for record in caplog.records] == pool.notes
         assert pool.notes[0] in pool.report()
     monkeypatch.setattr(grants, "available_ram_bytes", lambda: 5 * MIB)
-    with pytest.raises(RuntimeError, match="the machine gave none"):
-        cpu_pool(8 * MIB)
+    refused(RuntimeError, "the machine gave none", lambda: cpu_pool(8 * MIB))
 
 
 def test_an_earlier_grant_limits_the_pool_and_cuts_it_into_pieces() -> None:

@@ -7,10 +7,8 @@ from outcore.staging.pool import SmallCopies
 from outcore.staging.pool.mapped import HALF_BYTES
 
 KINDS = [
-    torch.tensor([[3, -1], [2**40, 7]]),
-    torch.tensor([True, False, True]),
-    torch.tensor([0.1], dtype=torch.float64),
-]
+    torch.tensor([[3, -1], [2**40, 7]]), torch.tensor([True, False, True]), torch.tensor([0.1], dtype=torch.float64),
+]  # fmt: skip
 
 
 def check(device: torch.device) -> None:

@@ -172,12 +172,9 @@ def test_every_chunk_passes_once_a_step_and_nothing_blocks(counts, num_slots, ra
     assert ring.schedule.is_empty
 
 
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    st.integers(1, 6),
-    st.integers(1, 3),
-    st.randoms(use_true_random=False),
-)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 3), st.randoms(
+    use_true_random=False,
+))  # fmt: skip
 def test_passes_to_and_fro_keep_their_ends_and_nothing_blocks(counts, num_slots, every, random):
     """Four passes; units become ready and writes end in any order. What one pass keeps the next does not read."""
     ring = Ring(counts, num_slots, lambda chunk: chunk.element_offset // 256 % every == 0)

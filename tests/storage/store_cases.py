@@ -6,12 +6,10 @@ from outcore.storage import TensorSpec, TensorStore
 
 WAIT_S = 60.0
 SPECS = [
-    TensorSpec("embed.weight", torch.bfloat16, (301, 77)),
-    TensorSpec("scale", torch.float32, ()),
-    TensorSpec("nothing", torch.float32, (0, 4)),
-    TensorSpec("moments", torch.float32, (600_001,)),
+    TensorSpec("embed.weight", torch.bfloat16, (301, 77)), TensorSpec("scale", torch.float32, ()),
+    TensorSpec("nothing", torch.float32, (0, 4)), TensorSpec("moments", torch.float32, (600_001,)),
     TensorSpec("mask", torch.bool, (13,)),
-]
+]  # fmt: skip
 
 
 def values(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 
 from outcore.common.quantities import KIB, MIB
-from outcore.storage import BlockFile, BufferedFallbackWarning, StorageError, aligned_bytes, describe_errno, filesystem
+from outcore.storage import BlockFile, BufferedFallbackWarning, StorageError, aligned_bytes, filesystem
 from outcore.storage import descriptor as descriptor_module
 from outcore.storage.filesystem import DirectLimits, direct_limits, filesystem_of
 from outcore.storage.page_cache import WriteBehind
-from tests.storage.block_file_cases import KINDS, at_address, make
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "direct-4096":
-        monkeypatch.setattr(descriptor_module, "direct_limits", lambda fd: DirectLimits(True, 4096, 4096, "test"))
-    return request.param
-
+from tests.refused import refused
+from tests.storage.block_file_cases import at_address, make
 
 # ---------------------------------------------------------------------- direct or buffered
 
@@ -183,20 +176,13 @@ def test_short_of_resources_is_retried_and_then_reported(tmp_path: Path, monkeyp
         assert len(calls) == 5
         calls.clear()
         monkeypatch.setattr(os, "preadv", lambda *a: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "x")))
-        with pytest.raises(StorageError, match="EAGAIN"):
-            file.read_into(bytearray(10), 0)
+        refused(StorageError, "EAGAIN", lambda: file.read_into(bytearray(10), 0))
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EIO, "hardware error"),
-        (errno.ENOSPC, "full"),
-        (errno.EDQUOT, "quota"),
-        (errno.EFBIG, "ulimit -f"),
-        (errno.EROFS, "read-only"),
-    ],
-)
+@pytest.mark.parametrize(("number", "words"), [
+    (errno.EIO, "hardware error"), (errno.ENOSPC, "full"), (errno.EDQUOT, "quota"), (errno.EFBIG, "ulimit -f"),
+    (errno.EROFS, "read-only"),
+])  # fmt: skip
 def test_errors_of_the_drive_have_place_amount_and_words(tmp_path, monkeypatch, number, words):
     def fail(*arguments: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -218,12 +204,5 @@ def test_sync_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with make(tmp_path / "data.bin", "direct", 100) as file:
         monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(StorageError, match=r"sync failed.*EIO"):
-            file.sync()
+        refused(StorageError, r"sync failed.*EIO", file.sync)
         monkeypatch.undo()
-
-
-def test_errno_words():
-    assert describe_errno(None) == "no system error"
-    assert describe_errno(errno.EXDEV).startswith("EXDEV")
-    assert "errno 4095" in describe_errno(4095)

@@ -18,13 +18,8 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, Transfer, aligned_bytes
+from tests.refused import refused
 from tests.storage.engine_cases import WAIT_S, Gate
-
-
-@pytest.fixture
-def file(tmp_path: Path):
-    with BlockFile(tmp_path / "data.bin", "create", 4 * MIB) as opened:
-        yield opened
 
 
 def test_close_finishes_what_was_submitted(file: BlockFile):
@@ -33,8 +28,7 @@ def test_close_finishes_what_was_submitted(file: BlockFile):
     engine.close()
     assert all(transfer.done() and transfer.error is None for transfer in transfers)
     engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit_read(file, 0, bytearray(1))
+    refused(RuntimeError, "closed", lambda: engine.submit_read(file, 0, bytearray(1)))
 
 
 def test_close_with_cancel_fails_what_has_not_begun(file: BlockFile, monkeypatch: pytest.MonkeyPatch):
@@ -50,8 +44,7 @@ def test_close_with_cancel_fails_what_has_not_begun(file: BlockFile, monkeypatch
             transfer.wait(WAIT_S)
     assert not begun.done()  # the kernel still has its buffer
     gate.opened.set()
-    with pytest.raises(StorageError, match="ECANCELED"):
-        begun.wait(WAIT_S)
+    refused(StorageError, "ECANCELED", lambda: begun.wait(WAIT_S))
     closer.join(WAIT_S)
     assert not closer.is_alive()
 
@@ -168,8 +161,7 @@ def test_a_forked_child_is_told_and_can_open_its_own(file: BlockFile):
         engine.submit_write(file, 0, b"parent").wait(WAIT_S)
 
         def child() -> None:
-            with pytest.raises(RuntimeError, match="forked process"):
-                engine.submit_read(file, 0, bytearray(6))
+            refused(RuntimeError, "forked process", lambda: engine.submit_read(file, 0, bytearray(6)))
             engine.close()
             text = bytearray(6)
             with BlockFile(file.path) as mine, PosixEngine(1) as own:
@@ -185,8 +177,7 @@ def test_waiting_in_a_forked_child_ends(monkeypatch: pytest.MonkeyPatch):
     transfer = Transfer(1, "read")
 
     def child() -> None:
-        with pytest.raises(RuntimeError, match="forked"):
-            transfer.wait(None)
+        refused(RuntimeError, "forked", lambda: transfer.wait(None))
 
     assert exit_code_of_child(child) == 0
 
@@ -194,5 +185,4 @@ def test_waiting_in_a_forked_child_ends(monkeypatch: pytest.MonkeyPatch):
 def test_a_wait_ends_when_the_threads_are_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("outcore.storage.transfer._SLICE_S", 0.01)
     transfer = Transfer(1, "read", lambda: False)
-    with pytest.raises(RuntimeError, match="threads are gone"):
-        transfer.wait()
+    refused(RuntimeError, "threads are gone", transfer.wait)

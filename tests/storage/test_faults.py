@@ -17,6 +17,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from tests.forked import run_script
+from tests.refused import refused
 
 WAIT_S = 60.0
 SMALL_BYTES = 24 * MIB
@@ -234,10 +235,8 @@ def test_a_file_truncated_under_a_store(tmp_path: Path):
         os.truncate(extent.path, extent.offset + MIB)
         with pytest.raises(StorageError, match="truncated while in use"):
             store.submit_read("x", torch.empty(3 * MIB, dtype=torch.uint8)).wait(WAIT_S)
-        with pytest.raises(StorageError, match="truncated while in use"):
-            store.commit()
-    with pytest.raises(StorageError, match=r"bytes where .* were expected"):
-        TensorStore.open([tmp_path])
+        refused(StorageError, "truncated while in use", store.commit)
+    refused(StorageError, r"bytes where .* were expected", lambda: TensorStore.open([tmp_path]))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -258,8 +257,7 @@ def test_a_read_only_filesystem(tmp_path: Path):
         pytest.skip("mounting needs root on Linux")
     _run("mount", "-t", "tmpfs", "-o", "ro", "none", str(tmp_path))
     try:
-        with pytest.raises(StorageError, match=r"EROFS.*read-only"):
-            BlockFile(tmp_path / "data.bin", "create", 10)
+        refused(StorageError, r"EROFS.*read-only", lambda: BlockFile(tmp_path / "data.bin", "create", 10))
         with pytest.raises(StorageError, match=r"EROFS.*read-only"):
             TensorStore.create([tmp_path / "store"], [TensorSpec("x", torch.uint8, (1,))])
     finally:

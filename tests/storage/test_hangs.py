@@ -22,6 +22,7 @@ from outcore.staging import PinnedPool
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from outcore.storage.engines import request_queue
 from outcore.storage.store import traffic as store_traffic
+from tests.refused import refused
 from tests.storage.faulty import FaultyEngine
 
 WAIT_S = 30.0
@@ -75,10 +76,8 @@ def test_closing_a_store_ends_and_leaves_it_to_the_drive(tmp_path: Path) -> None
                 end(LIMIT_S)
             assert f"of {store.extent('moments')[0].path}" in str(caught.value)
         assert not any(file.closed for file in store._files) and len(list(tmp_path.rglob("tensors.bin"))) == 2
-        with pytest.raises(RuntimeError, match="closed"):
-            store.submit_read("moments", buffer)
-        with pytest.raises(StorageError, match="in use"):
-            TensorStore.open([tmp_path / "a", tmp_path / "b"], engine=engine)
+        refused(RuntimeError, "closed", lambda: store.submit_read("moments", buffer))
+        refused(StorageError, "in use", lambda: TensorStore.open([tmp_path / "a", tmp_path / "b"], engine=engine))
         hanging.go_on.set()
         reads.wait(WAIT_S)
     assert not buffer.any()
@@ -95,8 +94,7 @@ def test_a_commit_that_waits_in_vain_lets_writes_go_on(tmp_path: Path, monkeypat
         drive.delay(math.inf, "write", times=1)
         moments = torch.ones(64 * KIB, dtype=torch.uint8)
         late = store.submit_write("moments", moments)
-        with pytest.raises(TimeoutError, match=r"commit\(\).*write of 'moments' at offset"):
-            store.commit()
+        refused(TimeoutError, r"commit\(\).*write of 'moments' at offset", store.commit)
         assert store.generation == 0
         store.submit_write("weights", torch.ones(4 * MIB, dtype=torch.uint8)).wait(WAIT_S)
         drive.let_go()
@@ -130,11 +128,9 @@ def test_a_submission_that_fails_half_way_is_not_over_before_its_first_half(tmp_
         hanging = Stuck(patch)
         whole = store.submit_read("weights", torch.ones(4 * MIB, dtype=torch.uint8))
         assert not whole.done()
-        with pytest.raises(TimeoutError, match="1 transfers did not end"):
-            store.close(LIMIT_S)
+        refused(TimeoutError, "1 transfers did not end", lambda: store.close(LIMIT_S))
         hanging.go_on.set()
-        with pytest.raises(TimeoutError, match="found no room"):
-            whole.wait(WAIT_S)
+        refused(TimeoutError, "found no room", lambda: whole.wait(WAIT_S))
     store.close(WAIT_S)
     engine.close()
 
@@ -159,10 +155,8 @@ def test_closing_an_engine_whose_drive_hangs(tmp_path: Path, stuck: Stuck) -> No
     file = BlockFile(tmp_path / "data", "create", MIB)
     transfer = engine.submit_read(file, 0, aligned_bytes(KIB))
     stuck.wait_for(1)
-    with pytest.raises(TimeoutError, match="nothing has moved for 100 ms, 1 of its threads hang"):
-        engine.close(stall_s=LIMIT_S)
-    with pytest.raises(TimeoutError, match=r"close of .*data: 1 transfers did not end within 100 ms"):
-        file.close(LIMIT_S)
+    refused(TimeoutError, "nothing has moved for 100 ms, 1 of its threads hang", lambda: engine.close(stall_s=LIMIT_S))
+    refused(TimeoutError, r"close of .*data: 1 transfers did not end within 100 ms", lambda: file.close(LIMIT_S))
     assert not transfer.done() and file._descriptor.size_bytes() == MIB
     stuck.go_on.set()
     assert transfer.wait(WAIT_S) == KIB

@@ -16,6 +16,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, KvikioEngine, StorageError, aligned_bytes, open_engine
 from outcore.storage.engines import kvikio as kvikio_engine
+from tests.refused import refused
 
 WAIT_S = 60.0
 
@@ -99,34 +100,24 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-@pytest.fixture
-def file(tmp_path: Path):
-    with BlockFile(tmp_path / "data.bin", "create", 2 * MIB) as opened:
-        yield opened
-
-
 def test_without_kvikio_driver_or_gpu_it_refuses_with_the_reason(kvikio: Any, monkeypatch: pytest.MonkeyPatch):
     kvikio.driver.status = 100
-    with pytest.raises(RuntimeError, match=r"cuInit fails with CUDA error 100.*posix engine"):
-        KvikioEngine()
+    refused(RuntimeError, r"cuInit fails with CUDA error 100.*posix engine", KvikioEngine)
 
     def no_driver() -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(kvikio_engine, "load_driver", no_driver)
-    with pytest.raises(RuntimeError, match=r"libcuda.so.1 cannot be loaded.*posix engine"):
-        open_engine("kvikio")
+    refused(RuntimeError, r"libcuda.so.1 cannot be loaded.*posix engine", lambda: open_engine("kvikio"))
 
     def broken(name: str) -> None:  # as kvikio's own loader when libcufile is missing
         raise RuntimeError("libcufile.so.0 not found")
 
     monkeypatch.setattr(kvikio_engine.importlib, "import_module", broken)
-    with pytest.raises(RuntimeError, match=r"needs the kvikio package \(libcufile"):
-        open_engine("kvikio")
+    refused(RuntimeError, r"needs the kvikio package \(libcufile", lambda: open_engine("kvikio"))
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(RuntimeError, match=r"needs the kvikio package.*setup.py"):
-        open_engine("kvikio")
+    refused(RuntimeError, r"needs the kvikio package.*setup.py", lambda: open_engine("kvikio"))
 
 
 def test_settings_are_always_given_and_restored(kvikio: Any):
@@ -195,11 +186,9 @@ def test_short_and_failed_transfers_are_errors(kvikio: Any, file: BlockFile, act
             submit(file, 4096, aligned_bytes(16384)).wait(WAIT_S)
         assert (caught.value.offset, caught.value.wanted, caught.value.got) == (4096, 16384, 12288)
         kvikio.CuFile.misbehave = lambda size: RuntimeError("cuFile internal error")
-        with pytest.raises(StorageError, match="cuFile internal error"):
-            submit(file, 0, aligned_bytes(4096)).wait(WAIT_S)
+        refused(StorageError, "cuFile internal error", lambda: submit(file, 0, aligned_bytes(4096)).wait(WAIT_S))
         kvikio.CuFile.misbehave = lambda size: OSError(errno.EIO, "Input/output error")
-        with pytest.raises(StorageError, match="EIO"):
-            submit(file, 0, aligned_bytes(4096)).wait(WAIT_S)
+        refused(StorageError, "EIO", lambda: submit(file, 0, aligned_bytes(4096)).wait(WAIT_S))
         kvikio.CuFile.misbehave = None
         with pytest.raises(StorageError, match=r"the file ends at|preallocate it"):
             submit(file, file.size_bytes - 4096, aligned_bytes(8192)).wait(WAIT_S)

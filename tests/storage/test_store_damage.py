@@ -10,23 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.common.quantities import KIB, MIB
+from outcore.common.quantities import MIB
 from outcore.storage import PosixEngine, StorageError, TensorStore
 from outcore.storage.store.files import DATA_NAME
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST
+from tests.refused import refused
 from tests.storage.store_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with PosixEngine(4, 256 * KIB) as shared:
-        yield shared
-
-
-@pytest.fixture(params=[1, 3])
-def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    return [tmp_path / f"drive{number}" for number in range(request.param)]
-
 
 # ---------------------------------------------------------------------- damaged stores
 
@@ -60,8 +49,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
     ("not the manifest of a tensor store", _change_body(format="zip")),
     ("format version 99.*reads version 1", _change_body(version=99)),
     ("KeyError", lambda path: _edit(path, lambda body: body.pop("pattern"))),
-    ("is not a size", _change_body(total_bytes="many")),
-    ("do not follow from", _change_body(total_bytes=0)),
+    ("is not a size", _change_body(total_bytes="many")), ("do not follow from", _change_body(total_bytes=0)),
     ("unknown element type", lambda path: _edit(path, lambda body: _tensor(body, "scale").update(dtype="Tensor"))),
     ("do not fit shape", lambda path: _edit(path, lambda body: _tensor(body, "scale").update(shape=[7]))),
     ("overlap", lambda path: _edit(path, lambda body: _tensor(body, "moments").update(start=4096))),
@@ -69,14 +57,13 @@ DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
     ("not aligned", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(start=5))),
     ("listed twice", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(name="scale"))),
     ("has checksums where", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(crc32=[1]))),
-    ("must name each of", _change_body(pattern=[0, 5])),
-    ("checksum_chunk_bytes", _change_body(checksum_chunk_bytes=0)),
+    ("must name each of", _change_body(pattern=[0, 5])), ("checksum_chunk_bytes", _change_body(checksum_chunk_bytes=0)),
     ("checksums where the store has none, or none", _change_body(checksum_chunk_bytes=MIB)),
     ("tensors.bin.*ENOENT", lambda path: (path / DATA_NAME).unlink()),
     ("bytes where .* were expected", lambda path: os.truncate(path / DATA_NAME, 70_000)),
     ("header of the data file is damaged", lambda path: _overwrite(path / DATA_NAME, 12, b"????")),
     ("belongs to store", _change_body(store_id="other")),
-]
+]  # fmt: skip
 
 
 def _overwrite(path: Path, offset: int, data: bytes) -> None:
@@ -89,8 +76,7 @@ def _overwrite(path: Path, offset: int, data: bytes) -> None:
 def test_a_damaged_store_is_refused_with_the_reason(tmp_path, engine, words, damage):
     TensorStore.create([tmp_path], SPECS, engine=engine).close()
     damage(tmp_path)
-    with pytest.raises(StorageError, match=words):
-        TensorStore.open([tmp_path], engine=engine)
+    refused(StorageError, words, lambda: TensorStore.open([tmp_path], engine=engine))
     with pytest.raises(StorageError, match=words):  # and the refusal released its locks
         TensorStore.open([tmp_path], engine=engine)
 
@@ -99,24 +85,19 @@ def test_wrong_number_order_or_mixture_of_drives(tmp_path: Path, engine: PosixEn
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     TensorStore.create([one, two], SPECS, engine=engine).close()
     TensorStore.create([three], SPECS, engine=engine).close()
-    with pytest.raises(StorageError, match="lies in 2 directories, 1 were given"):
-        TensorStore.open([one])
-    with pytest.raises(StorageError, match=r"no manifest.json here.*not the first"):
-        TensorStore.open([two, one])
+    refused(StorageError, "lies in 2 directories, 1 were given", lambda: TensorStore.open([one]))
+    refused(StorageError, r"no manifest.json here.*not the first", lambda: TensorStore.open([two, one]))
     (one / DATA_NAME).rename(tmp_path / "swap")
     (two / DATA_NAME).rename(one / DATA_NAME)
     (tmp_path / "swap").rename(two / DATA_NAME)
-    with pytest.raises(StorageError, match=r"file 2 of 2 and was given as file 1|bytes where"):
-        TensorStore.open([one, two])
-    with pytest.raises(StorageError, match="is the drive mounted"):
-        TensorStore.open([one, tmp_path / "missing"])
+    refused(StorageError, r"file 2 of 2 and was given as file 1|bytes where", lambda: TensorStore.open([one, two]))
+    refused(StorageError, "is the drive mounted", lambda: TensorStore.open([one, tmp_path / "missing"]))
 
 
 def test_a_wrong_number_of_checksums_is_refused(tmp_path: Path, engine: PosixEngine):
     TensorStore.create([tmp_path], SPECS, True, engine).close()
     _edit(tmp_path, lambda body: _tensor(body, "moments").update(crc32=[1]))
-    with pytest.raises(StorageError, match="1 checksums for 3 chunks"):
-        TensorStore.open([tmp_path])
+    refused(StorageError, "1 checksums for 3 chunks", lambda: TensorStore.open([tmp_path]))
 
 
 # ---------------------------------------------------------------------- checksums
@@ -149,8 +130,7 @@ def test_data_overwritten_but_not_committed_is_refused(tmp_path: Path, engine: P
         write_all(store, values(2))
         assert_holds(store, values(2))
     with TensorStore.open([tmp_path], engine=engine) as store:
-        with pytest.raises(StorageError, match="killed after overwriting"):
-            read_back(store, "moments")
+        refused(StorageError, "killed after overwriting", lambda: read_back(store, "moments"))
         write_all(store, values(3))  # writing anew is the way out
         assert_holds(store, values(3))
         store.commit()

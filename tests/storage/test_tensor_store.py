@@ -19,19 +19,9 @@ from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, Te
 from outcore.storage.store.files import DATA_NAME, LOCK_NAME
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST
 from outcore.storage.store.stripe_layout import StripeLayout, stripe_pattern
+from tests.refused import refused
 from tests.storage.faulty import FaultyEngine
 from tests.storage.store_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with PosixEngine(4, 256 * KIB) as shared:
-        yield shared
-
-
-@pytest.fixture(params=[1, 3])
-def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    return [tmp_path / f"drive{number}" for number in range(request.param)]
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -52,12 +42,9 @@ def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engin
     with TensorStore.open(paths, "r") as store:
         assert store.generation == 1
         assert_holds(store, tensors)
-        with pytest.raises(StorageError, match="opened for reading"):
-            store.submit_write("scale", tensors["scale"])
-        with pytest.raises(StorageError, match="opened for reading"):
-            store.commit()
-        with pytest.raises(StorageError, match="opened for reading"):
-            store.delete()
+        refused(StorageError, "opened for reading", lambda: store.submit_write("scale", tensors["scale"]))
+        refused(StorageError, "opened for reading", store.commit)
+        refused(StorageError, "opened for reading", store.delete)
     with TensorStore.open(paths) as store:
         store.delete()
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
@@ -69,9 +56,8 @@ def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engin
         st.tuples(st.sampled_from(["write", "read", "commit"]), st.integers(0, 2_999_999), st.integers(0, 1_500_000)),
         max_size=8,
     ),
-    drives=st.integers(1, 3),
-    checksum=st.booleans(),
-)
+    drives=st.integers(1, 3), checksum=st.booleans(),
+)  # fmt: skip
 def test_any_mix_of_sub_range_reads_and_writes_equals_a_tensor(tmp_path_factory, engine, steps, drives, checksum):
     base = tmp_path_factory.mktemp("store")
     paths = [base / str(number) for number in range(drives)]
@@ -183,12 +169,9 @@ def test_impossible_arguments_are_refused(tmp_path: Path, engine: PosixEngine):
             with pytest.raises(ValueError, match=words):
                 call()
         store.commit()
-    with pytest.raises(RuntimeError, match="closed"):
-        store.submit_read("x", torch.empty(10))
-    with pytest.raises(RuntimeError, match="closed"):
-        store.commit()
-    with pytest.raises(RuntimeError, match="closed"):
-        store.delete()
+    refused(RuntimeError, "closed", lambda: store.submit_read("x", torch.empty(10)))
+    refused(RuntimeError, "closed", store.commit)
+    refused(RuntimeError, "closed", store.delete)
     store.close()
 
 
@@ -200,16 +183,14 @@ def test_a_second_writer_is_refused_and_readers_share(paths: list[Path], engine:
         for mode in ("rw", "r"):
             with pytest.raises(StorageError, match="in use by another process"):
                 TensorStore.open(paths, mode)  # type: ignore[arg-type]
-        with pytest.raises(StorageError, match="in use by another process"):
-            TensorStore.create(paths, SPECS)
+        refused(StorageError, "in use by another process", lambda: TensorStore.create(paths, SPECS))
     with (
         TensorStore.open(paths, "r", engine),
         TensorStore.open(paths, "r", engine),
         pytest.raises(StorageError, match="in use"),
     ):
         TensorStore.open(paths)
-    with pytest.raises(StorageError, match="a store is here already"):
-        TensorStore.create(paths, SPECS)
+    refused(StorageError, "a store is here already", lambda: TensorStore.create(paths, SPECS))
     with TensorStore.open(paths, engine=engine) as store:  # the refused attempts left it whole
         store.delete()
     with TensorStore.create(paths, SPECS, engine=engine):
@@ -246,13 +227,11 @@ def test_a_failed_creation_leaves_nothing(paths: list[Path], monkeypatch: pytest
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(StorageError, match="quota"):
-        TensorStore.create(paths, SPECS)
+    refused(StorageError, "quota", lambda: TensorStore.create(paths, SPECS))
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
     monkeypatch.undo()
     monkeypatch.setattr("outcore.common.files.os.replace", lambda *a: (_ for _ in ()).throw(OSError(errno.EIO, "")))
-    with pytest.raises(StorageError, match="manifest failed"):
-        TensorStore.create(paths, SPECS)
+    refused(StorageError, "manifest failed", lambda: TensorStore.create(paths, SPECS))
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
 
 
@@ -277,8 +256,7 @@ def test_the_manifest_on_disk_is_always_whole(tmp_path: Path, engine: PosixEngin
         write_all(store, values(2))
         real = os.replace
         monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        with pytest.raises(StorageError, match="ENOSPC"):
-            store.commit()
+        refused(StorageError, "ENOSPC", store.commit)
         assert (tmp_path / MANIFEST).read_text() == before
         assert store.generation == 1
         monkeypatch.setattr(os, "replace", real)
@@ -291,13 +269,10 @@ def test_commit_refuses_after_a_failed_write_until_it_is_repeated(paths: list[Pa
         moments = values()["moments"]
         faulty.fail("write")
         transfer = store.submit_write("moments", moments)
-        with pytest.raises(StorageError, match=r"commit failed.*1 writes failed.*'moments'.*injected"):
-            store.commit()
-        with pytest.raises(StorageError, match="injected"):
-            transfer.wait(WAIT_S)
+        refused(StorageError, r"commit failed.*1 writes failed.*'moments'.*injected", store.commit)
+        refused(StorageError, "injected", lambda: transfer.wait(WAIT_S))
         store.submit_write("moments", moments[:10]).wait(WAIT_S)  # does not cover the failed range
-        with pytest.raises(StorageError, match="writes failed"):
-            store.commit()
+        refused(StorageError, "writes failed", store.commit)
         store.submit_write("moments", moments).wait(WAIT_S)
         assert store.commit() == 1
     faulty.close()
@@ -314,10 +289,8 @@ def test_commit_waits_for_writes_and_refuses_new_ones(tmp_path: Path):
         deadline_s = time.monotonic() + WAIT_S
         while not store._traffic._writes_held and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match=r"during commit\(\)"):
-            store.submit_write("scale", tensors["scale"])
-        with pytest.raises(RuntimeError, match="already running"):
-            store.commit()
+        refused(RuntimeError, r"during commit\(\)", lambda: store.submit_write("scale", tensors["scale"]))
+        refused(RuntimeError, "already running", store.commit)
         faulty.let_go()
         committing.join(WAIT_S)
         assert slow.done()
@@ -332,11 +305,9 @@ def test_a_failed_fsync_breaks_the_store_for_good(tmp_path: Path, engine: PosixE
             raise StorageError("sync", path=file.path, errno=errno.EIO)
 
         monkeypatch.setattr(BlockFile, "sync", fail)
-        with pytest.raises(StorageError, match="EIO"):
-            store.commit()
+        refused(StorageError, "EIO", store.commit)
         monkeypatch.undo()
-        with pytest.raises(StorageError, match="an earlier commit failed"):
-            store.commit()
+        refused(StorageError, "an earlier commit failed", store.commit)
     with TensorStore.open([tmp_path], engine=engine) as store:
         assert store.generation == 0
 
@@ -345,8 +316,7 @@ def test_a_submission_that_fails_half_way_waits_for_what_was_begun(paths: list[P
     own = PosixEngine(2)
     with TensorStore.create(paths, SPECS, engine=own, stripe_bytes=64 * KIB) as store:
         own.close()
-        with pytest.raises(RuntimeError, match="engine is closed"):
-            store.submit_write("moments", values()["moments"])
+        refused(RuntimeError, "engine is closed", lambda: store.submit_write("moments", values()["moments"]))
 
 
 def test_lock_files_of_a_deleted_store_do_not_confuse(tmp_path: Path, engine: PosixEngine):

@@ -44,15 +44,10 @@ def test_the_streaming_engines_settings_are_planned_as_they_are():
     assert eager.time.compute_s > plan_of(SHAPE, server(), StreamSettings()).time.compute_s
 
 
-@pytest.mark.parametrize(
-    ("stage", "optimizer", "params", "name"),
-    [
-        (0, "none", "none", "none"),
-        (2, "cpu", "none", "zero2"),
-        (3, "cpu", "cpu", "zero3"),
-        (3, "nvme", "cpu", "infinity"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "optimizer", "params", "name"), [
+    (0, "none", "none", "none"), (2, "cpu", "none", "zero2"), (3, "cpu", "cpu", "zero3"),
+    (3, "nvme", "cpu", "infinity"),
+])  # fmt: skip
 def test_deepspeeds_homes_are_planned_as_they_are(stage: int, optimizer: Any, params: Any, name: str):
     p = plan_of(SHAPE, server(), ChosenOffload(stage, optimizer, params, None, 0))
     assert (p.engine, p.zero_stage) == ("deepspeed", name)

@@ -24,20 +24,7 @@ from outcore.train.configure.schedule import LrSchedule
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
 from outcore.train.run.space import SPACE_RESERVE_BYTES, export_bytes, space_reserves
-
-
-def test_warmup_decay_is_linear_up_and_down() -> None:
-    schedule = LrSchedule("warmup_decay", 1.0, 4, 12)
-    assert [schedule.lr(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert schedule.lr(4) == 1.0 and schedule.lr(8) == 0.5 and schedule.lr(12) == 0.0
-
-
-def test_cosine_and_constant() -> None:
-    cosine = LrSchedule("cosine", 2.0, 0, 10, min_ratio=0.1)
-    assert cosine.lr(0) == 2.0 and cosine.lr(10) == pytest.approx(0.2) and cosine.lr(5) == pytest.approx(1.1)
-    assert LrSchedule("constant", 3.0, 1, 10).lr(9) == 3.0
-    with pytest.raises(ValueError, match="unknown learning-rate schedule"):
-        LrSchedule("steps", 1.0, 0, 10).lr(5)
+from tests.refused import refused
 
 
 def _schedule(params: object, **flags: object) -> LrSchedule:
@@ -83,15 +70,11 @@ def _checkpoint(tmp_path: Path, run: str, step: int) -> Path:
     return save_checkpoint(tmp_path / "checkpoint_dir" / run, step, write, needed_bytes=1, keep=3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({}, "tiny-embedded"),
-        ({"preset": "llama-1b", "dataset": ("/data/my texts/notes.jsonl",)}, "llama-1b-notes"),
-        ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": ("C:\\x\\y.txt:0.5",)}, "Qwen3-4B-y"),
-        ({"model_module": "my.py:build", "lora_r": 4}, "my-embedded-lora"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "name"), [
+    ({}, "tiny-embedded"), ({"preset": "llama-1b", "dataset": ("/data/my texts/notes.jsonl",)}, "llama-1b-notes"),
+    ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": ("C:\\x\\y.txt:0.5",)}, "Qwen3-4B-y"),
+    ({"model_module": "my.py:build", "lora_r": 4}, "my-embedded-lora"),
+])  # fmt: skip
 def test_default_names(settings: dict, name: str) -> None:
     assert default_name(TrainConfig(**settings)) == name
 
@@ -111,8 +94,7 @@ def test_new_runs_never_write_into_older_ones(tmp_path: Path) -> None:
     folder.make()
     _checkpoint(tmp_path, "tiny-embedded", 3)
     assert _take(config, print)[0].name == "tiny-embedded-2"
-    with pytest.raises(ConfigError, match="is in use"):
-        _take(_config(tmp_path, run_name="tiny-embedded"), print)
+    refused(ConfigError, "is in use", lambda: _take(_config(tmp_path, run_name="tiny-embedded"), print))
     other = _checkpoint(tmp_path, "other", 1)
     resume = {"resume_from_checkpoint": str(other)}
     assert _take(_config(tmp_path, **resume), print)[0].name == "other"
@@ -148,8 +130,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(tmp_path: Path) -
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "log_dir").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        _take(_config(tmp_path), print)[0].make()
+    refused(ConfigError, "cannot be written", lambda: _take(_config(tmp_path), print)[0].make())
 
 
 def test_stop_request_catches_and_restores() -> None:
@@ -288,16 +269,11 @@ def test_a_child_of_a_group_of_one_is_a_group_of_its_own() -> None:
     assert (launched["RANK"], launched["WORLD_SIZE"], launched["MASTER_PORT"]) == ("3", "4", parent["MASTER_PORT"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "checkpoint_bytes", "exported_bytes"),
-    [
-        ({}, 42 * 10**9, 6 * 10**9),
-        ({"save_strategy": "no", "export": False}, 0, 0),
-        ({"save_strategy": "no"}, 0, 6 * 10**9),
-        ({"save_strategy": "no", "lora_r": 8}, 0, 6 * 10**9),
-        ({"save_strategy": "no", "lora_r": 8, "lora_export": "adapter"}, 0, 4 * 10**9),
-    ],
-)
+@pytest.mark.parametrize(("flags", "checkpoint_bytes", "exported_bytes"), [
+    ({}, 42 * 10**9, 6 * 10**9), ({"save_strategy": "no", "export": False}, 0, 0),
+    ({"save_strategy": "no"}, 0, 6 * 10**9), ({"save_strategy": "no", "lora_r": 8}, 0, 6 * 10**9),
+    ({"save_strategy": "no", "lora_r": 8, "lora_export": "adapter"}, 0, 4 * 10**9),
+])  # fmt: skip
 def test_a_drive_keeps_free_what_the_run_will_write_there(tmp_path, flags, checkpoint_bytes, exported_bytes):
     config = TrainConfig(**flags)
     exported = export_bytes(config, 3 * 10**9, 2 * 10**9, "bf16")

@@ -4,9 +4,6 @@ import dataclasses
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +12,14 @@ import torch
 
 from outcore.engine.base import StepResult
 from outcore.train.run import main
-from tests.forked import start_script
 from tests.train.jobs import (
     ENGINES,
-    REPOSITORY,
     engine_of,
     fixtures,
     flags,
-    fresh_env,
     metrics,
     same,
     states,
-    weights,
 )
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
@@ -36,16 +29,10 @@ DEEPSPEED_SLOWLY = ["stream", pytest.param("deepspeed", marks=SLOW)]
 """What the trainer does, whichever engine it drives."""
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "stream",
-        "deepspeed",
-        pytest.param("zero1", marks=SLOW),
-        pytest.param("zero2", marks=SLOW),
-        pytest.param("none", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("how", [
+    "stream", "deepspeed", pytest.param("zero1", marks=SLOW), pytest.param("zero2", marks=SLOW),
+    pytest.param("none", marks=SLOW),
+])  # fmt: skip
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
     """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""
     extra = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--no_export"]
@@ -160,18 +147,8 @@ def test_what_a_resumed_run_changes_is_said(tmp_path, corpus, straight_by, capsy
         "resume: max_grad_norm 1.0 -> 0.5: training goes on with 0.5",
         "resume: state_format split -> fp32: training goes on with fp32; the states are converted exactly",
     ]
-    assert (
-        changed(
-            *argv,
-            str(tmp_path / "checkpoint/r/step-00000005"),
-            *other,
-            "--max_grad_norm",
-            "0.5",
-            "--state_format",
-            "fp32",
-        )
-        == []
-    )
+    other += ["--max_grad_norm", "0.5", "--state_format", "fp32"]
+    assert changed(*argv, str(tmp_path / "checkpoint/r/step-00000005"), *other) == []
 
 
 @pytest.mark.slow
@@ -252,35 +229,3 @@ def test_auto_goes_on_from_where_a_run_went_back_to(tmp_path, corpus, capsys):
         left = "step-00000002, step-00000003, step-00000004 of this run: left behind"
         assert (left in said.out + said.err) == (start != "auto")
     assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_kill_at_random_moments_then_resume(tmp_path, corpus, straight_by, engine):
-    """SIGKILL in a step, in a save, and between; each time the command is repeated; the end is the same."""
-    straight = straight_by(engine)
-    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "2")
-    argv += ["--save_total_limit", "9", "--eval_steps", "3", "--resume_from_checkpoint", "auto", *ENGINES[engine]]
-    log = tmp_path / "log/r/metrics.jsonl"
-    saves = tmp_path / "checkpoint/r"
-    moments = [
-        lambda: log.exists() and sum('"loss"' in line for line in log.read_text().splitlines()) >= 1,
-        lambda: any(saves.glob(".step-*.part")),
-        lambda: (saves / "step-00000004").exists(),
-    ]
-    output = tmp_path / "log.txt"
-    for number, moment in enumerate(moments):
-        if number == 0:
-            with open(output, "wb") as file:
-                command = [sys.executable, "train_model.py", *argv]
-                child = subprocess.Popen(command, env=fresh_env(), stdout=file, stderr=subprocess.STDOUT)
-        else:  # the same script in a process that need not import everything again
-            child = start_script(REPOSITORY / "train_model.py", argv, fresh_env(), output)
-        until_s = time.monotonic() + 600
-        while not moment() and child.poll() is None and time.monotonic() < until_s:
-            time.sleep(0.002)
-        child.kill()
-        assert child.wait(600) == -signal.SIGKILL, output.read_text()
-    assert main(argv) == 0
-    assert same(states(saves / "step-00000006"), states(straight / "checkpoint/r/step-00000006"))
-    assert same(weights(tmp_path / "export/r"), weights(straight / "export/r"))

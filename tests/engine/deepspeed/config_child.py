@@ -97,12 +97,10 @@ def main(work_dir: Path) -> None:
     jobs = json.loads((work_dir / "jobs.json").read_text())
     results: dict = {"parsed": {}, "trained": {}}
     models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "offload_param": DeepSpeedZeroOffloadParamConfig,
-        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "bf16": DeepSpeedBF16Config,
+        "zero_optimization": DeepSpeedZeroConfig, "offload_param": DeepSpeedZeroOffloadParamConfig,
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig, "bf16": DeepSpeedBF16Config,
         "fp16": DeepSpeedFP16Config,
-    }
+    }  # fmt: skip
     results["keys"] = {
         name: sorted({f.alias or field for field, f in cls.model_fields.items()} | set(cls.model_fields))
         for name, cls in models.items()
@@ -113,9 +111,8 @@ def main(work_dir: Path) -> None:
         try:
             parsed = ds_config.DeepSpeedConfig(config)
             results["parsed"][name] = {
-                "train_batch_size": parsed.train_batch_size,
-                "stage": int(parsed.zero_config.stage),
-            }
+                "train_batch_size": parsed.train_batch_size, "stage": int(parsed.zero_config.stage),
+            }  # fmt: skip
         except Exception as error:  # the test shows it
             results["parsed"][name] = {"error": f"{type(error).__name__}: {error}"}
     deepspeed.init_distributed("gloo")

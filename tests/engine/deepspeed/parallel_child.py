@@ -24,12 +24,10 @@ def main(path: Path) -> None:
     config["zero_force_ds_cpu_optimizer"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=128, max_position_embeddings=64,
-        )
-    )  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=64,
+    ))  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, config=config)
     losses = []
     accumulation = config["gradient_accumulation_steps"]

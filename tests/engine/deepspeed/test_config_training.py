@@ -41,17 +41,13 @@ def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
     spill = json.loads((ROOT / "config/deepspeed_zero_infinity.json").read_text())
     serial = {"zero_optimization": {"offload_optimizer": {"pipeline_read": False, "pipeline_write": False}}}
     jobs = {
-        "none": (file, {"zero_stage": "none"}, EVEN, {}),
-        "zero2": (file, {"zero_stage": "zero2"}, EVEN, {}),
-        "ram": (file, {}, EVEN, {}),
-        "infinity": (file, infinity, EVEN, {}),
+        "none": (file, {"zero_stage": "none"}, EVEN, {}), "zero2": (file, {"zero_stage": "zero2"}, EVEN, {}),
+        "ram": (file, {}, EVEN, {}), "infinity": (file, infinity, EVEN, {}),
         "infinity_half": (spill, {"zero_stage": "infinity", "max_in_cpu_gb": 0.003}, EVEN, {}),
-        "infinity_serial": (serial, infinity, EVEN, {}),
-        "ram_odd": (file, {}, ODD, {}),
-        "infinity_odd": (file, infinity, ODD, {}),
-        "ram_tied_fp32": (file, {}, TIED, {"precision": "fp32"}),
+        "infinity_serial": (serial, infinity, EVEN, {}), "ram_odd": (file, {}, ODD, {}),
+        "infinity_odd": (file, infinity, ODD, {}), "ram_tied_fp32": (file, {}, TIED, {"precision": "fp32"}),
         "infinity_tied_fp32": (file, infinity, TIED, {"precision": "fp32"}),
-    }
+    }  # fmt: skip
     made: dict[str, dict[str, Any]] = {}
     for name, (user, settings, model, run) in jobs.items():
         said = {"nvme_offload_path": str(nvme), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -67,10 +63,9 @@ def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
 def parse_jobs() -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {name: json.loads((ROOT / name).read_text()) for name in SHIPPED}
     model = WeightCounts(8_000_000_000, 525_336_576, hidden_size=4096)
-    grid = itertools.product(
-        ("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"),
-        ("deepspeed_config.json", "config/deepspeed_zero_infinity_cpu.json", None),
-    )  # fmt: skip
+    grid = itertools.product(("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"), (
+        "deepspeed_config.json", "config/deepspeed_zero_infinity_cpu.json", None,
+    ))  # fmt: skip
     for stage, precision, file in grid:
         user = json.loads((ROOT / file).read_text()) if file else {}
         settings = settings_of(user, {"zero_stage": stage, "nvme_offload_path": "/mnt/a drive"}, precision)
@@ -144,13 +139,9 @@ def test_stages_none_and_two_agree(results: dict[str, Any]) -> None:
     assert trained(results, "none")["losses"] == pytest.approx(trained(results, "zero2")["losses"], rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    "drive, ram",
-    [
-        ("infinity", "ram"), ("infinity_half", "ram"), ("infinity_odd", "ram_odd"),
-        ("infinity_tied_fp32", "ram_tied_fp32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("drive, ram", [
+    ("infinity", "ram"), ("infinity_half", "ram"), ("infinity_odd", "ram_odd"), ("infinity_tied_fp32", "ram_tied_fp32"),
+])  # fmt: skip
 def test_nvme_gives_exactly_the_losses_of_ram(results: dict[str, Any], drive: str, ram: str) -> None:
     on_drive = trained(results, drive)
     assert on_drive["losses"] == trained(results, ram)["losses"]

@@ -18,6 +18,7 @@ from outcore.machine import LinkRates, detect_machine, drive_of, memlock_limit_b
 from outcore.machine.offload import folder as nvme
 from outcore.plan.run import drive_performance, write_combined_measured
 from outcore.staging import drive_speed
+from tests.refused import refused
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -63,14 +64,10 @@ def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert validate_nvme_path("~/nvme", 0)[0] and (tmp_path / "nvme").is_dir()
 
 
-@pytest.mark.parametrize(
-    "path, said",
-    [
-        ("", "is empty"), ("  ", "is empty"), ("a\0b", "NUL"), ("C:\\Users\\me\\nvme", "/mnt/c/Users/me/nvme"),
-        ("d:/nvme", "/mnt/d/nvme"), ("\\\\server\\share", "that share is mounted"),
-        ("//server/share", "Windows spelling"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path, said", [
+    ("", "is empty"), ("  ", "is empty"), ("a\0b", "NUL"), ("C:\\Users\\me\\nvme", "/mnt/c/Users/me/nvme"),
+    ("d:/nvme", "/mnt/d/nvme"), ("\\\\server\\share", "that share is mounted"), ("//server/share", "Windows spelling"),
+])  # fmt: skip
 def test_spellings_that_are_no_path_here(path: str, said: str) -> None:
     ok, message = validate_nvme_path(path, 1)
     assert not ok and said in message
@@ -120,17 +117,13 @@ def test_a_fifth_stays_in_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("required", [-1, float("nan"), float("inf"), "10", True])
 def test_impossible_requirements(tmp_path: Path, required: float) -> None:
-    with pytest.raises(ValueError, match="required_space_gb"):
-        validate_nvme_path(tmp_path, required)
+    refused(ValueError, "required_space_gb", lambda: validate_nvme_path(tmp_path, required))
 
 
-@pytest.mark.parametrize(
-    "code, said",
-    [
-        (errno.EACCES, "You may not write there"), (errno.EROFS, "read-only"), (errno.ENOSPC, "drive is full"),
-        (errno.EIO, "reports errors"), (errno.EDQUOT, "quota"), (errno.EMFILE, "Choose another folder"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("code, said", [
+    (errno.EACCES, "You may not write there"), (errno.EROFS, "read-only"), (errno.ENOSPC, "drive is full"),
+    (errno.EIO, "reports errors"), (errno.EDQUOT, "quota"), (errno.EMFILE, "Choose another folder"),
+])  # fmt: skip
 def test_system_errors_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
     def fail(fd: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -147,13 +140,10 @@ def test_a_drive_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: 
     assert not ok and "read back differently" in message
 
 
-@pytest.mark.parametrize(
-    "kind, warned",
-    [
-        ("nvme", None), ("ssd", "0.5 GB/s"), ("hdd", "rotating"), ("network", "network file system"),
-        ("tmpfs", "saves no RAM"), ("virtual", None), ("unknown", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, warned", [
+    ("nvme", None), ("ssd", "0.5 GB/s"), ("hdd", "rotating"), ("network", "network file system"),
+    ("tmpfs", "saves no RAM"), ("virtual", None), ("unknown", None),
+])  # fmt: skip
 def test_the_kind_of_drive_is_told(tmp_path, monkeypatch, kind, warned):
     monkeypatch.setattr(nvme, "drive_of", lambda path: drive(kind))
     ok, message = validate_nvme_path(tmp_path, 0)
@@ -253,14 +243,12 @@ def test_speed_takes_at_most_a_quarter_of_the_free_space(tmp_path: Path, monkeyp
     check_nvme_performance(tmp_path, test_bytes=64 * MIB, num_threads=1)
     assert sizes[0] == 8 * MIB
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, MIB))
-    with pytest.raises(OSError, match="too little to measure"):
-        check_nvme_performance(tmp_path)
+    refused(OSError, "too little to measure", lambda: check_nvme_performance(tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"test_bytes": 1}, {"max_s": 0}, {"num_threads": 0}])
 def test_speed_arguments(tmp_path: Path, wrong: dict) -> None:
-    with pytest.raises(ValueError, match="check_nvme_performance needs"):
-        check_nvme_performance(tmp_path, **wrong)
+    refused(ValueError, "check_nvme_performance needs", lambda: check_nvme_performance(tmp_path, **wrong))
 
 
 # --- locked memory

@@ -17,12 +17,10 @@ pytestmark = pytest.mark.no_cover
 MASKS = {**TINY, "attn_implementation": "sdpa"}
 GO = [["train", 3], ["eval"]]
 CASES: dict[str, dict[str, Any]] = {
-    "staged": {},
-    "checkpointed": {"model": {"gradient_checkpointing": True}},
-    "stock": {"outcore": {"offload": "stock"}},
-    "no ZeRO": {"zero": {"zero_stage": "none"}},
+    "staged": {}, "checkpointed": {"model": {"gradient_checkpointing": True}},
+    "stock": {"outcore": {"offload": "stock"}}, "no ZeRO": {"zero": {"zero_stage": "none"}},
     "fp32": {"precision": "fp32"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +77,9 @@ def test_on_a_gpu_the_kernel_trains_as_masks_do(tmp_path: Path, case: dict[str, 
     heads = {"hidden_size": 256, "head_dim": 64}
     model = {**TINY, "config_overrides": {**TINY["config_overrides"], **heads}, **case.get("model", {})}
     jobs = [
-        job("borders", GO, model=model),
-        job("no ZeRO", GO, model=model, zero={"zero_stage": "none"}),
+        job("borders", GO, model=model), job("no ZeRO", GO, model=model, zero={"zero_stage": "none"}),
         job("masks", GO, model={**model, "attn_implementation": "sdpa"}),
-    ]
+    ]  # fmt: skip
     found = run_jobs(tmp_path, jobs, device="cuda")[0]
     masked = passed(found, "masks")
     for name in ("borders", "no ZeRO"):

@@ -20,13 +20,10 @@ from outcore.storage import TensorStore
 from outcore.train.run import main
 
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
-    "forward": (DeepSpeedEngine, "_to_device", False),
-    "update": (StateRing, "wait", True),
-    "gradient": (gradients_room.StagedGradients, "add", True),
-    "write": (TensorStore, "submit_write", True),
-    "save": (engine_room, "write_shard", False),
-    "commit": (Manifest, "save", True),
-}
+    "forward": (DeepSpeedEngine, "_to_device", False), "update": (StateRing, "wait", True),
+    "gradient": (gradients_room.StagedGradients, "add", True), "write": (TensorStore, "submit_write", True),
+    "save": (engine_room, "write_shard", False), "commit": (Manifest, "save", True),
+}  # fmt: skip
 """Where each comes by: owner, name, and whether the blow falls after the call."""
 
 

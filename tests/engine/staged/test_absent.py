@@ -22,10 +22,8 @@ OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"weight_decay": WEIGHT_DE
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100}, **OPTIMIZER}
 PLACES = ["in RAM", "gradients in RAM", "all on NVMe"]
 CASES = {
-    "fp32": {"precision": "fp32"},
-    "split states": {},
-    "no clipping": {"max_grad_norm": 0.0},
-}
+    "fp32": {"precision": "fp32"}, "split states": {}, "no clipping": {"max_grad_norm": 0.0},
+}  # fmt: skip
 
 
 def by_hand(precision: str, clip: float) -> tuple[list[list[float]], dict[str, dict[str, torch.Tensor]]]:
@@ -68,10 +66,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     nvme = folder / "nvme"
     nvme.mkdir()
     zeros = {
-        "in RAM": None,
-        "gradients in RAM": infinity(nvme),
-        "all on NVMe": infinity(nvme, nvme_offload_gradients=True),
-    }
+        "in RAM": None, "gradients in RAM": infinity(nvme), "all on NVMe": infinity(nvme, nvme_offload_gradients=True),
+    }  # fmt: skip
     jobs = []
     for case, more in CASES.items():
         for place in PLACES:

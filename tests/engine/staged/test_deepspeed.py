@@ -42,15 +42,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("resumed", [["load", checkpoint], ["train", 2], ["eval"]]),
         job("resumed in another format", [["load", checkpoint], ["train", 2]], outcore={"state_format": "fp32"}),
         job("resumed by stock", [["load", checkpoint], ["train", 2]], outcore={"offload": "stock"}),
-        job("stock fp32", go, outcore={"offload": "stock"}, **fp32),
-        job("staged fp32", go, **fp32),
+        job("stock fp32", go, outcore={"offload": "stock"}, **fp32), job("staged fp32", go, **fp32),
         job("parameters on the device", go, zero={"zero_stage": "zero3", "offload_params": "none"}),
         job("no clipping", go, max_grad_norm=0.0),
         job("no clipping, stock", go, outcore={"offload": "stock"}, max_grad_norm=0.0),
-        job("8-bit", go, outcore={"state_format": "split8"}),
-        *chunked_jobs([["train", 3]]),
+        job("8-bit", go, outcore={"state_format": "split8"}), *chunked_jobs([["train", 3]]),
         job("only stock", [["train", 1]], config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
-    ]
+    ]  # fmt: skip
     return run_jobs(folder, jobs)[0]
 
 

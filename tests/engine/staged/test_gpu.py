@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engine.staged.jobs import job, passed, run_jobs
+from tests.engine.staged.test_nvme import infinity
 
 pytestmark = pytest.mark.gpu
 MODEL = {
@@ -19,12 +20,6 @@ MODEL = {
 """Weights of up to 4 MiB, so that reads, copies and compute really overlap."""
 GRADIENTS = {"slot_bytes": 1 << 20, "flight_bytes": 6 << 20}
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 600, "sub_group_size": 2_000_000}}
-
-
-def infinity(nvme: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "zero_stage": "infinity", "nvme_offload_path": str(nvme), "strict_offload": True, "max_in_cpu_gb": 0.0, **more,
-    }  # fmt: skip
 
 
 def jobs_of(folder: Path, **run: Any) -> list[dict[str, Any]]:

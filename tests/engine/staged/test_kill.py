@@ -20,7 +20,6 @@ RANDOM_BLOWS = {"forward": 12, "update": 120, "write": 300, "save": 10, "commit"
 """Up to which count each moment is tried, with `slow`."""
 
 
-
 def train(
     root: Path, moment: str = "never", count: int = 0, *, on_nvme: bool = True, more: tuple[str, ...] = ()
 ) -> int:

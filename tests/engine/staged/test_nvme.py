@@ -14,12 +14,10 @@ SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_g
 """Sub-groups and persistence to the measure of the tiny model."""
 MIB = 1 << 20
 FAULTS = {
-    "the drive is full": ["fail", "write", {"errno": errno.ENOSPC}],
-    "a read fails": ["fail", "read", {}],
-    "a write is short": ["short", "write", {"got": 512}],
-    "the states are truncated": ["truncate", "optimizer states"],
+    "the drive is full": ["fail", "write", {"errno": errno.ENOSPC}], "a read fails": ["fail", "read", {}],
+    "a write is short": ["short", "write", {"got": 512}], "the states are truncated": ["truncate", "optimizer states"],
     "the parameters are truncated": ["truncate", "parameters"],
-}
+}  # fmt: skip
 
 
 def infinity(nvme: Path, **more: Any) -> dict[str, Any]:

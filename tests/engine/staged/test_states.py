@@ -14,6 +14,7 @@ from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.host_memory import HostMemory
+from tests.refused import refused
 
 NUMEL = 4096
 """Of a share that fills a slot."""
@@ -129,11 +130,9 @@ ACTIONS = st.lists(st.sampled_from(["update", "settle", "look", "wait"]), min_si
 
 
 @given(
-    st.lists(st.sampled_from([64, 1000, 2300, NUMEL]), min_size=1, max_size=9),
-    st.integers(1, 8),
-    st.sampled_from(["split", "fp32", "split8", "fp24_m8"]),
-    ACTIONS,
-)
+    st.lists(st.sampled_from([64, 1000, 2300, NUMEL]), min_size=1, max_size=9), st.integers(1, 8),
+    st.sampled_from(["split", "fp32", "split8", "fp24_m8"]), ACTIONS,
+)  # fmt: skip
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -169,8 +168,6 @@ def test_a_write_that_fails_when_the_kept_chunks_leave_stops_the_run(tmp_path, p
         raise OSError(28, "No space left on device")
 
     shares.states.state_store.submit_write = no_room
-    with pytest.raises(Exception, match="No space left"):
-        shares.states.settle()
-    with pytest.raises(Exception, match="No space left"):
-        shares.update()
+    refused(Exception, "No space left", shares.states.settle)
+    refused(Exception, "No space left", shares.update)
     shares.close()

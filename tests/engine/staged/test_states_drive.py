@@ -20,6 +20,7 @@ from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.host_memory import HostMemory, pageable
 from outcore.states.placement import GradPlace
 from outcore.storage import TensorSpec, open_engine
+from tests.refused import refused
 from tests.storage.faulty import FaultyEngine
 
 CHUNK = 4096
@@ -87,8 +88,7 @@ class Run:
                 self.params.put(index, home)
                 home = None
             share = SmallChunks(
-                SimpleNamespace(ds_id=index), index, index // 2, numel, index % 2, offset, torch.bfloat16,
-                grad, home,
+                SimpleNamespace(ds_id=index), index, index // 2, numel, index % 2, offset, torch.bfloat16, grad, home,
             )  # fmt: skip
             share.loan = grad if home is None else None
             self.shares.append(share)
@@ -158,12 +158,10 @@ def compare_weights(both, weights):
 
 @given(
     st.lists(st.sampled_from([64, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
-    st.sampled_from(PLACES),
-    st.integers(1, 8),
-    st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
+    st.sampled_from(PLACES), st.integers(1, 8), st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
     st.sampled_from([0, 100_000]),
     st.lists(st.sampled_from(["update", "part", "settle", "look", "wait", "rewrite"]), min_size=1, max_size=8),
-)
+)  # fmt: skip
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -250,8 +248,7 @@ def test_closing_with_chunks_that_are_kept_and_on_their_way_starts_nothing(tmp_p
     run.update()
     assert run.states.close()
     written = run.states.ring.written_bytes
-    with pytest.raises(EngineError, match="closed"):
-        run.states.settle()
+    refused(EngineError, "closed", run.states.settle)
     assert run.states.ring.written_bytes == written
     run.close()
 
@@ -288,8 +285,7 @@ def test_a_transfer_that_was_accepted_is_waited_for_when_the_next_of_its_chunk_i
     if end == "close":
         assert run.states.close()
     else:
-        with pytest.raises(EngineError, match="refused"):
-            run.states.settle()
+        refused(EngineError, "refused", run.states.settle)
     assert [transfer.done() for transfer in accepted] == [True]
     if kind == "read":
         assert run.states.ring.optimizer_time.total_s() == worked_s, "a chunk of which a part was missing was updated"

@@ -21,6 +21,7 @@ from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, losses_of, same, weights_of, with_drive
 from tests.engine.stream.training import batches_of as growing_batches
 from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
+from tests.refused import refused
 
 built, drive = with_drive
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
@@ -118,8 +119,7 @@ def test_space_is_reserved_before_training(build, tmp_path):
     assert parts_of(engine).schedule.activations._store is not store
     engine.close()
     assert not (tmp_path / FOLDER).exists()
-    with pytest.raises(EngineError, match=r"no room for the activations on NVMe.*too few"):
-        build(step_tokens=(10**13,))
+    refused(EngineError, r"no room for the activations on NVMe.*too few", lambda: build(step_tokens=(10**13,)))
     assert not (tmp_path / FOLDER).exists()
 
 
@@ -128,8 +128,7 @@ def test_no_room_in_mid_run_changes_nothing(build, monkeypatch):
     run(engine, 1)
     before = {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
     monkeypatch.setattr("outcore.storage.store.tensor_store.check_space", _full)
-    with pytest.raises(EngineError, match="no room"):
-        engine.train_step(batches_of(1), LR)
+    refused(EngineError, "no room", lambda: engine.train_step(batches_of(1), LR))
     monkeypatch.undo()
     assert all(torch.equal(p, before[n]) for n, p in engine.loaded.model.named_parameters())
     assert engine.train_step(batches_of(1), LR).loss > 0
@@ -185,8 +184,7 @@ def test_scratch_of_a_killed_run_is_removed_and_a_living_one_is_left_alone(tmp_p
     with Scratch([tmp_path], drive) as scratch:
         assert not left.exists()
         scratch.store("activations", [TensorSpec("a", torch.uint8, (9000,))])
-        with pytest.raises(EngineError, match="in use"):
-            Scratch([tmp_path], drive)
+        refused(EngineError, "in use", lambda: Scratch([tmp_path], drive))
         assert left.exists()
     assert not (tmp_path / FOLDER).exists()
 

@@ -24,6 +24,7 @@ from tests.engine.stream.training import (
     weights_of,
 )
 from tests.flow.models import tiny_loaded
+from tests.refused import refused
 
 (build,) = fixtures
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,16 +85,12 @@ def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, 
     engine = build("llama")
     state = engine.save(tmp_path, lambda path, crc: None)
     before = weights_of(engine)
-    with pytest.raises(CheckpointError, match="weights only"):
-        engine.load(tmp_path, {**state, "optimizer_state": False})
-    with pytest.raises(CheckpointError, match="another model"):
-        build("gpt2").load(tmp_path, state)
+    refused(CheckpointError, "weights only", lambda: engine.load(tmp_path, {**state, "optimizer_state": False}))
+    refused(CheckpointError, "another model", lambda: build("gpt2").load(tmp_path, state))
     other = build("llama", intermediate_size=64)
-    with pytest.raises(CheckpointError, match="has shape"):
-        other.load(tmp_path, state)
+    refused(CheckpointError, "has shape", lambda: other.load(tmp_path, state))
     (tmp_path / "exp_avg-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="not whole"):
-        engine.load(tmp_path, state)
+    refused(CheckpointError, "not whole", lambda: engine.load(tmp_path, state))
     after = weights_of(engine)
     assert all(torch.equal(before[n], after[n]) for n in before)
 

@@ -11,6 +11,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, losses_of, plain_training, same
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.gpu
 SETTINGS = StreamSettings(
     staging_bytes=64 * MIB, slot_bytes=MIB, num_slots=2, optimizer_threads=4, chunk_numel=1 << 14, compile="off"
 )
-LR = 3e-3
 
 
 def batches_of(step: int):
@@ -31,7 +31,7 @@ def train(model: str, settings: StreamSettings, steps: int, *, dtype=torch.float
     set_dropout(loaded.model, dropout)
     engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
     try:
-        losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
+        losses = losses_of(engine, range(steps), batches_of)
         engine.evaluate([plain_batch(seed=77)])
         return losses, {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
     finally:
@@ -42,27 +42,9 @@ def train(model: str, settings: StreamSettings, steps: int, *, dtype=torch.float
 def test_fp32_equals_plain_adamw_on_the_gpu(model):
     reference = tiny_loaded(model)
     set_dropout(reference.model, 0.0)
-    network = reference.model.cuda()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=LR, weight_decay=SETTINGS.weight_decay)
-    expected = []
-    for step in range(10):
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
-        optimizer.zero_grad()
-        summed = 0.0
-        for batch in batches_of(step):
-            result = reference.token_loss()(network, batch)
-            result.objective(total).backward()
-            summed += float(result.loss_sum.detach())
-        torch.nn.utils.clip_grad_norm_(network.parameters(), SETTINGS.max_grad_norm)
-        optimizer.step()
-        expected.append(summed / total)
+    reference.model.cuda()
+    expected, _ = plain_training(reference, 10, max_norm=SETTINGS.max_grad_norm, batches=batches_of)
     assert train(model, SETTINGS, 10)[0] == pytest.approx(expected, rel=5e-3)
-
-
-def same(found, expected) -> bool:
-    """Losses and weights, to the bit."""
-    (losses, weights), (others, theirs) = found, expected
-    return losses == others and all(torch.equal(weights[name], theirs[name]) for name in weights | theirs)
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
@@ -141,22 +123,17 @@ def test_resumed_with_states_elsewhere_it_goes_on_with_the_same_bits(fixed_order
             tiny_loaded("llama", dtype=torch.bfloat16), settings, device="cuda", pinned_grant=False, trial=False
         )
 
-    def steps(engine, first, end):
-        return [engine.train_step(batches_of(s), LR).loss for s in range(first, end)]
-
     on_nvme = {
-        "nvme_path": str(tmp_path / "drive"),
-        "state_ram_bytes": 0,
-        "weight_ram_bytes": 0,
-        "chunk_numel": 1 << 12,
-    }
+        "nvme_path": str(tmp_path / "drive"), "state_ram_bytes": 0, "weight_ram_bytes": 0, "chunk_numel": 1 << 12,
+    }  # fmt: skip
     (tmp_path / "saved").mkdir()
     engine, other = build(SETTINGS), build(replace(SETTINGS, states="split", **on_nvme))
     try:
-        steps(engine, 0, 3)
+        losses_of(engine, range(3), batches_of)
         state = engine.save(tmp_path / "saved", lambda path, crc: None)
         other.load(tmp_path / "saved", state)
-        assert steps(other, 3, 6) == steps(engine, 3, 6)
+        first, second = (losses_of(one, range(3, 6), batches_of) for one in (other, engine))
+        assert first == second
     finally:
         engine.close()
         other.close()
@@ -190,7 +167,7 @@ def test_fp16_with_loss_scaling():
 def test_muon_follows_the_cpu_and_repeats_its_bits(fixed_order, engines, max_norm):
     settings = replace(SETTINGS, optimizer="muon", max_grad_norm=max_norm)
     engines.append(build_stream_engine(tiny_loaded("llama"), settings, device="cpu", pinned_grant=False))
-    expected = [engines[-1].train_step(batches_of(step), LR).loss for step in range(6)]
+    expected = losses_of(engines[-1], range(6), batches_of)
     found = train("llama", settings, 6)
     assert found[0] == pytest.approx(expected, rel=5e-3)
     assert same(train("llama", settings, 6), found)

@@ -8,54 +8,39 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outcore.data import load_tokenizer
-from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.formats import open_packed
 from outcore.formats.gguf_files import write_gguf
 from outcore.model import LoraSettings, ModelSettings, load_model
 from tests.engine.inside import parts_of
-from tests.engine.stream.test_lazy import TINY
+from tests.engine.stream import test_lazy
+from tests.engine.stream.training import fixtures, homes_of, same
 from tests.flow.models import padded_batch, plain_batch
 from tests.formats.test_gguf import folder_of, values_of
 
+(built,), of_loaded = fixtures, test_lazy.build
 FIELDS = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-}
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300,
+}  # fmt: skip
 MIXTURE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 300}
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture
-def build(tmp_path, engines):
+def build(of_loaded):
     def make(settings: ModelSettings, *, lazy: bool = True, **changes):
-        where = {"nvme_path": str(tmp_path / f"drive{len(engines)}")} if "weight_ram_bytes" in changes else {}
-        loaded = load_model(settings, lazy=lazy)
-        made = build_stream_engine(
-            loaded, replace(TINY, **where, **changes), device="cpu", pinned_grant=False, trial=False
-        )
-        engines.append(made)
-        return made
+        return of_loaded(load_model(settings, lazy=lazy), **changes)
 
     return make
 
 
 def settings_for(quantize: str | None, preset: str = "llama-1b", precision: str = "bf16") -> ModelSettings:
-    lora = (
-        LoraSettings(r=4, alpha=8) if preset != "tiny-moe" else LoraSettings(r=4, target_modules=("q_proj", "o_proj"))
-    )
-    return ModelSettings(
-        preset=preset,
-        precision=precision,
-        seq_length=64,
-        config_overrides=FIELDS if preset != "tiny-moe" else MIXTURE,
-        lora=lora,
-        quantize=quantize,
-    )
+    fields, lora = FIELDS, LoraSettings(r=4, alpha=8)
+    if preset == "tiny-moe":
+        fields, lora = MIXTURE, LoraSettings(r=4, target_modules=("q_proj", "o_proj"))
+    more: dict = {"config_overrides": fields, "lora": lora, "quantize": quantize}
+    return ModelSettings(preset=preset, precision=precision, seq_length=64, **more)
 
 
 def packed_names(engine) -> set[str]:
@@ -63,26 +48,16 @@ def packed_names(engine) -> set[str]:
 
 
 def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = []
-    for step in range(steps):
-        batches = [plain_batch(2, 12, seed=step), padded_batch(2, 16, seed=50 + step)]
-        losses.append(engine.train_step(batches, 1e-2).loss)
-    parts_of(engine).updates.drain()
-    homes = parts_of(engine).homes
-    names = homes.weights.names()
-    return losses, {name: homes.weights.read(name).clone() for name in names if "lora_" in name}
+    batches = [[plain_batch(2, 12, seed=step), padded_batch(2, 16, seed=50 + step)] for step in range(steps)]
+    losses = [engine.train_step(step, 1e-2).loss for step in batches]
+    return losses, {name: value for name, value in homes_of(engine).items() if "lora_" in name}
 
 
-@pytest.mark.parametrize(
-    ("quantize", "preset", "precision", "changes"),
-    [
-        ("nf4", "llama-1b", "bf16", {}),
-        ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
-        ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
-        ("int8", "llama-1b", "fp32", {"activations": "ram"}),
-        ("nf4", "tiny-moe", "bf16", {}),
-    ],
-)
+@pytest.mark.parametrize(("quantize", "preset", "precision", "changes"), [
+    ("nf4", "llama-1b", "bf16", {}), ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
+    ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
+    ("int8", "llama-1b", "fp32", {"activations": "ram"}), ("nf4", "tiny-moe", "bf16", {}),
+])  # fmt: skip
 def test_training_equals_that_over_the_expanded_base(build, quantize, preset, precision, changes):
     engine = build(settings_for(quantize, preset, precision), **changes)
     resident = build(settings_for(None, preset, precision), lazy=False)
@@ -97,9 +72,9 @@ def test_training_equals_that_over_the_expanded_base(build, quantize, preset, pr
         changed += not torch.equal(value, parts_of(resident).homes.weights.read(name))
         parts_of(resident).homes.weights.write(name, value)
     assert changed == len(packed)
-    (losses, adapters), (expected, expected_adapters) = trained(engine), trained(resident)
-    assert losses == expected
-    assert all(torch.equal(value, expected_adapters[name]) for name, value in adapters.items())
+    found = trained(engine)
+    assert same(found, trained(resident))
+    adapters = found[1]
     assert any("lora_B" in name and value.abs().max() > 0 for name, value in adapters.items())
 
 
@@ -158,15 +133,14 @@ def published(tmp_path, preset: str, *, mixture: bool):
 
 
 @pytest.mark.parametrize(("preset", "mixture"), [("llama-1b", False), ("tiny-moe", True)])
-def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_path, engines, preset, mixture):
+def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines, preset, mixture):
     packed_folder, plain_folder = published(tmp_path, preset, mixture=mixture)
     results = []
     for folder in (packed_folder, plain_folder):
         settings = ModelSettings(
             model_name_or_path=str(folder), precision="bf16", seq_length=64, lora=settings_for(None, preset).lora
         )
-        loaded = load_model(settings, lazy=True, packed_feed=open_packed)
-        engines.append(build_stream_engine(loaded, TINY, device="cpu", pinned_grant=False, trial=False))
+        of_loaded(load_model(settings, lazy=True, packed_feed=open_packed))
         results.append(trained(engines[-1]))
     packed, plain = engines
     assert all("layers." in name for name in packed_names(packed)) and not packed_names(plain)
@@ -184,7 +158,7 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_pa
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
 
 
-def test_a_gguf_file_trains_as_its_16_bit_values_do(tmp_path, engines):
+def test_a_gguf_file_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines):
     """Its blocks stay packed; tokenizer and configuration come from the file too."""
     pytest.importorskip("gguf")
     folder = folder_of(tmp_path, vocab_size=300)
@@ -199,9 +173,7 @@ def test_a_gguf_file_trains_as_its_16_bit_values_do(tmp_path, engines):
             model_name_or_path=str(name), precision="bf16", seq_length=32, lora=settings_for(None).lora
         )
         assert (lora_size(settings, None).saved_bytes > 0) == (name == file)
-        loaded = load_model(settings, lazy=True, packed_feed=open_packed)
-        engines.append(build_stream_engine(loaded, TINY, device="cpu", pinned_grant=False, trial=False))
+        of_loaded(load_model(settings, lazy=True, packed_feed=open_packed))
         assert bool(packed_names(engines[-1])) == (name == file)
         results.append(trained(engines[-1]))
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+    assert same(*results)

@@ -5,6 +5,7 @@ import torch
 
 from tests.engine.stream.training import fixtures, losses_of
 from tests.flow.models import tiny_loaded
+from tests.refused import refused
 
 (build,) = fixtures
 PROMPT = [5, 6, 7]
@@ -44,5 +45,4 @@ def test_sampling_looks_back_no_further_than_the_model_knows_positions(build):
 
 
 def test_a_prompt_without_tokens_is_refused(build):
-    with pytest.raises(ValueError, match="at least one token"):
-        build("gpt2").sample([], 3, None)
+    refused(ValueError, "at least one token", lambda: build("gpt2").sample([], 3, None))

@@ -8,13 +8,13 @@ import transformers
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units, why_config_not_trained, why_not_trained
-from outcore.flow.layers import CompiledLayers
 from outcore.flow.parts import discover_units
 from outcore.model import ModelSettings, load_model
 from outcore.model.facts import checkpoint_name
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.shrink import shrink_config
 from tests.engine.stream.training import LR, batches_of, plain_training
+from tests.flow.layers.test_compiled import assert_compiled_equals_eager
 from tests.flow.models import (
     TINY_SETTINGS,
     assert_same_grads,
@@ -31,28 +31,14 @@ pytestmark = [
 ]
 PLAIN = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "final_logit_softcapping": 30.0}
 DENSE = {
-    **PLAIN,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-    "sliding_window": 1024,
-}
+    **PLAIN, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "num_global_key_value_heads": 4, "sliding_window": 1024,
+}  # fmt: skip
 MIXTURE = {
-    **PLAIN,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_global_key_value_heads": 2,
-    "enable_moe_block": True,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
-}
+    **PLAIN, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
+    "top_k_experts": 8, "moe_intermediate_size": 704,
+}  # fmt: skip
 KINDS = [("gemma4_text", DENSE), ("gemma4_text", MIXTURE), ("gemma4_unified_text", DENSE)]
 
 
@@ -142,15 +128,8 @@ def test_compiled_layers_equal_eager_ones():
     loaded = tiny(
         "gemma4_text", {**DENSE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     )
-    batch = padded_batch(2, 16)
-    objective, expected = run_units(loaded, batch)
-    units = discover_units(loaded)
-    compiled = CompiledLayers(units, "on", backend="aot_eager")
-    assert compiled.num_kinds == len(units.layers)  # each has a scalar of its own
-    mine, grads = run_units(loaded, batch, compiled)
-    assert not compiled.why_not
-    assert float(mine) == pytest.approx(float(objective), rel=1e-5)
-    assert_same_grads(grads, expected)
+    compiled = assert_compiled_equals_eager(loaded)
+    assert compiled.num_kinds == len(loaded.model.model.layers)  # each has a scalar of its own
     torch._dynamo.reset()
 
 

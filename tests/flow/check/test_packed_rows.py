@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outcore.common.quantities import MIB
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
-from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, packed_rows, sharing_holds
 from outcore.flow.layers import CompiledLayers, graphs
 from outcore.flow.parts import DeviceBatch, discover_units
@@ -21,6 +19,7 @@ from outcore.model.packed.trial import takes_packed_attention
 from tests.engine.inside import parts_of
 from tests.flow.layers.test_graphs import CpuGraphs
 from tests.flow.models import (
+    TINY_SETTINGS,
     assert_same_grads,
     packed_batch,
     padded_batch,
@@ -32,9 +31,6 @@ from tests.flow.models import (
 from tests.model.packed.varlen_kernel import imitated
 
 CPU = torch.device("cpu")
-SETTINGS = StreamSettings(
-    staging_bytes=2 * MIB, slot_bytes=65536, num_slots=2, optimizer_threads=1, optimizer_backend="torch"
-)
 MIXED = [packed_batch(2, 18, seed=1), padded_batch(2, 18, seed=2), plain_batch(2, 18, seed=3), packed_batch(1, 23)]
 
 
@@ -66,7 +62,9 @@ CASES = {
 @pytest.mark.parametrize("model_type", list(CASES))
 def test_training_is_the_same_bit_for_bit(model_type):
     found = [
-        results_of(tiny_loaded(model_type, **CASES[model_type]), replace(SETTINGS, packed_attention=way), trial=True)
+        results_of(
+            tiny_loaded(model_type, **CASES[model_type]), replace(TINY_SETTINGS, packed_attention=way), trial=True
+        )
         for way in ("auto", "masks")
     ]
     assert found[0][:2] == found[1][:2]
@@ -74,8 +72,8 @@ def test_training_is_the_same_bit_for_bit(model_type):
 
 
 def test_adapters_train_the_same():
-    found = [results_of(with_adapters(tiny_loaded("qwen3")), SETTINGS)]
-    found.append(results_of(with_adapters(tiny_loaded("qwen3")), replace(SETTINGS, packed_attention="masks")))
+    found = [results_of(with_adapters(tiny_loaded("qwen3")), TINY_SETTINGS)]
+    found.append(results_of(with_adapters(tiny_loaded("qwen3")), replace(TINY_SETTINGS, packed_attention="masks")))
     assert found[0][:2] == found[1][:2]
 
 
@@ -145,7 +143,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
         for way in ("auto", "masks"):
             loaded = tiny_loaded(model_type)
             set_dropout(loaded.model, 0.0)
-            settings = replace(SETTINGS, packed_attention=way, compile="on")
+            settings = replace(TINY_SETTINGS, packed_attention=way, compile="on")
             engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False)
             calls.clear()
             losses[way] = [engine.train_step([packed_batch(2, 18, seed=7)], 1e-2).loss]
@@ -196,7 +194,7 @@ def test_the_choice_is_told_and_explicit_choices_are_kept():
     in_fp32 = attention_to_packed_rows(tiny_loaded("llama"), torch.device("cuda"), torch.float32)
     assert in_fp32.startswith("masks (") and "bf16" in in_fp32
     loaded = tiny_loaded("llama")
-    engine = build_stream_engine(loaded, SETTINGS, device="cpu", pinned_grant=False)
+    engine = build_stream_engine(loaded, TINY_SETTINGS, device="cpu", pinned_grant=False)
     assert "  packed rows: masks, made in each layer (no GPU)" in engine.describe().splitlines()
     assert loaded.model.config._attn_implementation == PACKED_ATTENTION
     engine.close()
@@ -216,7 +214,7 @@ def test_a_failed_trial_is_said_once_and_leaves_masks(which, monkeypatch, caplog
 
 def test_the_exported_model_knows_nothing_of_it(tmp_path):
     loaded = tiny_loaded("llama")
-    engine = build_stream_engine(loaded, SETTINGS, device="cpu", pinned_grant=False, trial=False)
+    engine = build_stream_engine(loaded, TINY_SETTINGS, device="cpu", pinned_grant=False, trial=False)
     engine.export(tmp_path / "model")
     engine.close()
     assert loaded.model.config._attn_implementation == PACKED_ATTENTION

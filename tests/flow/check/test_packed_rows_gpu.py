@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import DeviceBatch
@@ -13,13 +12,11 @@ from outcore.model.packed.attention import by_kernel
 from outcore.model.packed.borders import are_borders, borders_of
 from outcore.model.packed.trial import KERNEL_TOLERANCE, kernel_error
 from tests.engine.inside import parts_of
+from tests.engine.stream.test_gpu import SETTINGS
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
 
-SETTINGS = StreamSettings(
-    staging_bytes=64 * MIB, slot_bytes=MIB, num_slots=2, optimizer_threads=4, chunk_numel=1 << 14, compile="off"
-)
 KERNEL_WORDS = "packed rows: variable-length flash attention"
 
 

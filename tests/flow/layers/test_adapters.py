@@ -113,15 +113,12 @@ def second_at_work(network: Any) -> None:
     ("config", "change"),
     [
         ({}, lambda network: network.merge_adapter()),
-        ({}, lambda network: network.base_model.disable_adapter_layers()),
-        ({}, second),
-        ({}, second_at_work),
-        ({"use_dora": True}, None),
-        ({"lora_bias": True}, None),
+        ({}, lambda network: network.base_model.disable_adapter_layers()), ({}, second), ({}, second_at_work),
+        ({"use_dora": True}, None), ({"lora_bias": True}, None),
         ({}, lambda network: [m.float() for n, m in network.named_modules() if n.endswith("lora_A")]),
     ],
     ids=["merged", "switched off", "one at rest", "two at work", "DoRA", "with a bias", "of another type"],
-)
+)  # fmt: skip
 def test_other_adapters_stay_with_pefts_code(config: dict[str, Any], change: Callable[[Any], object] | None) -> None:
     network = adapted(**config)
     if change is not None:

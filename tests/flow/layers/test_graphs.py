@@ -183,15 +183,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(
-    ("device", "compile", "family"),
-    [
-        pytest.param("cpu", "on", "llama", marks=pytest.mark.slow),
-        *(("cpu", "off", family) for family in FAMILIES),
-        pytest.param("cuda", "on", "llama", marks=pytest.mark.gpu),
-        *(pytest.param("cuda", "off", family, marks=pytest.mark.gpu) for family in FAMILIES),
-    ],
-)
+@pytest.mark.parametrize(("device", "compile", "family"), [
+    pytest.param("cpu", "on", "llama", marks=pytest.mark.slow), *(("cpu", "off", family) for family in FAMILIES),
+    pytest.param("cuda", "on", "llama", marks=pytest.mark.gpu),
+    *(pytest.param("cuda", "off", family, marks=pytest.mark.gpu) for family in FAMILIES),
+])  # fmt: skip
 def test_training_is_the_same_with_graphs(device, compile, family):
     plain, graphed = (train(graphs, device, compile=compile, family=family) for graphs in (False, True))
     assert graphed[2] > 0 and plain[2] == 0

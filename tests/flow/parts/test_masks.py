@@ -5,18 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units, shell
 from outcore.flow.parts.masks import BitMask, MaskShrinker, restored
 from tests.data.layout.isolation import packed_attention_mask
 from tests.engine.inside import parts_of
-from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
+from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, tiny_loaded
 
-SETTINGS = StreamSettings(
-    staging_bytes=2 * MIB, slot_bytes=65536, num_slots=2, optimizer_threads=1, optimizer_backend="torch"
-)
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]])
 
 
@@ -101,12 +96,9 @@ def test_training_with_shrunk_masks_is_the_same(monkeypatch, count):
     for min_numel in (1 << 40, 1):
         monkeypatch.setattr(shell.CallLog.shrink_masks, "__defaults__", (min_numel,))
         engine = build_stream_engine(
-            tiny_loaded("mistral"),
-            replace(SETTINGS, seed=1, packed_attention="masks"),
-            device="cpu",
-            pinned_grant=False,
-            trial=False,
-        )
+            tiny_loaded("mistral"), replace(TINY_SETTINGS, seed=1, packed_attention="masks"), device="cpu",
+            pinned_grant=False, trial=False,
+        )  # fmt: skip
         layers = len(parts_of(engine).units.layers)
         results.append([(r.loss, r.grad_norm) for r in (engine.train_step(batches, 1e-3) for _ in range(2))])
         engine.close()

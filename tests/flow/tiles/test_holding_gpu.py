@@ -16,11 +16,7 @@ from outcore.sizing.tiles import Holding
 from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 from tests.flow.tiles.holdings import LESS, WHOLE
-
-SETTINGS = StreamSettings(
-    staging_bytes=256 * MIB, slot_bytes=4 * MIB, num_slots=4, optimizer_threads=4, chunk_numel=1 << 16, compile="off"
-)
-LR = 1e-3
+from tests.flow.tiles.test_tiling_gpu import LR, SETTINGS
 
 
 def train(holding: Holding, settings: StreamSettings, model: str, device: str = "cuda") -> list[tuple[float, float]]:

@@ -18,6 +18,7 @@ from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, adapted, batches_of, result_of, same, with_drive
 from tests.flow.models import TINY_SETTINGS, plain_batch
+from tests.refused import refused
 
 built, drive = with_drive
 TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024)
@@ -164,8 +165,7 @@ def test_a_failed_read_stops_the_step_and_nothing_hangs(build, drive, how):
 
 def test_no_room_on_the_drive_is_said_before_training(build, tmp_path, monkeypatch):
     monkeypatch.setattr("outcore.storage.store.files.os.statvfs", _no_space)
-    with pytest.raises(EngineError, match=r"no room for the weights on NVMe.*too few"):
-        build(0)
+    refused(EngineError, r"no room for the weights on NVMe.*too few", lambda: build(0))
     monkeypatch.undo()
     assert not list(tmp_path.rglob(FOLDER))
 

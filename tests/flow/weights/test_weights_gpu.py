@@ -12,26 +12,15 @@ from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from tests.engine.inside import parts_of
-from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
+from tests.engine.stream.test_gpu import batches_of
+from tests.engine.stream.training import LR
+from tests.flow.models import plain_batch, tiny_loaded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = StreamSettings(
-    staging_bytes=64 * MIB,
-    slot_bytes=256 * 1024,
-    num_slots=2,
-    optimizer_threads=4,
-    chunk_numel=2048,
-    compile="off",
-    activations="device",
-    weight_read_ahead_bytes=4 * MIB,
-    state_ring_bytes=4 * MIB,
-)
-LR = 3e-3
-
-
-def batches_of(step: int):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2, 16, seed=100 * step + m) for m in range(2)]
+    staging_bytes=64 * MIB, slot_bytes=256 * 1024, num_slots=2, optimizer_threads=4, chunk_numel=2048, compile="off",
+    activations="device", weight_read_ahead_bytes=4 * MIB, state_ring_bytes=4 * MIB,
+)  # fmt: skip
 
 
 def train(folder, *, lora: bool, steps: int = 6, **changes):
@@ -54,16 +43,12 @@ ON_NVME = {"weight_ram_bytes": 0, "activations": "nvme"}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("lora", "changes"),
-    [
-        (True, {"weight_ram_bytes": 0}),
-        (True, {"weight_ram_bytes": 60_000, "num_layer_buffers": 1, "weight_read_ahead_bytes": 0}),
-        (True, ON_NVME | {"slot_bytes": 4096}),
-        (False, ON_NVME | {"state_ram_bytes": 0}),
-        (False, ON_NVME | {"state_ram_bytes": 0, "states": "split", "max_grad_norm": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("lora", "changes"), [
+    (True, {"weight_ram_bytes": 0}),
+    (True, {"weight_ram_bytes": 60_000, "num_layer_buffers": 1, "weight_read_ahead_bytes": 0}),
+    (True, ON_NVME | {"slot_bytes": 4096}), (False, ON_NVME | {"state_ram_bytes": 0}),
+    (False, ON_NVME | {"state_ram_bytes": 0, "states": "split", "max_grad_norm": 0.0}),
+])  # fmt: skip
 def test_residency_on_nvme_changes_no_bit(fixed_order, tmp_path, lora, changes):
     """Tiny layers finish in microseconds, so a copy that does not wait for its gate shows as another loss."""
     plain = {key: value for key, value in changes.items() if key in ("states", "max_grad_norm")}

@@ -31,15 +31,10 @@ def run(engine, steps=range(2)):
     return result_of(engine, steps, 2)
 
 
-@pytest.mark.parametrize(
-    ("model", "states"),
-    [
-        ("llama", "split8"),
-        ("gpt2", "fp32"),
-        pytest.param("llama", "fp32", marks=pytest.mark.slow),
-        pytest.param("gpt2", "split8", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("model", "states"), [
+    ("llama", "split8"), ("gpt2", "fp32"), pytest.param("llama", "fp32", marks=pytest.mark.slow),
+    pytest.param("gpt2", "split8", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_residency_changes_no_bit(build, drive, model, states):
     expected = run(build(model, states=states))
     drive.delay(0.001, "write")

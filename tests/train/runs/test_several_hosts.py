@@ -74,12 +74,8 @@ def test_two_hosts_train_and_one_resumes(hosts, tmp_path, corpus, monkeypatch):
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
     one = [
-        *flags(tmp_path, corpus, *shared),
-        "--max_steps",
-        "6",
-        "--resume_from_checkpoint",
-        "auto",
+        *flags(tmp_path, corpus, *shared), "--max_steps", "6", "--resume_from_checkpoint", "auto",
         "--continue_with_changes",
-    ]
+    ]  # fmt: skip
     assert main(one) == 0
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]

@@ -12,6 +12,7 @@ from outcore.data.layout import MixedRows
 from outcore.runs import default_name
 from outcore.train.configure import parse_config
 from outcore.train.run import main
+from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics, same, states
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
@@ -58,8 +59,7 @@ def test_rows_of_each_source_by_its_weight(sources: Path, tmp_path: Path) -> Non
     again.load_state_dict({**stream.state_dict(), "rows_seen": 6})
     assert all(np.array_equal(next(again)["input_ids"], batches[n]["input_ids"]) for n in (2, 3, 4))
     other = MixedRows(rows.parts, (1.0, 0.5, 1.0), rows.seed)
-    with pytest.raises(DataError, match="cannot be restored"):
-        BatchStream(other, 3).load_state_dict(stream.state_dict())
+    refused(DataError, "cannot be restored", lambda: BatchStream(other, 3).load_state_dict(stream.state_dict()))
 
 
 def test_what_a_source_may_be_called(tmp_path: Path) -> None:
@@ -67,8 +67,7 @@ def test_what_a_source_may_be_called(tmp_path: Path) -> None:
     odd.write_text("x")
     assert weighted_source(str(odd)).name == str(odd) and weighted_source("qa.csv:.3").weight == 0.3
     assert weighted_source("org/data").weight == 1 and weighted_source("x:2").name == "x"
-    with pytest.raises(DataError, match="above 0"):
-        weighted_source("x:0")
+    refused(DataError, "above 0", lambda: weighted_source("x:0"))
     file = tmp_path / "run.yaml"
     file.write_text("dataset: [a.jsonl, 'qa.csv:0.3']\n")
     config = parse_config(["--config", str(file)])

@@ -85,7 +85,6 @@ def test_a_stranger_walks_through_the_whole_example(tmp_path: Path, straight: Pa
     from safetensors.torch import load_file
 
     merged, before = (
-        load_file(tmp_path / "my_model/model.safetensors"),
-        load_file(straight / "export/r/model.safetensors"),
-    )
+        load_file(tmp_path / "my_model/model.safetensors"), load_file(straight / "export/r/model.safetensors"),
+    )  # fmt: skip
     assert any(not torch.equal(merged[name].float(), before[name].float()) for name in before)

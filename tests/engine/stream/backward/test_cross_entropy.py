@@ -29,13 +29,10 @@ def case(n: int, vocab: int, dtype: torch.dtype, masked: float, seed: int) -> tu
 
 @settings(max_examples=30, deadline=None)
 @given(
-    n=st.integers(1, 9),
-    vocab=st.integers(1, 67),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    masked=st.sampled_from([0.0, 0.4, 1.0]),
-    scale=st.sampled_from([1.0, 1e-3, 128.0]),
-    seed=st.integers(0, 99),
-)
+    n=st.integers(1, 9), vocab=st.integers(1, 67),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), masked=st.sampled_from([0.0, 0.4, 1.0]),
+    scale=st.sampled_from([1.0, 1e-3, 128.0]), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_equals_autograd(n, vocab, dtype, masked, scale, seed):
     logits, targets = case(n, vocab, dtype, masked, seed)
     before = logits.clone()

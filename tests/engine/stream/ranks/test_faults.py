@@ -12,6 +12,7 @@ from outcore.flow.weights import Scratch
 from outcore.staging.shared import RankEnded, RankGroup
 from outcore.storage.store import STORE_NAMES, lock_directories
 from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_with_fault
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("fault", ["killed in forward", "killed in the optimizer", "killed in save"])
@@ -41,8 +42,7 @@ def test_a_rank_hears_what_its_own_thread_that_publishes_died_of():
     part: Any = SimpleNamespace(index=0, name="layer 0")
     published = PublishedUpdates(host, Pool())  # pyright: ignore[reportArgumentType]
     published.watch(part, lambda: True)
-    with pytest.raises(RankEnded, match="rank 0 failed: OSError: the drive is gone"):
-        published.wait(part)
+    refused(RankEnded, "rank 0 failed: OSError: the drive is gone", lambda: published.wait(part))
     published.close()
     group.close()
 

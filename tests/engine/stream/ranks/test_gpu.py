@@ -9,9 +9,8 @@ from tests.engine.stream.ranks.world import SETTINGS, run_ranks, train
 
 GPU = replace(SETTINGS, compile="off")
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+    pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]  # fmt: skip
 
 
 def on_gpus(count: int, folder, **job):

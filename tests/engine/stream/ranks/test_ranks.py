@@ -19,26 +19,21 @@ from tests.engine.stream.ranks.world import (
 
 IMMEDIATE = replace(SETTINGS, max_grad_norm=0.0)
 SAME_BITS = {
-    "clipping": (2, {"dtype": "bfloat16"}),
-    "four ranks": (4, {"dtype": "bfloat16", "steps": 2}),
-    "fp32": (2, {}),
+    "clipping": (2, {"dtype": "bfloat16"}), "four ranks": (4, {"dtype": "bfloat16", "steps": 2}), "fp32": (2, {}),
     "dropout": (2, {"model": "phi", "dropout": 0.3, "dtype": "bfloat16"}),
     "no clipping": (2, {"settings": IMMEDIATE, "dtype": "bfloat16"}),
     "split states": (2, {"settings": replace(SETTINGS, states="split8"), "dtype": "bfloat16"}),
-    "mixture": (2, {"model": "mixtral"}),
-    "fp16": (2, {"dtype": "float16", "steps": 3}),
+    "mixture": (2, {"model": "mixtral"}), "fp16": (2, {"dtype": "float16", "steps": 3}),
     "large gradients": (2, {"dtype": "bfloat16", "steps": 2, "sums": (1, 0)}),
     "no slot is free": (2, {"dtype": "bfloat16", "steps": 2, "sums": (1 << 40, 0)}),
-    "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}),
-    "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
-}
+    "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}), "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
+}  # fmt: skip
 NEARLY = {
-    "two micro-batches a rank": {"micro": 4},
-    "tied": {"model": "gpt2"},
+    "two micro-batches a rank": {"micro": 4}, "tied": {"model": "gpt2"},
     "tiles": {"settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
     "tiles, tied": {"model": "gpt2", "settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
     "activations in RAM": {"settings": replace(SETTINGS, activations="ram")},
-}
+}  # fmt: skip
 SLOWLY = {"eight ranks"}
 """Four take the same way."""
 
@@ -48,7 +43,7 @@ def pair(tmp_path_factory):
     """What each of two ranks found in every case that is for two, one after another."""
     cases = {name: {**job, "micro": 2} for name, (size, job) in SAME_BITS.items() if size == 2}
     cases |= {name: {"micro": 2, **job} for name, job in NEARLY.items()}
-    ranks = run_ranks(2, tmp_path_factory.mktemp("pair"), train_each, timeout_s=280, cases=cases)
+    ranks = run_ranks(2, tmp_path_factory.mktemp("pair"), train_each, cases=cases)
     assert all(isinstance(rank, dict) for rank in ranks), ranks
     return ranks
 

@@ -118,16 +118,11 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.train.loop import Trainer
 
     places: dict[str, tuple[Any, str]] = {
-        "forward": (PartRunner, "layer"),
-        "backward": (BackwardRunner, "layer"),
-        "gradient": (GradientDownload, "ship"),
-        "update": (torch_backend, "update_chunk"),
-        "drive write": (BlockFile, "write_from"),
-        "shard": (state, "write_shard"),
-        "manifest": (Manifest, "save"),
-        "renamed": (checkpoint, "rotate"),
+        "forward": (PartRunner, "layer"), "backward": (BackwardRunner, "layer"), "gradient": (GradientDownload, "ship"),
+        "update": (torch_backend, "update_chunk"), "drive write": (BlockFile, "write_from"),
+        "shard": (state, "write_shard"), "manifest": (Manifest, "save"), "renamed": (checkpoint, "rotate"),
         "between": (Trainer, "train_one"),
-    }
+    }  # fmt: skip
     done = [0]
     owner, name = places[moment]
     _count_down(owner, name, count, lambda: done[0] >= after_step, half=moment == "drive write")

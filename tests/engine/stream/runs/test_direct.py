@@ -15,6 +15,7 @@ from tests.engine.inside import parts_of
 from tests.engine.stream.training import same
 from tests.flow.models import tiny_loaded
 from tests.flow.weights.test_weights_trained import NOTHING_IN_RAM, TINY, run
+from tests.refused import refused
 from tests.storage import test_kvikio
 
 kvikio_double = test_kvikio.kvikio
@@ -47,8 +48,7 @@ def test_kvikio_into_the_device_trains_to_the_same_bits(train, kvikio_double, pa
 
 
 def test_a_machine_without_kvikio_refuses_with_the_way_out(train) -> None:
-    with pytest.raises(EngineError, match=r"transfer_path gds: the kvikio engine needs.*--transfer_path staged"):
-        train("gds")
+    refused(EngineError, r"transfer_path gds: the kvikio engine needs.*--transfer_path staged", lambda: train("gds"))
 
 
 @pytest.mark.gpu

@@ -126,10 +126,9 @@ DRIVE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["write error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("read error", "full", "short read"))],
-)
+@pytest.mark.parametrize("name", [
+    "write error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("read error", "full", "short read")),
+])  # fmt: skip
 def test_a_drive_that_fails_in_mid_step(job: Job, name: str) -> None:
     plan, words = DRIVE_FAULTS[name]
     job.faulty_drive(plan)

@@ -41,18 +41,11 @@ def half_on_nvme(root: Path) -> dict:
 HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "half split": half_on_nvme}
 
 MORE_KILLS = [
-    ("forward", 3, "RAM", "split"),
-    ("drive write", 4, "NVMe", "half split"),
-    ("update", 2, "split", "RAM"),
-    ("backward", 5, "NVMe", "RAM"),
-    ("gradient", 2, "RAM", "NVMe"),
-    ("update", 7, "NVMe", "NVMe"),
-    ("drive write", 9, "half split", "half split"),
-    ("shard", 1, "RAM", "split"),
-    ("manifest", 1, "NVMe", "NVMe"),
-    ("renamed", 1, "split", "half split"),
-    ("between", 1, "RAM", "NVMe"),
-]
+    ("forward", 3, "RAM", "split"), ("drive write", 4, "NVMe", "half split"), ("update", 2, "split", "RAM"),
+    ("backward", 5, "NVMe", "RAM"), ("gradient", 2, "RAM", "NVMe"), ("update", 7, "NVMe", "NVMe"),
+    ("drive write", 9, "half split", "half split"), ("shard", 1, "RAM", "split"), ("manifest", 1, "NVMe", "NVMe"),
+    ("renamed", 1, "split", "half split"), ("between", 1, "RAM", "NVMe"),
+]  # fmt: skip
 
 
 def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, run: list[str] = RUN) -> None:
