@@ -1,10 +1,14 @@
-"""Tensors for the tests of TensorStore."""
+"""Tensors for the tests of TensorStore, and a gate for those of the engines."""
 
+import os
+import threading
+
+import pytest
 import torch
 
 from outcore.storage import TensorSpec, TensorStore
 
-WAIT_S = 60.0
+WAIT_S = 60.0  # no test waits longer; a hang is a failure
 SPECS = [
     TensorSpec("embed.weight", torch.bfloat16, (301, 77)), TensorSpec("scale", torch.float32, ()),
     TensorSpec("nothing", torch.float32, (0, 4)), TensorSpec("moments", torch.float32, (600_001,)),
@@ -39,3 +43,21 @@ def read_back(store: TensorStore, name: str) -> torch.Tensor:
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
     store.submit_read(name, tensor).wait(WAIT_S)
     return tensor
+
+
+class Gate:
+    """Holds every pread back until opened, and notes their order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.offsets: list[int] = []
+        real = os.preadv
+
+        def gated(fd: int, buffers: list, offset: int) -> int:
+            self.offsets.append(offset)
+            self.entered.release()
+            assert self.opened.wait(WAIT_S)
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", gated)

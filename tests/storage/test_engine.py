@@ -27,7 +27,7 @@ from outcore.storage import (
     open_engine,
 )
 from tests.refused import refused
-from tests.storage.engine_cases import WAIT_S, Gate
+from tests.storage.store_cases import WAIT_S, Gate
 
 # ---------------------------------------------------------------------- equality with a model
 

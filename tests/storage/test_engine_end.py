@@ -19,7 +19,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, Transfer, aligned_bytes
 from tests.refused import refused
-from tests.storage.engine_cases import WAIT_S, Gate
+from tests.storage.store_cases import WAIT_S, Gate
 
 
 def test_close_finishes_what_was_submitted(file: BlockFile):
