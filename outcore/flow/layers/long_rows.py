@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outcore.flow.layers.compiled import CompiledLayers, LayerForward, Role
 from outcore.flow.layers.unit_weights import in_place
@@ -117,6 +115,8 @@ class LongRows:
 
     def __init__(self, units: ModelParts, tile_tokens: int, compiled: CompiledLayers | None = None) -> None:
         self.units, self.tile_tokens, self.compiled, self.seat = units, tile_tokens, compiled, Seat()
+        from transformers import AttentionInterface  # late: it imports the compiler
+
         AttentionInterface.register(NAME, _stand_in)
         for layer in units.layers:
             for module in layer.modules():
@@ -259,6 +259,8 @@ class LongRows:
     @contextmanager
     def _standing_in(self, index: int) -> Iterator[Attention]:
         """Within this context the layer's attention is the stand-in; gives what it is outside."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         modules = self.units.layers[index].modules()
         configs = {id(config): config for module in modules if (config := _attending_config(module))}
         names = {config._attn_implementation for config in configs.values()}
