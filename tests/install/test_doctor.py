@@ -218,7 +218,7 @@ def test_deepspeed_takes_a_right_step_here(tmp_path: Path) -> None:
     results, folder = tmp_path / "results", tmp_path / "offload"
     folder.mkdir()
     command = [sys.executable, "-m", doctor.PROBE, "deepspeed", str(results), "cpu", ",".join(built), str(folder)]
-    findings, ended = RunningProbe(command, environ, results, REPOSITORY).finish()
+    findings, ended = RunningProbe(command, environ, results, REPOSITORY).finish(timeout_s=900)
     rows = deepspeed_rows(findings, ended, environment, CPU)
     rows += extension_rows(findings, ended, CPU, built, (), directory)
     assert "one ZeRO-3 step on cpu" in rows[0].found
