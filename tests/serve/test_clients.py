@@ -365,7 +365,7 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
 
 
 def test_metrics_and_records(client, server):
-    client.completions.create(model="tiny", prompt="The", max_tokens=3)
+    client.completions.create(model="tiny", prompt="The", max_tokens=3, extra_body={"ignore_eos": True})
     page = get(server, "/metrics")
     assert 'outcore_answers_total{reason="length"}' in page
     for name in (
