@@ -113,13 +113,17 @@ class PackedSpec:
             offsets.append(round_up(offsets[-1] + blocks * plane.block_bytes, PLANE_ALIGN_BYTES))
         return offsets
 
+    def plane_ranges(self) -> list[tuple[int, int]]:
+        """(first byte, bytes) of each plane; in it the matrices of a stack lie one behind the other."""
+        sizes = (self.num_blocks * plane.block_bytes for plane in self.format.planes)
+        return list(zip(self._offsets(), sizes, strict=False))
+
     def planes(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Views [blocks, per_block] of the packed bytes `data` (uint8, at least `size_bytes`)."""
-        blocks, views = self.num_blocks, []
-        for plane, start in zip(self.format.planes, self._offsets(), strict=False):
-            view = data[start : start + blocks * plane.block_bytes].view(plane.dtype)
-            views.append(view.view(blocks, plane.per_block))
-        return views
+        return [
+            data[start : start + size].view(plane.dtype).view(self.num_blocks, plane.per_block)
+            for plane, (start, size) in zip(self.format.planes, self.plane_ranges(), strict=True)
+        ]
 
     def assemble(self, planes: Sequence[torch.Tensor]) -> torch.Tensor:
         """The packed bytes of these planes (any shapes, contiguous or not)."""

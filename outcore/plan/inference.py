@@ -130,6 +130,9 @@ class InferencePlan:
             0 if rows <= GRAPH_ROWS[-1] and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
         )
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
+        unread = 1.0 - placement.expert_share(rows)
+        experts = {home: placement.expert_bytes_at(home) for home in ("ram", "nvme")}
+        travelling_bytes += (1.0 - unread) * sum(experts.values())
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
@@ -137,8 +140,10 @@ class InferencePlan:
             device_bytes=resident_bytes + travelling_bytes + self._expanded_bytes() + states_bytes,
             launched_layers=shape.num_layers * calls * COMPILED_SHARE,
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
-            read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
-            ram_bytes=placement.bytes_at("ram") + kv_bytes + states_bytes if is_cpu else 0.0,
+            read_bytes=placement.bytes_at("nvme")
+            - unread * experts["nvme"]
+            + (kv_bytes if placement.kv_home == "nvme" else 0),
+            ram_bytes=placement.bytes_at("ram") - unread * experts["ram"] + kv_bytes + states_bytes if is_cpu else 0.0,
         )
 
     def _expanded_bytes(self) -> int:

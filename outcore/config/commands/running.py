@@ -75,6 +75,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cpu_tokens", type=int, help="tokens up to which the CPU multiplies packed weights as they are"
     )
+    group.add_argument(
+        "--expert_cache_gib",
+        type=float,
+        default=0.0,
+        help="device memory for a mixture's experts, which are read as they are chosen; 0: with their layers",
+    )
     group.add_argument("--draft_model", help="small model with the same tokenizer that guesses tokens, whole in VRAM")
     group.add_argument("--draft_tokens", type=int, help="guessed tokens of a pass; 0: none")
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -122,6 +122,8 @@ class ModelParts:
     isolation: Isolation
     writes_embedding: bool | None = None
     """Whether the decoder changes what its embedding returns in place (CTRL scales it so); None: not yet seen."""
+    expert_units: dict[int, Part] = field(default_factory=dict)
+    """Experts that are parts of their own, by layer; those of other layers belong to these (`experts_apart`)."""
 
     def __post_init__(self) -> None:  # once: they are used by every micro-batch
         self._tape, self._held = Tape(), Held()
@@ -134,8 +136,8 @@ class ModelParts:
 
     @property
     def all(self) -> list[Part]:
-        """Every unit once, in order of need."""
-        return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
+        """Every unit once, in order of need; experts that are parts of their own behind the others."""
+        return [self.embed, *self.layer_units, *([] if self.tied else [self.head]), *self.expert_units.values()]
 
     @property
     def lowest_trained(self) -> int | None:

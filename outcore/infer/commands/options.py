@@ -39,6 +39,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         prefetch=args.prefetch,
         compile=args.compile,
         cpu_tokens=args.cpu_tokens,
+        expert_cache_gib=args.expert_cache_gib,
         draft_model=args.draft_model,
         draft_tokens=args.draft_tokens,
         share_prefixes=not args.no_prefix_sharing,

@@ -8,6 +8,7 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.flow import Part, WeightArrival
+from outcore.flow.experts import ExpertCache
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Expansion, InPlaceProducts, WeightHomes
 
@@ -34,6 +35,8 @@ class ResidentWeights:
         self._in_place, self._names, self._now = in_place, names, frozenset[str]()
         self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
+        self.experts: ExpertCache | None = None
+        """Brings experts as they are chosen; None: they come with their layers."""
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
         self._ahead: list[Part] | None = None
@@ -43,7 +46,8 @@ class ResidentWeights:
     @property
     def device_bytes(self) -> int:
         held = sum(slab.nbytes for slab in self._slabs.values() if slab.device.type != "cpu")
-        return held + (self._expansion if self._travelling is None else self._travelling).device_bytes
+        of_experts = 0 if self.experts is None else self.experts.memory.nbytes
+        return held + of_experts + (self._expansion if self._travelling is None else self._travelling).device_bytes
 
     def waited_s(self) -> dict[str, float]:
         """How long the device waited in the pass that has run: for copies ("pcie") and for the drive ("nvme")."""
@@ -89,11 +93,13 @@ class ResidentWeights:
         _, number = self._uses[at]
         if number >= 0 and self._travelling is not None:
             self._travelling.release(number)
-        if at == len(self._uses) - 1 and self._travelling is not None:
+        if at == len(self._uses) - 1:
             moving = [part for part, number in self._uses if number >= 0]
-            if moving:
+            if moving and self._travelling is not None:
                 self._travelling.begin(moving)
                 self._ahead = moving
+            elif self.experts is not None:
+                self.stalls.begin()
 
     def stays(self, part: Part) -> bool:
         """Whether the part's slab has one address for good, also while other parts are used."""
@@ -103,3 +109,5 @@ class ResidentWeights:
         self._ahead = None
         if self._travelling is not None:
             self._travelling.abort(deadline)
+        if self.experts is not None:
+            self.experts.abort(deadline)

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
-from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
+from outcore.flow import (
+    CompiledLayers,
+    Flow,
+    Head,
+    ModelParts,
+    PartRunner,
+    discover_units,
+    let_segments_grow,
+)
+from outcore.flow.experts import experts_apart
 from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, open_memory
@@ -188,6 +197,15 @@ def open_found(
     if share is not None:
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)
+    if share is None and settings.caches_experts(placement, device.type):
+        apart = experts_apart(units)
+        with_slots = replace(needs_of(found, apart, kept, layer, dtype, settings), num_snapshots=needs.num_snapshots)
+        if with_slots.experts is None:
+            raise ValueError(
+                "expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out."
+            )
+        placement = place_inference(with_slots, limits, settings.preset)
+        units, needs = apart, with_slots
     with ExitStack() as undo:
         in_place, placement = open_in_place(units, settings, placement, device, undo)
         for line in placement.lines():
@@ -241,6 +259,8 @@ def layers_of(
         layers.why_not = "compile: auto compiles on a GPU only"
     elif way != "paged":
         layers.cannot("its layers keep states of their own between passes.")
+    elif units.expert_units:
+        layers.cannot("its experts come as they are chosen, between which no code is compiled.")
     elif layers.num_kinds > MAX_KINDS:
         layers.cannot(f"its layers are of {layers.num_kinds} kinds, each of which would be compiled twice.")
     if layers.why_not and device.type == "cuda":
@@ -296,7 +316,7 @@ def _runner(
     if way != "paged":
         return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
-    if device.type == "cuda" and runs_graphs(settings):
+    if device.type == "cuda" and runs_graphs(settings) and arrival.experts is None:
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, guessed_tokens_of(settings, way))
         small = SmallPasses(flow, attention, cache, device, most_rows=size.graph_rows, is_on_cpu=arrival.is_on_cpu)
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

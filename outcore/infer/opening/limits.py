@@ -9,6 +9,7 @@ import torch
 
 from outcore.common.quantities import GIB
 from outcore.flow import ModelParts
+from outcore.flow.experts import form_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.infer.attention import has_fused
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
@@ -40,13 +41,15 @@ def needs_of(
     settings: InferSettings,
 ) -> InferenceNeeds:
     """Bytes of the parts, of a token's keys and values, of a sequence's states."""
-    layers = {part.index for part in units.layer_units}
+    experts = {part.index for part in units.expert_units.values()}
+    layers = experts | {part.index for part in units.layer_units}
     parts = tuple(
         PartSize(
             part.name,
             part.layout.home_bytes,
             part.index in layers,
             part.layout.size_bytes if part.layout.packed_slots else 0,
+            part.index in experts,
         )
         for part in units.all
     )
@@ -61,7 +64,10 @@ def needs_of(
         by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
     copies = 1 if settings.draft_tokens == 0 else InferenceNeeds.COPIES_WITH_GUESSES
     sizes, is_packed = (layer, found.loaded.facts.vocab_size, dtype.itemsize), settings.kv_format != "same"
-    return InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=copies * kept.state_bytes)
+    states = copies * kept.state_bytes
+    needs = InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=states)
+    forms = [form for part in units.expert_units.values() if (form := form_of(part)) is not None]
+    return needs.with_experts([(form.size_bytes, form.num_experts, form.expanded_bytes) for form in forms])
 
 
 def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
@@ -101,6 +107,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         settings.scores_only,
         guessed_tokens_of(settings, way),
         has_graphs=way == "paged" and runs_graphs(settings),
+        expert_bytes=int(settings.expert_cache_gib * GIB) if settings.expert_cache_gib else None,
     )
 
 

@@ -66,6 +66,9 @@ class InferSettings:
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     cpu_tokens: int | None = None
     """Tokens up to which packed weights in RAM are multiplied by the CPU as they are; 0: never. None: measured."""
+    expert_cache_gib: float = 0.0
+    """Memory of the device for a mixture's experts, which come as they are chosen; 0: they travel with their layers,
+    which is better where passes of many tokens touch nearly all of them."""
     deterministic: bool = False
     """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
@@ -100,6 +103,10 @@ class InferSettings:
             raise ValueError("draft_model does nothing with draft_tokens 0. Leave one of them out.")
         if self.cpu_tokens and self.deterministic:
             raise ValueError("cpu_tokens does nothing where results may not depend on company (deterministic).")
+        if self.expert_cache_gib and self.deterministic:
+            raise ValueError("expert_cache_gib: which experts come together depends on company (deterministic).")
+        if not self.expert_cache_gib >= 0:
+            raise ValueError(f"expert_cache_gib is {self.expert_cache_gib!r}, but must be 0 or above.")
         if self.quantize is not None and self.quantize not in QUANTIZE_CHOICES:
             raise ValueError(f"quantize is {self.quantize!r}, but must be one of {', '.join(QUANTIZE_CHOICES)}.")
         for name, least in (
@@ -137,18 +144,24 @@ class InferSettings:
     def check_placement(self, placement: Placement) -> None:
         """ValueError for what does nothing where everything lives as it does."""
         on_gpu = bool(placement.vram_bytes)
-        travels = placement.travelling_bytes if on_gpu else placement.bytes_at("nvme")
+        travels = placement.travelling_bytes or placement.expert_slots if on_gpu else placement.bytes_at("nvme")
         said = {
             "pin_gib": self.pin_gib is not None,
             "buffer_mib": self.buffer_mib is not None,
             "prefetch": self.prefetch is not None,
             "num_layer_buffers": self.num_layer_buffers is not None,
             "pin_memory": not self.pin_memory and placement.kv_home != "ram",
+            "expert_cache_gib": bool(self.expert_cache_gib),
         }
         idle = next((name for name, is_said in said.items() if is_said), None)
         if idle is not None and not travels:
             where = "VRAM" if on_gpu else "RAM"
             raise ValueError(f"{idle} does nothing: all weights live in {where}, so none travels. Leave it out.")
+
+    def caches_experts(self, placement: Placement, device_type: str) -> bool:
+        """Whether experts of a model that lives like this come as they are chosen, where they can."""
+        travels = placement.travelling_bytes if device_type == "cuda" else placement.bytes_at("nvme")
+        return self.expert_cache_gib > 0 and travels > 0
 
     def for_scoring(self) -> InferSettings:
         """Copy of the settings without room for answers, unless room was asked for."""

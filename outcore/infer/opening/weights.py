@@ -10,7 +10,15 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib
 from outcore.flow import FixedWeights, ModelParts, Part
-from outcore.flow.weights import Expansion, InPlaceProducts, Scratch, WeightHomes, WeightPrefetcher
+from outcore.flow.experts import ExpertCache, run_chosen
+from outcore.flow.weights import (
+    Expansion,
+    InPlaceProducts,
+    Scratch,
+    SlabRanges,
+    WeightHomes,
+    WeightPrefetcher,
+)
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
 from outcore.sizing.inference import (
@@ -92,6 +100,7 @@ class OpenedWeights:
     homes: WeightHomes
     pool: PinnedPool | None
     lanes: dict[str, UploadLane]
+    experts: ExpertCache | None = None
 
 
 def open_weights(
@@ -117,8 +126,15 @@ def open_weights(
     spills = [part for part in travels if cuts[part.index] < part.layout.home_numel]
     on_device = stays if device.type != "cpu" else []
     in_ram = [part for part in units.all if part not in on_device]
+    apart = {part.index for part in units.expert_units.values()}
     pinned = {part.index: cuts[part.index] * part.layout.dtype.itemsize + MIB for part in travels}
-    pool, lanes = _open_lanes(travels, spills, sum(pinned.values()) if share is None else 0, device, settings, undo)
+    drives = {
+        "drive": any(part.index not in apart for part in spills),
+        "expert drive": any(part.index in apart for part in spills),
+    }
+    reading = [name for name, is_read in drives.items() if is_read]
+    homes_bytes = sum(pinned.values()) if share is None else 0
+    pool, lanes = _open_lanes(bool(travels), reading, homes_bytes, device, settings, undo)
     if share is None:
         ram, owned = HostMemory(pool), None
     else:
@@ -135,21 +151,27 @@ def open_weights(
         share.exchange(None)  # the values of all parts are there
     travelling = None
     is_expanded = in_place is None or device.type != "cpu"
-    expansion = Expansion(units.all if is_expanded else (), device)
-    if travels:
+    whole = [part for part in units.all if part.index not in apart]
+    expansion = Expansion(whole if is_expanded else (), device)
+    if any(part in whole for part in travels):
         travelling = WeightPrefetcher(
             units,
             FixedWeights(homes),
             lanes["upload"],
             settings.num_buffers,
-            frozenset(part.index for part in stays),
+            frozenset(part.index for part in stays) | apart,
             drive_lane=lanes.get("drive"),
             expansion=expansion,
         )
     some = {name for parts in placement.cpu_parts.values() for name in parts}
     on_cpu = [part for part in travels if part.name in some]
     arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
-    return OpenedWeights(arrival, homes, pool, lanes)
+    if placement.experts is not None:
+        ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))
+        sizes = placement.expert_slots, placement.experts.group(placement.expert_slots)
+        arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls)
+        run_chosen(units, arrival.experts, in_place if device.type == "cpu" else None)
+    return OpenedWeights(arrival, homes, pool, lanes, arrival.experts)
 
 
 def _in_place(home_of: dict, part: Part, device: torch.device) -> bool:
@@ -163,8 +185,8 @@ def _cut(part: Part, ram_bytes: int) -> int:
 
 
 def _open_lanes(
-    travels: Sequence[Part],
-    spills: Sequence[Part],
+    travels: bool,
+    drives: Sequence[str],
     homes_bytes: int,
     device: torch.device,
     settings: StagingSettings,
@@ -172,16 +194,13 @@ def _open_lanes(
 ) -> tuple[PinnedPool | None, dict[str, UploadLane]]:
     if not travels:
         return None, {}
-    slots = NUM_SLOTS + (READ_AHEAD_SLOTS if spills else 0)
+    slots = NUM_SLOTS + READ_AHEAD_SLOTS * len(drives)
     lane_bytes = slots * settings.slot_bytes
     wanted = lane_bytes + (homes_bytes if device.type == "cuda" else 0)
     limit = settings.staging_bytes or wanted
     pool = undo.enter_context(PinnedPool(max(lane_bytes, min(wanted, limit)), device=device))
     lanes = {"upload": undo.enter_context(UploadLane(pool, None, device, LaneSettings(settings.slot_bytes, NUM_SLOTS)))}
-    if spills:
-        lanes["drive"] = undo.enter_context(
-            UploadLane(
-                pool, None, device, LaneSettings(settings.slot_bytes, READ_AHEAD_SLOTS), owner="weights from NVMe"
-            )
-        )
+    for name in drives:  # experts' reads behind those of whole layers would wait for layers that wait for them
+        of_drive = LaneSettings(settings.slot_bytes, READ_AHEAD_SLOTS)
+        lanes[name] = undo.enter_context(UploadLane(pool, None, device, of_drive, owner=f"weights from NVMe ({name})"))
     return pool, lanes

@@ -31,6 +31,7 @@ OURS = (
         "draft_model",
         "draft_tokens",
         "cpu_tokens",
+        "expert_cache_gib",
     ),
     *("no_prefix_sharing", "prefix_path", "prefix_gib", "deterministic"),
 )

@@ -92,6 +92,11 @@ class ServeMetrics(RequestMetrics):
         if drive is not None:
             gauge("drive_queue_depth", "Reads of weights under way", lambda: drive.clock.io_under_way)
             gauge("drive_bytes", "Bytes of weights read from the drives so far", lambda: drive.stats().n_bytes)
+        if (experts := self._opened.weights.experts) is not None:
+            counts = experts.counts
+            gauge("experts_asked", "Experts that tokens chose so far, each once a layer and pass", lambda: counts.asked)
+            gauge("expert_hits", "Those that were on the device", lambda: counts.hits)
+            gauge("expert_read_bytes", "Bytes of the others, read so far", lambda: counts.read_bytes)
         weights = Gauge(
             "outcore_weight_bytes", "Bytes of weights, by where they live", ("home",), registry=self.registry
         )

@@ -17,6 +17,8 @@ class PartHome:
     size_bytes: int
     ram_bytes: int
     """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
+    is_experts: bool = False
+    """Whether it comes to the device expert by expert."""
 
 
 def spread(parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int) -> tuple[dict[str, PartHome], int]:
@@ -47,7 +49,12 @@ def _in_vram(parts: Sequence[PartSize]) -> dict[str, PartHome]:
 
 
 def in_ram(parts: Sequence[PartSize], ram_bytes: int) -> tuple[PartHome, ...]:
-    """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe."""
+    """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe. Experts that come
+    one by one have what the others leave, which are read in every pass."""
+    experts = [part for part in parts if part.is_experts]
+    if experts and len(experts) < len(parts):
+        others = in_ram([part for part in parts if not part.is_experts], ram_bytes)
+        return others + in_ram(experts, ram_bytes - sum(home.ram_bytes for home in others))
     total = sum(part.size_bytes for part in parts)
     ends = sum(part.size_bytes for part in parts if not part.is_layer)
     spare = max(0, ram_bytes)
@@ -56,6 +63,6 @@ def in_ram(parts: Sequence[PartSize], ram_bytes: int) -> tuple[PartHome, ...]:
     def home_of(part: PartSize) -> PartHome:
         size = part.size_bytes if not part.is_layer else int(part.size_bytes * share)
         home: Home = "ram" if size == part.size_bytes else "nvme"
-        return PartHome(part.name, home, part.size_bytes, size)
+        return PartHome(part.name, home, part.size_bytes, size, part.is_experts)
 
     return tuple(map(home_of, parts))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from outcore.sizing.inference.experts import ExpertSize
 from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize
 
 PresetName = Literal["balanced", "latency", "throughput"]
@@ -54,6 +56,8 @@ class PartSize:
     is_layer: bool
     expanded_bytes: int = 0
     """Bytes of a packed part, as it is used: one at a time on the device that computes."""
+    is_experts: bool = False
+    """Whether these are a layer's experts, which come to the device one by one as they are chosen."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,17 @@ class InferenceNeeds:
     """Recurrent states of one answer, where the model has such."""
     num_snapshots: int = 0
     """Copies of states in RAM, for prompts that begin alike."""
+    experts: ExpertSize | None = None
+    """Experts, where they come as they are chosen."""
+
+    def with_experts(self, layers: Sequence[tuple[int, int, int]]) -> InferenceNeeds:
+        """With experts that come as they are chosen: of each layer (bytes of one on the device, their number, bytes of
+        one as it is used where it is packed)."""
+        if not layers:
+            return self
+        slot_bytes, num_experts, expanded_bytes = (max(sizes) for sizes in zip(*layers, strict=True))
+        experts = ExpertSize(slot_bytes, num_experts, len(layers), self.layer.experts_per_token, expanded_bytes)
+        return replace(self, experts=experts)
 
     def with_snapshots(
         self, of_one: int, limits: InferenceLimits, processes: int = 1
@@ -143,3 +158,5 @@ class InferenceLimits:
     guessed_tokens: int = GUESSED_TOKENS
     has_graphs: bool = True
     """Whether a GPU runs passes of few tokens as CUDA graphs."""
+    expert_bytes: int | None = None
+    """Memory for experts as they are chosen; None: what is left on the device."""

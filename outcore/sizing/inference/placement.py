@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import format_gib
+from outcore.sizing.inference.experts import ExpertSize
 from outcore.sizing.inference.homes import PartHome, in_ram, spread
 from outcore.sizing.inference.needs import PRESETS, Home, InferenceLimits, InferenceNeeds, PresetRule
 from outcore.sizing.inference.pass_bytes import PassSize, pass_bytes
@@ -55,6 +56,9 @@ class Placement:
     cpu_tokens: int = 0
     """Tokens of a pass up to which the CPU computes with packed weights as they are."""
     cpu_rates: InPlaceRates | None = None
+    experts: ExpertSize | None = None
+    expert_slots: int = 0
+    """Experts that the device holds at a time; 0: experts travel with their layers."""
 
     def on_cpu(self, tokens: float) -> tuple[str, ...]:
         """Parts that do not travel in a pass of so many tokens, because the CPU computes them."""
@@ -75,8 +79,20 @@ class Placement:
 
     @property
     def travelling_bytes(self) -> int:
-        """Bytes of weights that cross the link in each pass."""
-        return sum(p.size_bytes for p in self.parts if p.home != "vram")
+        """Bytes of weights that cross the link in each pass, without experts that come as they are chosen."""
+        return sum(p.size_bytes for p in self.parts if p.home != "vram" and not p.is_experts)
+
+    def expert_share(self, tokens: float) -> float:
+        """Share of its experts that a pass of so many tokens reads at most: as if none of those chosen were there."""
+        if self.experts is None:
+            return 0.0
+        return min(1.0, tokens * self.experts.of_token / self.experts.num_experts)
+
+    def expert_bytes_at(self, home: Home) -> int:
+        """Bytes of experts that come as they are chosen, in RAM or on NVMe."""
+        experts = [part for part in self.parts if part.is_experts]
+        in_ram = sum(part.ram_bytes for part in experts)
+        return in_ram if home == "ram" else sum(part.size_bytes for part in experts) - in_ram
 
     def lines(self) -> list[str]:
         """The placement, for people."""
@@ -92,6 +108,12 @@ class Placement:
         ]
         buffers = f"; {self.num_buffers} layers on the GPU at a time" if self.vram_bytes.get("buffers") else ""
         found.append(f"passes: up to {self.pass_tokens:,} tokens in chunks of {self.chunk_tokens:,}{buffers}")
+        if self.experts is not None:
+            at_once, total = self.expert_slots, self.experts.total
+            found.append(
+                f"experts: {at_once:,} of {total:,} in {'VRAM' if self.vram_bytes else 'slots in RAM'} at a time "
+                f"({format_gib(at_once * self.experts.slot_bytes)}), the others are read as they are chosen"
+            )
         if self.vram_bytes:
             found.append(
                 f"VRAM: {format_gib(sum(self.vram_bytes.values()))} "
@@ -165,7 +187,24 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
         is_packed_kv=needs.is_packed_kv,
         has_graphs=has_graphs,
     )
-    return own + size.sequences * needs.state_bytes + max((part.expanded_bytes for part in needs.parts), default=0)
+    expanded = max((part.expanded_bytes for part in needs.parts if not part.is_experts), default=0)
+    of_experts = 0 if needs.experts is None else needs.experts.work_bytes()
+    return own + size.sequences * needs.state_bytes + expanded + of_experts
+
+
+def _slots(needs: InferenceNeeds, limits: InferenceLimits, room_bytes: int) -> int:
+    """Experts that the room holds, as far as the user gives it. DoesNotFit where it is too small to be worth while."""
+    if needs.experts is None:
+        return 0
+    one, least = needs.experts.slot_bytes, needs.experts.least_slots
+    given = room_bytes if limits.expert_bytes is None else min(room_bytes, limits.expert_bytes)
+    count = min(needs.experts.total, max(0, given) // one)
+    if count < least:
+        raise DoesNotFit(
+            f"experts that come as they are chosen need room for {least}, {format_gib(least * one)}, and have "
+            f"{format_gib(max(0, given))}: raise --expert_cache_gib, lower --context, or --expert_cache_gib 0."
+        )
+    return count
 
 
 def _on_cpu(
@@ -187,6 +226,11 @@ def _on_cpu(
     if kv_home == "nvme" and limits.kv_home is None:
         reasons.append(_on_drive_words(one))
     ram = limits.ram_bytes - kv_ram - work
+    slots = 0
+    if needs.experts is not None:  # slots that follow the choices serve better than a fixed share of every layer
+        dense = sum(part.size_bytes for part in needs.parts if not part.is_experts)
+        slots = _slots(needs, limits, max(ram - dense, ram // 2))
+        ram -= slots * needs.experts.slot_bytes
     if ram < weights and not limits.has_nvme:
         raise DoesNotFit(
             f"the weights take {format_gib(weights)}, keys and values {format_gib(kv_ram)}, and RAM has "
@@ -200,7 +244,18 @@ def _on_cpu(
         )
     homes = in_ram(needs.parts, ram)
     return Placement(
-        rule, homes, kv_home, kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
+        rule,
+        homes,
+        kv_home,
+        kv,
+        context,
+        sequences,
+        pass_tokens,
+        chunk,
+        limits.num_buffers,
+        reasons=tuple(reasons),
+        experts=needs.experts,
+        expert_slots=slots,
     )
 
 
@@ -210,9 +265,9 @@ def _on_gpu(
     sequences, chunk, pass_tokens, context = sizes
     assert limits.vram_bytes is not None
     total = int(limits.vram_bytes * (1 - FREE_SHARE))
-    layers = [part.size_bytes for part in needs.parts if part.is_layer]
+    layers = [part.size_bytes for part in needs.parts if part.is_layer and not part.is_experts]
     ends = [part.size_bytes for part in needs.parts if not part.is_layer]
-    weights = sum(layers) + sum(ends)
+    weights = sum(part.size_bytes for part in needs.parts)
     size = PassSize(pass_tokens, chunk, context, sequences, limits.guessed_tokens)
     work = work_bytes(needs, size, has_graphs=limits.has_graphs)
     reasons: list[str] = []
@@ -221,7 +276,8 @@ def _on_gpu(
         num_buffers -= 1
         reasons = [f"{num_buffers} layers on the GPU at a time instead of {limits.num_buffers}: VRAM is short"]
     buffers = num_buffers * max(layers)
-    least = work + buffers + max(ends)
+    experts = 0 if needs.experts is None else needs.experts.least_slots * needs.experts.slot_bytes
+    least = work + buffers + max(ends) + experts
     if least > total:
         raise DoesNotFit(
             f"this needs {format_gib(least)} of VRAM beside keys and values ({format_gib(work)} for a pass of "
@@ -258,7 +314,8 @@ def _on_gpu(
             )
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
-    homes, streams = spread(needs.parts, left, buffers, max(ends))
+    homes, streams = spread([part for part in needs.parts if not part.is_experts], left - experts, buffers, max(ends))
+    slots = _slots(needs, limits, left - streams - sum(home.size_bytes for home in homes.values()))
     kv_ram = {"vram": 0, "ram": kv, "nvme": open_kv_bytes(needs, sequences, chunk)}[kv_home]
     ram = limits.ram_bytes - kv_ram
     travelling = [part for part in needs.parts if part.name not in homes]
@@ -271,6 +328,8 @@ def _on_gpu(
         )
     parts = tuple(homes.get(part.name) or ram_homes[part.name] for part in needs.parts)
     held = {"weights": sum(home.size_bytes for home in homes.values()), "keys and values": device_kv, "pass": work}
+    if needs.experts is not None:
+        held["experts"] = slots * needs.experts.slot_bytes
     if streams:
         held["buffers"] = streams
     if len(homes) == len(parts):
@@ -287,4 +346,6 @@ def _on_gpu(
         num_buffers,
         {name: size for name, size in held.items() if size},
         tuple(reasons),
+        experts=needs.experts,
+        expert_slots=slots,
     )

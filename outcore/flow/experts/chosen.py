@@ -1,0 +1,153 @@
+"""A layer's experts on the tokens that chose them, from the slots of an `ExpertCache`.
+
+The router's choice is read once a layer, since the host has to know what to bring. The model's own code then runs on
+a stack of a group's experts with the choice renumbered: on the slots themselves where nothing is packed, on packed
+weights where the CPU's kernels multiply them as they are, else on the expanded matrices of the group. It is given every
+pair of token and expert as a row of its own with weight one; the sum over a token's experts is taken here, as
+transformers takes it where experts are multiplied together, so results do not depend on what came in which group.
+
+N tokens, K experts of each, E experts of the layer, G in a group, P pairs of them, H hidden size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.flow.experts.cache import ExpertCache
+from outcore.flow.experts.form import experts_of, form_of
+from outcore.flow.parts import ModelParts, Part, bound
+from outcore.flow.weights import InPlaceProducts, PackedWeight
+from outcore.formats import PackedSpec
+from outcore.staging.pool import SmallCopies
+
+
+class ChosenExperts:
+    """Runs the experts of one layer. `in_place`: computes with packed weights as they are; None: nothing does."""
+
+    def __init__(
+        self, module: nn.Module, layer: int, cache: ExpertCache, in_place: InPlaceProducts | None, scratch: GroupMemory
+    ) -> None:
+        self._module, self._layer, self._cache = module, layer, cache
+        self._in_place, self._scratch = in_place, scratch
+        self._part = cache.parts[layer]
+        self._is_packed = bool(self._part.layout.packed_slots)
+        self._planes = _slot_views(self._part, cache)
+        self._copies = SmallCopies(cache.memory.device)
+
+    def __call__(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """hidden [N, H], choice [N, K], weights [N, K] -> [N, H], in whatever way the model's code gives them."""
+        hidden, choice, weights = (*args, *named.values())
+        chosen = choice.reshape(-1).cpu()  # waits for the device
+        rows, found = choice.shape[1], None
+        for experts, slots in self._cache.groups(self._layer, chosen.unique().tolist()):
+            numbers = torch.full((self._cache.forms[self._layer].num_experts,), -1)
+            numbers[experts] = torch.arange(len(experts)) if self._is_packed else torch.tensor(slots)
+            pairs = (numbers[chosen] >= 0).nonzero()[:, 0]
+            where, index = self._copies.to(torch.stack((pairs, numbers[chosen[pairs]])))
+            values = self._run(hidden[where // rows], index[:, None], slots)
+            if found is None:
+                found = values.new_empty(len(chosen), values.shape[-1])
+            found[where] = values
+        if found is None:  # no tokens
+            return torch.zeros_like(hidden)
+        weighted = found * weights.reshape(-1, 1)
+        return weighted.view(*choice.shape, -1).sum(dim=1).to(hidden.dtype)
+
+    def _run(self, hidden: torch.Tensor, index: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """hidden [P, H], index [P, 1] into the stack -> [P, H]."""
+        module: Any = self._module
+        before = module.num_experts
+        stacks = self._stacks(slots)
+        module.num_experts = len(slots) if self._is_packed else self._cache.num_slots
+        try:
+            with bound(self._part.owners, stacks):
+                return type(module).forward(module, hidden, index, hidden.new_ones(index.shape))
+        finally:
+            module.num_experts = before
+
+    def _stacks(self, slots: Sequence[int]) -> list[Any]:
+        """What stands for the parameters of the part: of all slots where nothing is packed, else of these."""
+        layout = self._part.layout
+        if not self._is_packed:
+            return [planes[0] for planes in self._planes]
+        chosen = self._copies.to(torch.tensor(slots))
+        stacks: list[Any] = []
+        self._scratch.used_bytes = 0
+        for slot, planes in zip(layout.slots, self._planes, strict=True):
+            if slot.packed is None:
+                stacks.append(planes[0][chosen])
+                continue
+            spec = PackedSpec(slot.packed.format, (len(slots), *slot.packed.shape[1:]), slot.packed.is_transposed)
+            if self._in_place is not None:
+                stacks.append(ChosenWeight.at(slots, spec, planes, layout.dtype, self._in_place))
+                continue
+            value = self._scratch.take(spec.value_shape, layout.dtype)
+            spec.expand_planes([plane[chosen].flatten(0, 1) for plane in planes], value)
+            stacks.append(value)
+        return stacks
+
+
+class GroupMemory:
+    """Memory for the expanded matrices of a group, which every layer uses again."""
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        self.used_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next matrices of this shape."""
+        start, size = self.used_bytes, torch.Size(shape).numel() * dtype.itemsize
+        self.used_bytes += size
+        return self._memory[start : start + size].view(dtype).view(shape)
+
+
+class ChosenWeight(PackedWeight):
+    """A stack of experts, each in a slot, where the kernels read it. `planes`: [slots, blocks, per_block]."""
+
+    slots: Sequence[int]
+
+    @staticmethod
+    def at(slots: Sequence[int], spec: PackedSpec, planes: list[torch.Tensor], *more: Any) -> ChosenWeight:
+        """A stack of the experts that lie in these slots; `more` as for any packed weight."""
+        made: Any = ChosenWeight(spec, planes, *more)
+        made.slots = slots
+        return made
+
+    def expanded(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        gathered = [plane[list(self.slots)].flatten(0, 1) for plane in self.planes]
+        return PackedWeight(self.spec, gathered, self.dtype, self.products).expanded(out)
+
+    def one(self, index: int) -> PackedWeight:
+        spec = PackedSpec(self.spec.format, self.spec.shape[1:], self.spec.is_transposed)
+        return PackedWeight(spec, [plane[self.slots[index]] for plane in self.planes], self.dtype, self.products)
+
+
+def run_chosen(units: ModelParts, cache: ExpertCache, in_place: InPlaceProducts | None) -> int:
+    """Have the layers' experts run from the cache's slots; bytes of the scratch memory that they share."""
+    needed = max(form.expanded_bytes for form in cache.forms.values()) * cache.group if in_place is None else 0
+    scratch = GroupMemory(needed, cache.memory.device)
+    for layer in cache.parts:
+        module = experts_of(units.layers[layer])
+        assert module is not None
+        module.forward = ChosenExperts(module, layer, cache, in_place, scratch)
+    return needed
+
+
+def _slot_views(part: Part, cache: ExpertCache) -> list[list[torch.Tensor]]:
+    """For each parameter its arrays in all slots: [slots, ...] as one expert's are, or [slots, blocks, per_block]."""
+    form = form_of(part)
+    assert form is not None
+    found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
+    for piece in form.pieces:
+        slot, planes = part.layout.slots[piece.slot], found[piece.slot]
+        size_bytes = piece.numel * part.layout.dtype.itemsize
+        dtype, shape = part.layout.dtype, slot.shape[1:]
+        if slot.packed is not None:
+            plane = slot.packed.format.planes[len(planes)]
+            dtype, shape = plane.dtype, (-1, plane.per_block)
+        of_all = cache.memory[:, piece.at_bytes : piece.at_bytes + size_bytes].view(dtype)
+        planes.append(of_all.unflatten(1, shape))
+    return found
