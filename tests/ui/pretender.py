@@ -5,6 +5,7 @@ python pretender.py train ...                                       sleeps until
 """
 
 import json
+import signal
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -80,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     argv = sys.argv[1:]
     if argv[0] == "train":
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # as a run does: started in the background, it is ignored
         try:
             print("training", flush=True)
             time.sleep(600)
