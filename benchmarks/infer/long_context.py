@@ -55,7 +55,10 @@ def side(name: str, args: argparse.Namespace, device: torch.device, **settings: 
 
 
 def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How far two sides agree."""
+    """How far two sides agree. ValueError when one gave no answer."""
+    for side in (one, other):
+        if "tokens" not in side:
+            raise ValueError(f"a side gave no answer: {side.get('error', side)}")
     pairs = list(zip(one["tokens"], other["tokens"], strict=True))
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
     found: dict[str, Any] = {"tokens": len(pairs), "same_from_the_start": same, "all_the_same": same == len(pairs)}

@@ -19,7 +19,6 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import (
-    GRAPH_ROWS,
     PRESETS,
     AttentionSize,
     DoesNotFit,
@@ -29,6 +28,7 @@ from outcore.sizing.inference import (
     KvSize,
     LayerSize,
     PartSize,
+    PassSize,
     Placement,
     compute_in_place,
     pairs,
@@ -126,9 +126,8 @@ class InferencePlan:
         windows = shape.windows or ((None, shape.num_layers),)
         seen_by_layers = sum(layers * min(seen, rows * (window or math.inf)) for window, layers in windows)
         kv_travels = placement.kv_home != "vram"
-        calls = (
-            0 if rows <= GRAPH_ROWS[-1] and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
-        )
+        is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and not placement.expert_slots
+        calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         unread = 1.0 - placement.expert_share(rows)
         experts = {home: placement.expert_bytes_at(home) for home in ("ram", "nvme")}
@@ -145,6 +144,12 @@ class InferencePlan:
             + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") - unread * experts["ram"] + kv_bytes + states_bytes if is_cpu else 0.0,
         )
+
+    @property
+    def _graph_rows(self) -> int:
+        """Tokens of a pass up to which the engine runs it as a CUDA graph."""
+        of, sizes = self.placement, (self.placement.context_tokens, self.placement.max_sequences)
+        return PassSize(of.pass_tokens, of.chunk_tokens, *sizes).graph_rows
 
     def _expanded_bytes(self) -> int:
         """Bytes of packed layers as they are used: written once and read once in a pass."""

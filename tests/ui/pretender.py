@@ -81,9 +81,7 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     argv = sys.argv[1:]
     if argv[0] == "train":
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # as a run does: started in the background, it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a run does; in the background it is ignored
         try:
             print("training", flush=True)
             time.sleep(600)
