@@ -1,6 +1,6 @@
 """Sixty cells of fault x phase: each goes on with the same result, or is told with its path, or dies and loses nothing.
 
-The whole matrix, over whole runs of both engines, is `python -m tests.faults.runs matrix` (and test_runs.py with `slow`).
+The whole matrix, over whole runs of both engines, is `python -m tests.faults.runs matrix` (slow: test_runs.py).
 """
 
 from collections.abc import Iterator
