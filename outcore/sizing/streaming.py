@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outcore.common.quantities import GIB, MIB
 
@@ -60,7 +61,32 @@ def ring_of_states_bytes(
     return slot_bytes * max(1, min(most_slots, num_chunks, most_bytes // slot_bytes))
 
 
-def pageable_slots(pinned_bytes: int, slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> int:
-    """Slots of each lane where pinned memory does not hold all homes: a pageable home's bytes wait in them for copying
-    threads and for the interpreter, and few slots idle the link."""
-    return max(slots, min(PAGEABLE_SLOTS, pinned_bytes // (4 * slot_bytes)))
+class PinnedMemory(NamedTuple):
+    """What the ranks of a host may pin together, and how much of it is lanes."""
+
+    pool_bytes: int
+    lane_slots: int
+    """Slots of each of a rank's two lanes."""
+    lane_bytes: int
+    """Slots of all ranks."""
+
+
+def pinned_memory(
+    crossing_bytes: int,
+    asked_bytes: int,
+    *,
+    may_pin_bytes: int = 0,
+    ranks: int = 1,
+    slots: int = NUM_SLOTS,
+    slot_bytes: int = SLOT_BYTES,
+    most_slots: int = PAGEABLE_SLOTS,
+) -> PinnedMemory:
+    """Pinned memory for lanes and for homes that cross to the device (`crossing_bytes`): as asked, more where they need
+    it and `may_pin_bytes` allows it. Where homes stay pageable, lanes get more slots, up to `most_slots`: a pageable
+    home's bytes wait in them for copying threads and for the interpreter, and few slots idle the link."""
+    wanted_bytes = crossing_bytes + ranks * 2 * slots * slot_bytes
+    pool_bytes = max(asked_bytes, min(wanted_bytes, may_pin_bytes))
+    if wanted_bytes > pool_bytes:
+        slots = max(slots, min(most_slots, pool_bytes // ranks // (4 * slot_bytes)))
+    lane_bytes = ranks * 2 * slots * slot_bytes
+    return PinnedMemory(max(pool_bytes, lane_bytes), slots, lane_bytes)

@@ -111,11 +111,12 @@ def test_ram_first_then_the_drive():
 
 @pytest.mark.parametrize("budget_gib", [7, 9, 12, 16])
 @pytest.mark.parametrize("trained", [10**9, 4 * 10**6])
-def test_a_budget_is_what_the_process_takes(budget_gib, trained):
+@pytest.mark.parametrize("staging_gib", [None, 2.0])
+def test_a_budget_is_what_the_process_takes(budget_gib, trained, staging_gib):
     """It did not count Python, CUDA, slots, the ring and weights read ahead: LoRA took 54.9 of 52 GiB, full training
-    0.6 more than its ring."""
+    0.6 more than its ring. It counted 4 slots of each lane where pageable homes get 16."""
     sizes = replace(SIZES, total_params=4 * 10**9 if trained < 10**9 else 10**9, trainable_params=trained)
-    settings = TrainConfig(nvme_offload_path="/drive", ram_budget_gib=budget_gib)
+    settings = TrainConfig(nvme_offload_path="/drive", ram_budget_gib=budget_gib, staging_gib=staging_gib)
     plan = plan_of(settings, sizes=sizes)
     s, states = plan.told, int(10 * trained)
     weights = 2 * sizes.total_params if s.weight_ram_bytes is None else s.weight_ram_bytes

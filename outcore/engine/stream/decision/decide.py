@@ -15,9 +15,9 @@ from outcore.engine.stream.decision.decision import StreamDecision
 from outcore.engine.stream.decision.homes import (
     NvmeCheck,
     RunSizes,
+    crossing_bytes,
     homes_of,
-    rank_slot_bytes,
-    waiting_bytes,
+    pinned_of,
     wanted_homes,
 )
 from outcore.engine.stream.decision.lora_size import lora_size
@@ -29,13 +29,8 @@ from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
-from outcore.sizing.states import MOMENT_BYTES
-from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES, pageable_slots
 from outcore.storage import DriveAccess
 
-MOST_PINNED_OF_RAM = 2
-"""Divisor: of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take
-them back."""
 PROBED = (
     "storage_engine", "storage_threads", "storage_block_bytes", "write_combined", "lane_slots", "lane_slot_bytes",
     "transfer_path",
@@ -113,7 +108,15 @@ def stream_decision(
     if settings.activations == "nvme" and not wanted.folders:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
-    pinned, num_slots = _pinned(settings, sizes, homes.get("weight_ram_bytes"), notes)
+    pinned = pinned_of(settings, sizes, homes.get("weight_ram_bytes"))
+    if not settings.offload.pin_memory and sizes.has_cuda:
+        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
+    elif sizes.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, pinned.lane_bytes):
+        crossing = crossing_bytes(settings, sizes, homes.get("weight_ram_bytes"))
+        notes.append(
+            f"pinned memory: {format_gib(pinned.pool_bytes)} instead of {format_gib(settings.staging_bytes)}, because "
+            f"{format_gib(crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets it)"
+        )
     probed = [f"{name} {getattr(settings, name)}" for name in PROBED if _is_of_file(settings, name)]
     if probed:
         notes.append(f"as {settings.file.path} has it, where gds_optimizer.py --apply writes: {', '.join(probed)}")
@@ -135,9 +138,9 @@ def stream_decision(
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
         saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
-        staging_bytes=pinned,
+        staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
-        num_slots=num_slots,
+        num_slots=pinned.lane_slots,
         write_combined=_write_combined(settings, sizes, notes) and not homes,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,
@@ -180,35 +183,6 @@ def _device_bytes(device: str) -> int | None:
     """What the engine will find on the device, asked once and before it takes any of it: other processes and a cap of
     the allocator take from it. None: it is not here to be asked."""
     return free_device_bytes(torch.device(device)) if torch.cuda.is_available() else None
-
-
-def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None, notes: list[str]) -> tuple[int, int]:
-    """(bytes to pin, slots of a lane). Without a number by flag more than the default is pinned where homes that cross
-    to the device need it and the machine has it; homes that stay pageable get lanes with more slots."""
-    slots, slot_bytes = settings.lane_slots, settings.lane_slot_bytes
-    if not sizes.has_cuda:
-        return max(CPU_STAGING_BYTES, 2 * slots * slot_bytes), slots
-    weights = settings.element_bytes * sizes.total_params - sizes.saved_bytes
-    crossing = settings.element_bytes * sizes.trainable_params
-    crossing += weights if weight_ram_bytes is None else weight_ram_bytes
-    crossing += waiting_bytes(settings, sizes)
-    pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
-    crossing += int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.muon_params)
-    wanted = crossing + rank_slot_bytes(settings, sizes)
-    wanted += sizes.num_ranks * 2 * slots * slot_bytes
-    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == STAGING_BYTES
-    may_pin = 0 if sizes.is_wsl2 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
-    if settings.offload.pin_memory and is_default and wanted > pinned and may_pin > pinned:
-        pinned = min(wanted, may_pin)
-        notes.append(
-            f"pinned memory: {format_gib(pinned)} instead of {format_gib(settings.staging_bytes)}, because "
-            f"{format_gib(crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets it)"
-        )
-    if not settings.offload.pin_memory:
-        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    elif wanted > pinned and settings.reasons.get("lane_slots") == "default":
-        slots = pageable_slots(pinned, slots, slot_bytes)
-    return max(pinned, 2 * slots * slot_bytes), slots
 
 
 USED_KEYS = {

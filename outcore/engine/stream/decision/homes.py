@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
@@ -17,11 +18,24 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
 from outcore.sizing.states import MOMENT_BYTES
-from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, rank_slots_bytes, ring_of_states_bytes
+from outcore.sizing.streaming import (
+    CPU_PROCESS_BYTES,
+    CPU_STAGING_BYTES,
+    PAGEABLE_SLOTS,
+    PROCESS_BYTES,
+    STAGING_BYTES,
+    PinnedMemory,
+    pinned_memory,
+    rank_slots_bytes,
+    ring_of_states_bytes,
+)
 
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
 checkpoint being written wants page cache."""
+MOST_PINNED_OF_RAM = 2
+"""Divisor: of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take
+them back."""
 NOT_USED = "NVMe OFFLOAD IS NOT USED: "
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 
@@ -94,6 +108,34 @@ def rank_slot_bytes(settings: RunSettings, sizes: RunSizes) -> int:
     return sizes.num_ranks * rank_slots_bytes([of_layer] * sizes.num_layers) if sizes.num_ranks > 1 else 0
 
 
+def crossing_bytes(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None) -> int:
+    """Homes in RAM that cross to the device; `weight_ram_bytes`: parameters in RAM, None: all."""
+    element = settings.element_bytes
+    weights = element * sizes.total_params - sizes.saved_bytes if weight_ram_bytes is None else weight_ram_bytes
+    crossing = weights + element * sizes.trainable_params + waiting_bytes(settings, sizes)
+    return crossing + int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.muon_params)
+
+
+def pinned_of(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None) -> PinnedMemory:
+    """What is pinned for these homes; only the default is raised, by what the machine has."""
+    is_told = settings.reasons.get("lane_slots") != "default"
+    pinned_memory_with = partial(
+        pinned_memory,
+        ranks=sizes.num_ranks,
+        slots=settings.lane_slots,
+        slot_bytes=settings.lane_slot_bytes,
+        most_slots=settings.lane_slots if is_told else PAGEABLE_SLOTS,
+    )
+    if not sizes.has_cuda:
+        return pinned_memory_with(0, CPU_STAGING_BYTES)
+    if not settings.offload.pin_memory:
+        return pinned_memory_with(0, 0)
+    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and settings.staging_bytes == STAGING_BYTES
+    may_pin = sizes.ram_available_bytes // MOST_PINNED_OF_RAM if is_default and not sizes.is_wsl2 else 0
+    crossing = crossing_bytes(settings, sizes, weight_ram_bytes) + rank_slot_bytes(settings, sizes)
+    return pinned_memory_with(crossing, settings.staging_bytes, may_pin_bytes=may_pin)
+
+
 def homes_of(
     settings: RunSettings,
     sizes: RunSizes,
@@ -114,20 +156,25 @@ def homes_of(
     if given is None and settings.offload.everything:
         given = 0.0
     budget = int(given * GIB) if given is not None else sizes.ram_available_bytes
-    beside = _process_bytes(settings, sizes) if given is not None else RAM_RESERVE_BYTES
-    beside *= sizes.num_ranks
+    process = PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES
+    beside = sizes.num_ranks * (process if given is not None else RAM_RESERVE_BYTES)
+
+    def lane_bytes(weight_ram: int) -> int:
+        return pinned_of(settings, sizes, weight_ram).lane_bytes if given is not None else 0  # else of the reserve
+
     words = (
         f"a budget of {format_gib(budget)}"
         if given is not None
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
     )
-    room, flowing = budget - beside - gradients - waiting - slots, 0
+    room, flowing = budget - beside - gradients - waiting - slots, lane_bytes(0)
     weight_ram, state_ram = weights, state_bytes
-    for _ in range(3):  # what flows from the drive takes room, so more may have to
+    for _ in range(3):  # lanes and what flows from the drive take room, so more may have to
         left = max(0, room - flowing)
         weight_ram = min(weights, left) if wanted.params else weights
         state_ram = min(state_bytes, max(0, left - weight_ram)) if wanted.states else state_bytes
-        flowing = max(flowing, _flowing_bytes(settings, state_bytes - state_ram, weights - weight_ram))
+        ring = _flowing_bytes(settings, state_bytes - state_ram, weights - weight_ram)
+        flowing = max(flowing, ring + lane_bytes(weight_ram))
     form, chunk_numel = state_format(states), StreamSettings.chunk_numel
     spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
     on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
@@ -140,7 +187,7 @@ def homes_of(
     if not folders:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings, beside)
+        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings, beside + lane_bytes(weights))
         notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
         return {}, shortage
     notes.append(
@@ -161,12 +208,6 @@ def homes_of(
     if weight_ram < weights:
         homes["weight_ram_bytes"] = weight_ram
     return (homes if len(homes) > 1 or activations == "nvme" else {}), ""
-
-
-def _process_bytes(settings: RunSettings, sizes: RunSizes) -> int:
-    """RAM of the process beside homes: Python and libraries, and the lanes' slots."""
-    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
-    return (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES) + slots_bytes
 
 
 def _flowing_bytes(settings: RunSettings, states_bytes: int, weights_bytes: int) -> int:
