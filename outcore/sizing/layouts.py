@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES, Device
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, STATE_FORMATS
-from outcore.sizing.streaming import STAGING_BYTES, STATE_RING_BYTES, STATE_RING_SLOTS
+from outcore.sizing.streaming import LANE_BYTES, STAGING_BYTES, STATE_RING_BYTES, STATE_RING_SLOTS
 from outcore.sizing.tiles import LAYER_BUFFERS
 
 
@@ -65,7 +65,9 @@ class StreamLayout:
     packed_attention: str = "auto"
     """'auto' | 'masks', as the engine's setting."""
     staging_bytes: int | None = None
-    """Pinned memory. None: as the request says, or what the machine gives."""
+    """Pinned memory. None: as the request says, or what the machine gives (`sizing.streaming.pinned_memory`)."""
+    lane_bytes: int = LANE_BYTES
+    """Slots of a rank's lanes in `staging_bytes`."""
     resident_bytes: int | None = 0
     """Idle GPU memory for layers that stay there, at most. None: all of it, where that gains."""
     saved_bytes: int | None = 0

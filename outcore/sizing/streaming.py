@@ -62,13 +62,11 @@ def ring_of_states_bytes(
 
 
 class PinnedMemory(NamedTuple):
-    """What the ranks of a host may pin together, and how much of it is lanes."""
+    """What the ranks of a host may pin together, lanes and homes."""
 
     pool_bytes: int
-    lane_slots: int
-    """Slots of each of a rank's two lanes."""
     lane_bytes: int
-    """Slots of all ranks."""
+    """Slots of one rank's two lanes."""
 
 
 def pinned_memory(
@@ -88,5 +86,5 @@ def pinned_memory(
     pool_bytes = max(asked_bytes, min(wanted_bytes, may_pin_bytes))
     if wanted_bytes > pool_bytes:
         slots = max(slots, min(most_slots, pool_bytes // ranks // (4 * slot_bytes)))
-    lane_bytes = ranks * 2 * slots * slot_bytes
-    return PinnedMemory(max(pool_bytes, lane_bytes), slots, lane_bytes)
+    lane_bytes = 2 * slots * slot_bytes
+    return PinnedMemory(max(pool_bytes, ranks * lane_bytes), lane_bytes)

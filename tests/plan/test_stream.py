@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB
+from outcore.engine.stream.decision.decide import stream_decision
+from outcore.engine.stream.decision.homes import RunSizes
 from outcore.model import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
@@ -21,7 +23,7 @@ from outcore.sizing.activations import checkpoint_bytes, compiled_activation_byt
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
-from tests.plan.fakes import prototype_shape, server
+from tests.plan.fakes import prototype_shape, server, settings_of
 
 LAPTOP = load_hardware("rtx4070-laptop")
 
@@ -48,7 +50,7 @@ def test_bytes_by_hand_grouped_query_attention():
     assert homes == 4 * n
     assert p.part_bytes("ram", "master") == 4 * n
     assert p.part_bytes("ram", "moments") == 8 * n
-    assert p.used_bytes("pinned") == 8 * GIB  # lanes' slots and the first homes
+    assert p.used_bytes("pinned") == 128 * MIB + 4 * n  # lanes' slots and all homes
     assert p.checkpoint_bytes == 14 * n
     assert p.tier("nvme").used_bytes == 3 * 14 * n  # two kept, one being written
 
@@ -179,6 +181,32 @@ def test_little_pinned_memory_costs_dram_traffic():
     assert not any("pageable" in note for note in plenty.notes)
 
 
+@pytest.mark.parametrize("said", [
+    {}, {"ram_gib": 24}, {"staging_gib": 1.0}, {"staging_gib": 1.0, "lane_slots": 6}, {"num_gpus": 2, "ram_gib": 24},
+    {"lane_slot_bytes": 4 * MIB, "staging_gib": 1.0},
+])  # fmt: skip
+def test_plan_and_engine_pin_the_same(said):
+    """The plan ignored lanes' settings, and what the engine pins beyond the default."""
+    ranks, ram_bytes = said.pop("num_gpus", 1), said.pop("ram_gib", 100) * GIB
+    hardware = server(num_gpus=ranks, ram_bytes=ram_bytes, pinned_bytes=ram_bytes // 2)
+    shape = preset_shape("llama-8b").with_lora(16)
+    sizes = RunSizes(
+        shape.total_params, shape.trainable_params, 32, 4096, (1024,), ram_bytes, has_cuda=True, num_ranks=ranks
+    )
+    run = settings_of(activations="device", precision="bf16", **said)
+    told = stream_decision(run, sizes).told
+    staging_gib = said.get("staging_gib")
+    request = RunRequest(staging_bytes=None if staging_gib is None else int(staging_gib * GIB))
+    decided = StreamLayout(1, 1, staging_bytes=told.staging_bytes, lane_bytes=told.lane_bytes)
+    as_told = plan_stream(shape, request, hardware, 1024, decided)
+    assert as_told.part_bytes("pinned", "lanes' slots") == ranks * told.lane_bytes
+    assert as_told.used_bytes("pinned") == pytest.approx(told.staging_bytes, rel=0.01)
+    if not said.keys() & {"lane_slots", "lane_slot_bytes"}:  # of which a plan before the run knows nothing
+        alone = plan_stream(shape, request, hardware, 1024, StreamLayout(1, 1))
+        assert alone.part_bytes("pinned", "lanes' slots") == ranks * told.lane_bytes
+        assert alone.used_bytes("pinned") == pytest.approx(told.staging_bytes, rel=0.01)
+
+
 def test_tiles_are_the_engines_decision_by_hand():
     """Llama 8B, micro-batches of one row: 6.5 GiB hold two layers at a time and the vocabulary, 5 GiB do not."""
     shape, layer, vocabulary = preset_shape("llama-8b"), 218_112_000, 525_340_672
@@ -246,7 +274,7 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
     assert plans["ram"].part_bytes("ram", beyond) == 0  # 50 MB of a layer lie in its gradients' 201 MB
     long = plan_stream(shape, RunRequest(), LAPTOP, 16384, StreamLayout(2, 4, checkpoints_home="ram"))
     layer = shape.layer_params[0]
-    assert long.part_bytes("ram", beyond) == 26 * 2 * (8 * 16384 * 3072 - layer)
+    assert long.part_bytes("pinned", beyond) == 26 * 2 * (8 * 16384 * 3072 - layer)
     assert plans["ram"].part_bytes("vram", name) == 3 * 8192 * 3072 * 2
     assert plans["ram"].part_bytes("vram", name) < size
     assert plans["ram"].time.h2d_s > plans["vram"].time.h2d_s

@@ -29,11 +29,11 @@ from outcore.sizing.streaming import (
     GRAPH_LONG_S,
     LANE_BYTES,
     PROCESS_BYTES,
-    SLOT_BYTES,
     STAGING_BYTES,
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
-    pageable_slots,
+    PinnedMemory,
+    pinned_memory,
     rank_slots_bytes,
     ring_of_states_bytes,
 )
@@ -203,7 +203,6 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
     }
     ranks = case.hardware.num_gpus
     fixed = [
-        Item("ram", SLOTS, _lane_bytes(case, sizes[PARAMETERS] + sizes[GRADIENTS])),
         Item("ram", "framework overhead", ranks * PROCESS_BYTES),
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
@@ -214,7 +213,8 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
         fixed.append(Item("ram", BEYOND, _beyond(shape, e, all_checkpoints, ranks)))
-    return [Item("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+    parts = [Item("ram", name, size) for name, size in sizes.items()] + fixed
+    return [*parts, Item("ram", SLOTS, ranks * _pinned_memory(case, parts).lane_bytes)], sizes
 
 
 def _gradients(shape: ModelShape) -> list[int]:
@@ -295,19 +295,24 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-def _pool_bytes(case: Case[StreamLayout]) -> int:
-    pool = case.layout.staging_bytes or case.request.staging_bytes
-    if pool is not None:
-        return pool
-    pool = CPU_STAGING_BYTES if case.hardware.is_cpu else STAGING_BYTES
-    return min(pool, max(case.hardware.pinned_bytes, LANE_BYTES))
+CROSSING = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND)
+"""Homes in RAM that cross to the device, in the order in which they are pinned."""
 
 
-def _lane_bytes(case: Case[StreamLayout], homes: int) -> int:
-    """Slots of all ranks' lanes: more of them where the pool does not hold all homes."""
-    pool, ranks = _pool_bytes(case), case.hardware.num_gpus
-    is_short = not case.hardware.is_cpu and homes > pool - ranks * LANE_BYTES
-    return ranks * (2 * pageable_slots(pool) * SLOT_BYTES if is_short else LANE_BYTES)
+def _pinned_memory(case: Case[StreamLayout], ram: list[Item]) -> PinnedMemory:
+    """What an engine was told, else what one would choose."""
+    layout, ranks, asked_bytes = case.layout, case.hardware.num_gpus, case.request.staging_bytes
+    if layout.staging_bytes is not None:
+        return PinnedMemory(layout.staging_bytes, layout.lane_bytes)
+    if case.hardware.is_cpu:
+        return pinned_memory(0, asked_bytes or CPU_STAGING_BYTES, ranks=ranks)
+    can_bytes = max(case.hardware.pinned_bytes, LANE_BYTES)
+    return pinned_memory(
+        sum(p.size_bytes for p in ram if p.name in CROSSING),
+        min(asked_bytes or STAGING_BYTES, can_bytes),
+        may_pin_bytes=can_bytes if asked_bytes is None else 0,
+        ranks=ranks,
+    )
 
 
 def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Item], list[Item], float]:
@@ -315,21 +320,20 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
 
     The pool is as large as parameters, gradients and activation checkpoints need, up to what it may take.
     """
-    movable = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND)
-    homes = sum(p.size_bytes for p in ram if p.name in movable)
-    lanes_bytes = sum(p.size_bytes for p in ram if p.name == SLOTS)
-    left = max(0, _pool_bytes(case) - lanes_bytes)
-    pinned = [Item("pinned", SLOTS, lanes_bytes)]
+    memory = _pinned_memory(case, ram)
+    lane_bytes = case.hardware.num_gpus * memory.lane_bytes
+    left = max(0, memory.pool_bytes - lane_bytes)
+    pinned = [Item("pinned", SLOTS, lane_bytes)]
     rest: list[Item] = []
     for part in ram:
         if part.name == SLOTS:
             continue
-        taken = min(left, part.size_bytes) if part.name in movable else 0
+        taken = min(left, part.size_bytes) if part.name in CROSSING else 0
         left -= taken
         if taken:
             pinned.append(Item("pinned", part.name, taken))
         rest.append(Item(part.tier, part.name, part.size_bytes - taken))
-    kept = sum(p.size_bytes for p in rest if p.name in movable)
+    kept, homes = (sum(p.size_bytes for p in parts if p.name in CROSSING) for parts in (rest, ram))
     return rest, pinned, kept / homes if homes else 0.0
 
 

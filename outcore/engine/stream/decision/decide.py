@@ -111,7 +111,7 @@ def stream_decision(
     pinned = pinned_of(settings, sizes, homes.get("weight_ram_bytes"))
     if not settings.offload.pin_memory and sizes.has_cuda:
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    elif sizes.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, pinned.lane_bytes):
+    elif sizes.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, sizes.num_ranks * pinned.lane_bytes):
         crossing = crossing_bytes(settings, sizes, homes.get("weight_ram_bytes"))
         notes.append(
             f"pinned memory: {format_gib(pinned.pool_bytes)} instead of {format_gib(settings.staging_bytes)}, because "
@@ -140,7 +140,7 @@ def stream_decision(
         saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
-        num_slots=pinned.lane_slots,
+        num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
         write_combined=_write_combined(settings, sizes, notes) and not homes,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,

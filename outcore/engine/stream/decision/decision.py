@@ -35,6 +35,7 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
         device_bytes=told.device_bytes,
         packed_attention=told.packed_attention,
         staging_bytes=told.staging_bytes,
+        lane_bytes=told.lane_bytes,
         resident_bytes=told.resident_bytes,
         saved_bytes=told.saved_bytes,
         residency=Residency(

@@ -160,7 +160,9 @@ def homes_of(
     beside = sizes.num_ranks * (process if given is not None else RAM_RESERVE_BYTES)
 
     def lane_bytes(weight_ram: int) -> int:
-        return pinned_of(settings, sizes, weight_ram).lane_bytes if given is not None else 0  # else of the reserve
+        if given is None:  # they are of the reserve
+            return 0
+        return sizes.num_ranks * pinned_of(settings, sizes, weight_ram).lane_bytes
 
     words = (
         f"a budget of {format_gib(budget)}"
