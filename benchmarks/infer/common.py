@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is not installed
 
 from outcore.common.quantities import GIB, MIB
+from outcore.flow.experts import ExpertCounts
 from outcore.formats import PackedSpec, PackedTensor, packed_format
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, HostShare, InferSettings, OpenedModel, open_found
@@ -134,20 +136,27 @@ def run_requests(
 
 def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, vocab: int) -> dict[str, Any]:
     """Passes that only write: median seconds, and the share of the link that they reach."""
-    engine = opened.engine
+    engine, experts = opened.engine, opened.weights.experts
+    counts = ExpertCounts() if experts is None else experts.counts
     sampling = Sampling(temperature=0, max_tokens=count + 4, ignore_eos=True)
     speculates, engine.speculates = engine.speculates, False
     done: list[Any] = []
     for i, ids in enumerate(prompts(batch, prompt, vocab)):
         engine.submit(Request(f"d{batch}-{prompt}-{i}", ids, sampling), None, done.append)
-    times = []
+    times: list[float] = []
+    submitted, prompts_s, before = time.perf_counter(), 0.0, replace(counts)
     while len(done) < batch:
         began = time.perf_counter()
         engine.step()
         if engine.counts.last_pass_rows == batch and engine.num_running == batch:
+            prompts_s = prompts_s or began - submitted
             times.append(time.perf_counter() - began)
+            if len(times) == 3:
+                before = replace(counts)
     engine.speculates = speculates
     times = sorted(times[3:])  # the first ones compile and capture
+    asked, hits = counts.asked - before.asked, counts.hits - before.hits
+    expert_bytes = (counts.read_bytes - before.read_bytes) / max(1, len(times))
     middle = times[len(times) // 2] if times else float("nan")
     travelling, small = opened.placement.travelling_bytes, getattr(engine.runner, "small", None)
     cache = engine.scheduler.cache
@@ -156,11 +165,14 @@ def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, voca
     return {
         "batch": batch,
         "context": prompt,
+        "prompts_s": prompts_s,
         "s_per_pass": middle,
         "fastest_s": times[0] if times else None,
         "passes_s": times,
         "kv_gb": kv_bytes / 1e9,
-        "streamed_gb_per_s": (travelling + kv_bytes) / middle / 1e9,
+        "expert_hit_rate": hits / asked if asked else None,
+        "experts_gb": expert_bytes / 1e9,
+        "streamed_gb_per_s": (travelling + expert_bytes + kv_bytes) / middle / 1e9,
         "tokens_per_s": batch / middle,
         "travelling_gb": travelling / 1e9,
         "weights_gb_per_s": travelling / middle / 1e9,

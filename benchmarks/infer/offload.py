@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from outcore.infer import Request, Sampling
 PROMPT, ANSWER = 512, 128
 CASES = ("decode", "many", "score", "accelerate", "zero", "once")
 USUAL = CASES[:-1]
+DRY_RAM_GIB = 0.04
+"""RAM in which the tiny mixture has no room, so that a dry run reads experts as they are chosen."""
 
 
 def filled(model: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -168,24 +171,32 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--batches", default="1,8,64", help="answers at once, of the case decode")
     parser.add_argument("--rival_batches", default="1,8,32", help="of accelerate and ZeRO-Inference")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--kv_home", default="auto", help="of the cases many and once")
     parser.add_argument("--once_answer", type=int, default=24, help="tokens of an answer in the case once")
     parser.add_argument("--nvme_path", help="weights that --ram_gib does not hold go there")
     parser.add_argument("--ram_gib", type=float)
     parser.add_argument("--compile", default="auto", help="auto, on or off")
     parser.add_argument("--quantize", help="nf4 or int8: ours with packed weights")
+    parser.add_argument("--expert_cache_gib", type=float, default=0.0, help="experts are read as they are chosen")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry_run", action="store_true")
     args = parser.parse_args()
-    args.prompt, args.answer, args.vocab = PROMPT, ANSWER, 32000
+    args.answer, args.vocab = ANSWER, 32000
     device = device_of(args.cap_gib, dry_run=args.dry_run)
     if args.dry_run:
         args.model, args.requests, args.prompt, args.answer, args.vocab = "tiny", 6, 24, 8, 200
         args.batches, args.rival_batches, args.once_answer = "1,4", "2", 6
+        if args.expert_cache_gib:
+            args.model, args.nvme_path, args.ram_gib = "tiny-moe", tempfile.gettempdir(), DRY_RAM_GIB
     cases, wanted = Cases(device, args.out), args.cases.split(",")
     if unknown := set(wanted) - set(CASES):
         parser.error(f"unknown case {sorted(unknown)[0]}; there are {', '.join(CASES)}")
-    more: dict[str, Any] = {"compile": args.compile, "quantize": args.quantize}
+    more: dict[str, Any] = {
+        "compile": args.compile,
+        "quantize": args.quantize,
+        "expert_cache_gib": args.expert_cache_gib,
+    }
     if args.nvme_path:
         more |= {"nvme_path": (Path(args.nvme_path),), "ram_gib": args.ram_gib}
     if "once" in wanted:
@@ -201,7 +212,7 @@ def main() -> None:
         del opened
         cases.free()
     if "decode" in wanted:
-        opened = opened_with(args.model, device, max_sequences=64, **more)
+        opened = opened_with(args.model, device, max_sequences=64, context=max(1024, args.prompt + 64), **more)
         for batch in map(int, args.batches.split(",")):
             cases.note("decode", lambda b=batch: decode_passes(opened, b, 28, args.prompt, args.vocab))
         opened.close()

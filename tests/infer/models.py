@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import ExitStack
 
@@ -22,6 +23,17 @@ class Words:
 
     def decode(self, tokens, skip_special_tokens=True):
         return "".join(chr(0x4E00 + t) for t in tokens)
+
+
+def off_device(placement, ram_share: float):
+    """The same placement with every part off the device: all in RAM, or so much of each layer."""
+    parts = [
+        dataclasses.replace(part, home="ram", ram_bytes=part.size_bytes)
+        if ram_share == 1 or not part.part.startswith("layer")
+        else dataclasses.replace(part, home="nvme", ram_bytes=int(part.size_bytes * ram_share))
+        for part in placement.parts
+    ]
+    return dataclasses.replace(placement, parts=tuple(parts))
 
 
 def prompts_of(count: int = 5, seed: int = 0, vocab: int = 128) -> list[list[int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
 from outcore.infer.opening import InferSettings, build, open_engine
 from outcore.sizing.inference import AttentionLimits
-from tests.infer.models import greedy_by_transformers, prompts_of, save_tiny_model
+from tests.infer.models import greedy_by_transformers, off_device, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = prompts_of(6, vocab=270)
@@ -29,22 +27,11 @@ def test_the_gpu_reads_and_writes_pages_in_ram():
     memory.close()
 
 
-def travelling(placement, ram_share: float):
-    """The same placement with every part off the device: all in RAM, or so much of each layer."""
-    parts = [
-        dataclasses.replace(part, home="ram", ram_bytes=part.size_bytes)
-        if ram_share == 1 or not part.part.startswith("layer")
-        else dataclasses.replace(part, home="nvme", ram_bytes=int(part.size_bytes * ram_share))
-        for part in placement.parts
-    ]
-    return dataclasses.replace(placement, parts=tuple(parts))
-
-
 def answers(folder, monkeypatch, ram_share: float | None = None, device: str = "cuda", **settings):
     """(tokens of all prompts, scores, placement)."""
     place = build.place_inference
     if ram_share is not None:
-        monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), ram_share))
+        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), ram_share))
     opened = open_engine(str(folder), InferSettings(context=128, device=device, **settings))
     monkeypatch.setattr(build, "place_inference", place)
     try:
@@ -150,7 +137,7 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
     place = build.place_inference
     for share, kv_home in ((None, "vram"), (1, "ram")):
         if share is not None:
-            monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+            monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
         settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home, pass_tokens=1024)
         opened = open_engine(str(tmp_path), settings)
         monkeypatch.setattr(build, "place_inference", place)
@@ -187,7 +174,7 @@ def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch, travels):
     expected = [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
     if travels:
         place = build.place_inference
-        monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
     opened = open_engine(str(tmp_path), settings)
     try:

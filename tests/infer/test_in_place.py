@@ -26,7 +26,7 @@ from outcore.sizing.inference import (
     compute_in_place,
     place_inference,
 )
-from tests.infer.models import prompts_of, save_tiny_model
+from tests.infer.models import off_device, prompts_of, save_tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = prompts_of(4, vocab=280)
@@ -174,10 +174,8 @@ def test_what_does_nothing_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
 def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice, link, on_cpu):
-    from tests.infer.test_gpu import travelling
-
     place = build.place_inference
-    monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+    monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
     tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
+from outcore.flow.experts import experts_apart, form_of
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening import InferSettings, build, open_engine
 from tests.flow.models import needs
-from tests.infer.models import prompts_of, save_tiny_model
+from tests.infer.models import off_device, prompts_of, save_tiny_model
 
 PROMPTS = prompts_of(4, vocab=280)
 FIELDS = {"num_local_experts": 8, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -29,9 +32,22 @@ def folder_of(tmp_path_factory):
     return found
 
 
+GPU = [pytest.param(("cuda", share), marks=pytest.mark.gpu, id=f"cuda-{share}") for share in (0, 1)]
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """The device of (device, share of layers in RAM). On a GPU none stays, though all would have room."""
+    name, ram_share = request.param
+    if name == "cuda":
+        place = build.place_inference
+        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), ram_share))
+    return name
+
+
 def answers(folder, look=lambda opened: None, **settings):
     """(tokens, scores) of the prompts."""
-    opened = open_engine(str(folder), InferSettings(context=128, device="cpu", **{"ram_gib": 1, **settings}))
+    opened = open_engine(str(folder), InferSettings(context=128, **{"device": "cpu", "ram_gib": 1, **settings}))
     try:
         sampling = Sampling(temperature=0, max_tokens=10, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
@@ -46,32 +62,51 @@ def answers(folder, look=lambda opened: None, **settings):
 FAMILIES = ["mixtral", "qwen3_moe", pytest.param("gpt_oss", marks=needs("gpt_oss"))]
 
 
+@pytest.mark.parametrize("device", [pytest.param(("cpu", 0), id="cpu"), *GPU], indirect=True)
 @pytest.mark.parametrize(("quantize", "cpu_tokens"), [(None, 0), ("nf4", 0), ("nf4", 64)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_of_experts_that_come_with_their_layers(folder_of, tmp_path, family, quantize, cpu_tokens):
-    folder, seen = folder_of(family), []
-    packing = {"quantize": quantize, "cpu_tokens": cpu_tokens}
-    expected = answers(folder, **packing)
+def test_answers_are_those_of_experts_that_come_with_their_layers(
+    folder_of, tmp_path, device, family, quantize, cpu_tokens
+):
+    folder, seen, forms = folder_of(family), [], []
+    same = {"quantize": quantize, "cpu_tokens": cpu_tokens, "device": device, "precision": "fp32"}
+    same |= {"nvme_path": (tmp_path,), "max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
+
+    def measure(opened):
+        apart = experts_apart(opened.engine.runner.flow.units).expert_units
+        forms.extend((part, form_of(part)) for part in apart.values())
+
+    expected = answers(folder, measure, compile="off", **same)
+    part, form = forms[0]
 
     def look(opened):
         cache = opened.weights.experts
-        assert 0 < cache.num_slots == opened.placement.expert_slots < 3 * 8
+        assert 0 < cache.num_slots == opened.placement.expert_slots < len(forms) * form.num_experts
         assert "read as they are chosen" in " ".join(opened.placement.lines())
-        one = sum(piece.numel for piece in cache.forms[0].pieces) * cache.parts[0].layout.dtype.itemsize
-        read, rest = divmod(cache.counts.read_bytes, one)
+        read, rest = divmod(cache.counts.read_bytes, sum(p.numel for p in form.pieces) * part.layout.dtype.itemsize)
         assert not rest and read >= cache.counts.asked - cache.counts.hits  # some ahead, in vain
         seen.append((cache.num_slots, cache.counts))
 
-    drive = {"nvme_path": (tmp_path,), "max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
-    drive |= {**packing, "ram_gib": 0.0022 if quantize else 0.0036}
-    one_gib = (29952 if quantize else 198912) / GIB
     for count in (4, 8):
-        found = answers(folder, look, expert_cache_gib=(count + 0.5) * one_gib, **drive)
+        asked = {"expert_cache_gib": (count + 0.5) * form.size_bytes / GIB, "ram_gib": 0.0022 if quantize else 0.0036}
+        found = answers(folder, look, **same, **asked)
         assert found[0] == expected[0]
         for mine, theirs in zip(found[1], expected[1], strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3 if cpu_tokens else 2e-4)
     (few, with_few), (many, with_many) = seen
     assert few < many and with_few.hit_rate < with_many.hit_rate and with_few.read_bytes > with_many.read_bytes
+
+
+@pytest.mark.parametrize("device", GPU, indirect=True)
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_in_bf16_are_near(folder_of, tmp_path, device, family, quantize):
+    same = {"quantize": quantize, "device": device, "precision": "bf16", "compile": "off", "nvme_path": (tmp_path,)}
+    expected = answers(folder_of(family), **same)[1]
+    found = answers(folder_of(family), expert_cache_gib=0.002, **same)[1]
+    pairs = zip(chain(*found), chain(*expected), strict=True)
+    apart = sorted(abs(mine - theirs) for mine, theirs in pairs)
+    assert apart[len(apart) // 2] < 0.05  # rounding may turn a router's choice: then single ones are far
 
 
 @pytest.mark.parametrize(
