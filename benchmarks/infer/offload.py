@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(USUAL))
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--batches", default="1,8,64", help="answers at once, of the case decode")
+    parser.add_argument("--max_sequences", type=int, default=64, help="answers that decode has room for")
     parser.add_argument("--rival_batches", default="1,8,32", help="of accelerate and ZeRO-Inference")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--kv_home", default="auto", help="of the cases many and once")
@@ -212,7 +213,8 @@ def main() -> None:
         del opened
         cases.free()
     if "decode" in wanted:
-        opened = opened_with(args.model, device, max_sequences=64, context=max(1024, args.prompt + 64), **more)
+        sizes = {"max_sequences": args.max_sequences, "context": max(1024, args.prompt + 64)}
+        opened = opened_with(args.model, device, **sizes, **more)
         for batch in map(int, args.batches.split(",")):
             cases.note("decode", lambda b=batch: decode_passes(opened, b, 28, args.prompt, args.vocab))
         opened.close()
