@@ -123,10 +123,15 @@ def test_resumed_in_another_residency(build, tmp_path, states):
         assert same(run(resumed, range(2, 4)), expected)
 
 
-def test_a_failed_write_back_stops_the_run(build, drive):
-    engine = build(weight_ram_bytes=0)
+@pytest.mark.parametrize("fault", ["fail", "short"])
+@pytest.mark.parametrize("changes", [{}, {"state_ram_bytes": 0, "max_grad_norm": 0.0}])
+def test_a_failed_write_back_stops_the_run(build, drive, fault, changes):
+    """Though the parameters wait in RAM, too: nobody goes on with what the drive has not got."""
+    engine = build(weight_ram_bytes=0, **changes)
     run(engine, range(1))
-    plan = drive.fail("write", after=3)
+    parts = parts_of(engine)
+    assert all(parts.arena.weights(unit) is not None for unit in parts.units.layer_units)
+    plan = getattr(drive, fault)("write", after=3, matches=lambda file, *_: file.path.parent.name == "weights")
     with pytest.raises(EngineError, match="last checkpoint"):
         for step in range(1, 4):
             engine.train_step(batches_of(step), LR)

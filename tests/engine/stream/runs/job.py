@@ -85,23 +85,28 @@ def train(argv: list[str], **fields: Any) -> int:
 
 # --- processes that are killed
 
+COUNTS: dict[str, Callable[..., bool]] = {
+    "kept weights": lambda result, arena, chunk, param: arena.weights(chunk.unit) is not None,
+    "waiting weights": lambda result, arena, unit: result is not None,
+}
+"""Whether a call counts, by what it gave and got: new parameters wait where their gradient was."""
 
-def _count_down(owner: Any, name: str, count: int, armed: Callable[[], bool], *, half: bool = False) -> None:
-    """SIGKILL for this process at the `count`-th call of owner.name once `armed`, in its middle or after it."""
+
+def _count_down(owner: Any, name: str, moment: str, count: int, armed: Callable[[], bool]) -> None:
+    """SIGKILL for this process after the `count`-th call of owner.name once `armed`, or in its middle."""
     original = getattr(owner, name)
     left = [count]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if armed():
+        if moment == "drive write" and left[0] == 1 and armed():  # a torn one
+            file, piece, offset = args
+            args = (file, piece[: len(piece) // 2 // 4096 * 4096], offset)
+        result = original(*args, **kwargs)
+        if armed() and COUNTS.get(moment, lambda *_: True)(result, *args):
             left[0] -= 1
             if left[0] == 0:
-                if half:  # write_from(file, piece, offset): a torn write
-                    file, piece, offset = args
-                    original(file, piece[: len(piece) // 2 // 4096 * 4096], offset)
-                else:
-                    original(*args, **kwargs)
                 os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+        return result
 
     setattr(owner, name, counted)
 
@@ -111,6 +116,7 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.checkpoint.manifest import Manifest
     from outcore.engine.stream import state
     from outcore.engine.stream.backward.layer import BackwardRunner
+    from outcore.engine.stream.gradients.arena import GradientArena
     from outcore.engine.stream.gradients.download import GradientDownload
     from outcore.flow.layers import PartRunner
     from outcore.optim import torch_backend
@@ -121,11 +127,12 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
         "forward": (PartRunner, "layer"), "backward": (BackwardRunner, "layer"), "gradient": (GradientDownload, "ship"),
         "update": (torch_backend, "update_chunk"), "drive write": (BlockFile, "write_from"),
         "shard": (state, "write_shard"), "manifest": (Manifest, "save"), "renamed": (checkpoint, "rotate"),
-        "between": (Trainer, "train_one"),
+        "between": (Trainer, "train_one"), "kept weights": (GradientArena, "keep_weights"),
+        "waiting weights": (GradientArena, "weights"),
     }  # fmt: skip
     done = [0]
     owner, name = places[moment]
-    _count_down(owner, name, count, lambda: done[0] >= after_step, half=moment == "drive write")
+    _count_down(owner, name, moment, count, lambda: done[0] >= after_step)
     original = Trainer.train_one
 
     def counts(self: Trainer, batches: Any) -> Any:

@@ -38,13 +38,21 @@ def half_on_nvme(root: Path) -> dict:
     return {**nvme(root), "state_ram_bytes": 1 << 24, "states": "split"}
 
 
-HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "half split": half_on_nvme}
+def lending(root: Path) -> dict:
+    """New parameters wait behind what checkpoints are lent of the gradients' homes."""
+    return {**nvme(root), "activations": "ram"}
+
+
+HOMES = {
+    "RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "half split": half_on_nvme, "lending": lending,
+}  # fmt: skip
 
 MORE_KILLS = [
     ("forward", 3, "RAM", "split"), ("drive write", 4, "NVMe", "half split"), ("update", 2, "split", "RAM"),
     ("backward", 5, "NVMe", "RAM"), ("gradient", 2, "RAM", "NVMe"), ("update", 7, "NVMe", "NVMe"),
     ("drive write", 9, "half split", "half split"), ("shard", 1, "RAM", "split"), ("manifest", 1, "NVMe", "NVMe"),
-    ("renamed", 1, "split", "half split"), ("between", 1, "RAM", "NVMe"),
+    ("renamed", 1, "split", "half split"), ("between", 1, "RAM", "NVMe"), ("kept weights", 2, "half split", "lending"),
+    ("waiting weights", 3, "half split", "NVMe"), ("waiting weights", 2, "lending", "RAM"),
 ]  # fmt: skip
 
 
@@ -62,16 +70,19 @@ def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, r
 
 
 @pytest.mark.no_cover
-def test_killed_in_a_save_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path) -> None:
-    kill_and_resume(tmp_path, corpus, straight, ("shard", 3, "half split", "NVMe"))
+@pytest.mark.parametrize("kill", [("shard", 3, "half split", "NVMe"), ("kept weights", 4, "NVMe", "lending")])
+def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
+    """In a save, and when new parameters wait where their gradient was and the drive has not got them yet."""
+    kill_and_resume(tmp_path, corpus, straight, kill)
 
 
 @pytest.mark.no_cover
-def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize("moment", ["drive write", pytest.param("kept weights", marks=pytest.mark.slow)])
+def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path, moment: str) -> None:
     """Without clipping, layers are updated and written to the drive while the backward pass goes on."""
     run = [*RUN, "--max_grad_norm", "0"]
     assert train(flags(tmp_path / "straight", corpus, *run)) == 0
-    kill_and_resume(tmp_path, corpus, tmp_path / "straight", ("drive write", 4, "NVMe", "half split"), run)
+    kill_and_resume(tmp_path, corpus, tmp_path / "straight", (moment, 4, "NVMe", "half split"), run)
 
 
 @pytest.mark.slow
