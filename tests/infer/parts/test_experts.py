@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from outcore.flow.experts import experts_apart, form_of
 from outcore.infer import Request, Sampling
@@ -13,6 +16,8 @@ from tests.flow.models import needs
 from tests.infer.models import off_device, prompts_of, save_tiny_model
 
 PROMPTS = prompts_of(4, vocab=280)
+DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8}
 FIELDS = {"num_local_experts": 8, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 FIELDS |= {"intermediate_size": 256, "moe_intermediate_size": 256}
 GIB = 1 << 30
@@ -23,13 +28,38 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def folder_of(tmp_path_factory):
     made = {}
 
-    def found(family):
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            save_tiny_model(made[family], family=family, **FIELDS)
-        return made[family]
+    def found(family, method=None):
+        if (family, method) not in made:
+            folder = made[family, method] = tmp_path_factory.mktemp(family)
+            save_tiny_model(folder, family=family, **FIELDS, **(DEEPSEEK if family == "deepseek_v3" else {}))
+            if method is not None:
+                pack_experts(folder, method)
+        return made[family, method]
 
     return found
+
+
+def pack_experts(folder, method):
+    """Make of it a checkpoint as published in 4 bits, with experts of the same size as before and other values."""
+    stored, packed = load_file(folder / "model.safetensors"), {}
+    for name, value in stored.items():
+        if ".experts." not in name or value.ndim < 2 or name.endswith("_bias"):
+            packed[name] = value
+        elif method == "mxfp4":  # [experts, in, out] is published as [experts, out, in]
+            count, columns, rows = value.shape
+            packed[name + "_blocks"] = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+            packed[name + "_scales"] = torch.randint(121, 124, (count, rows, columns // 32), dtype=torch.uint8)
+        else:
+            stem, (rows, columns) = name.removesuffix("weight"), value.shape
+            packed[stem + "qweight"] = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
+            packed[stem + "qzeros"] = 0x77777777 ^ (
+                torch.randint(0, 2**31, (columns // 16, rows // 8)).int() & 0x11111111
+            )
+            packed[stem + "scales"] = (torch.rand(columns // 16, rows) / columns**0.5).half()
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 GPU = [pytest.param(("cuda", share), marks=pytest.mark.gpu, id=f"cuda-{share}") for share in (0, 1)]
@@ -59,16 +89,24 @@ def answers(folder, look=lambda opened: None, **settings):
         opened.close()
 
 
-FAMILIES = ["mixtral", "qwen3_moe", pytest.param("gpt_oss", marks=needs("gpt_oss"))]
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+
+
+CASES = [(family, None, None, 0) for family in FAMILIES] + [
+    ("gpt_oss", "mxfp4", None, 0),
+    ("qwen3_moe", "gptq", None, 64),
+]
+CASES += [(family, None, "nf4", tokens) for tokens in (0, 64) for family in ("mixtral", "gpt_oss")]
+CASES = [pytest.param(*case, marks=needs(case[0]), id="-".join(map(str, case))) for case in CASES]
+FORMATS = {None: set(), "nf4": {"nf4"}, "mxfp4": {"mxfp4"}, "gptq": {"int4_16_fp16_zero"}}
 
 
 @pytest.mark.parametrize("device", [pytest.param(("cpu", 0), id="cpu"), *GPU], indirect=True)
-@pytest.mark.parametrize(("quantize", "cpu_tokens"), [(None, 0), ("nf4", 0), ("nf4", 64)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method", "quantize", "cpu_tokens"), CASES)
 def test_answers_are_those_of_experts_that_come_with_their_layers(
-    folder_of, tmp_path, device, family, quantize, cpu_tokens
+    folder_of, tmp_path, device, family, method, quantize, cpu_tokens
 ):
-    folder, seen, forms = folder_of(family), [], []
+    folder, seen, forms = folder_of(family, method), [], []
     same = {"quantize": quantize, "cpu_tokens": cpu_tokens, "device": device, "precision": "fp32"}
     same |= {"nvme_path": (tmp_path,), "max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
 
@@ -78,6 +116,7 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
 
     expected = answers(folder, measure, compile="off", **same)
     part, form = forms[0]
+    assert {slot.packed.format.name for slot in part.layout.packed_slots} == FORMATS[quantize or method]
 
     def look(opened):
         cache = opened.weights.experts
@@ -88,7 +127,10 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
         seen.append((cache.num_slots, cache.counts))
 
     for count in (4, 8):
-        asked = {"expert_cache_gib": (count + 0.5) * form.size_bytes / GIB, "ram_gib": 0.0022 if quantize else 0.0036}
+        asked = {
+            "expert_cache_gib": (count + 0.5) * form.size_bytes / GIB,
+            "ram_gib": 0.0022 if quantize or method else 0.0036,
+        }
         found = answers(folder, look, **same, **asked)
         assert found[0] == expected[0]
         for mine, theirs in zip(found[1], expected[1], strict=True):
@@ -99,7 +141,7 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
 
 @pytest.mark.parametrize("device", GPU, indirect=True)
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in FAMILIES])
 def test_scores_in_bf16_are_near(folder_of, tmp_path, device, family, quantize):
     same = {"quantize": quantize, "device": device, "precision": "bf16", "compile": "off", "nvme_path": (tmp_path,)}
     expected = answers(folder_of(family), **same)[1]
