@@ -88,3 +88,21 @@ def pinned_memory(
         slots = max(slots, min(most_slots, pool_bytes // ranks // (4 * slot_bytes)))
     lane_bytes = 2 * slots * slot_bytes
     return PinnedMemory(max(pool_bytes, ranks * lane_bytes), lane_bytes)
+
+
+def lent_bytes(ends_bytes: Sequence[int], home_bytes: int) -> int:
+    """Bytes of a layer's checkpoints that lie in its gradient's home: of as many micro-batches as fit, which end at
+    `ends_bytes`."""
+    return max((end for end in ends_bytes if end <= home_bytes), default=0)
+
+
+def waits_from(
+    home_bytes: int, trained_bytes: int, in_ram_bytes: float, lent_bytes: int, *, ranks: int, in_tiles: bool
+) -> float:
+    """First byte of a layer's parameters that waits, from an update on, where its gradient was, so that the drive is
+    not asked for it: behind those in RAM and what checkpoints are lent. `home_bytes` where none waits: not in layers
+    that are frozen in part or computed in tiles, nor where ranks add gradients up. Each gradient needs a home of its
+    own."""
+    if ranks > 1 or in_tiles or trained_bytes < home_bytes:
+        return home_bytes
+    return min(home_bytes, max(in_ram_bytes, lent_bytes))

@@ -127,8 +127,25 @@ def test_spill_order_and_traffic():
     lending = dataclasses.replace(layout, checkpoints_home="ram")
     lent = 2 * 8 * 1024 * shape.hidden_size  # of each layer's home, by checkpoints
     reads = plan_stream(shape, RunRequest(), none, 1024, lending).drive_read_bytes_per_step
-    layers = (2 * 28 - 3) * lent  # three are still there when backward begins
+    layers = (2 * 28 - 3) * lent * 26 / 28  # of all but the last two; three are still there when backward begins
     assert reads == pytest.approx(states * n + ends + layers, rel=1e-6)
+    # Without clipping likewise, where all gradients have homes; and whole micro-batches are lent.
+    told = dataclasses.replace(lending, micro_batch=8, accumulation=6)
+    free, few = (
+        plan_stream(
+            shape,
+            RunRequest(max_grad_norm=0.0),
+            server(),
+            1024,
+            dataclasses.replace(told, residency=Residency(0, 0, gradient_bytes=bound)),
+        )
+        for bound in (None, 1)
+    )
+    home, micro = 2 * shape.layer_params[0], 2 * 8 * 1024 * shape.hidden_size
+    fits = home // micro * micro
+    assert 0 < fits < 6 * micro
+    assert free.drive_read_bytes_per_step == pytest.approx(states * n + ends + (2 * 28 - 3) * fits * 26 / 28, rel=1e-6)
+    assert few.drive_read_bytes_per_step == pytest.approx(states * n + ends + (2 * 28 - 3) * home, rel=1e-6)
     tiles = dataclasses.replace(layout, tiling="auto", device_bytes=4 * GIB)
     tiled = plan_stream(shape, RunRequest(), none, 1024, tiles)
     in_ram = sum(tiled.part_bytes(tier, "parameters") for tier in ("ram", "pinned"))
@@ -274,7 +291,9 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
     assert plans["ram"].part_bytes("ram", beyond) == 0  # 50 MB of a layer lie in its gradients' 201 MB
     long = plan_stream(shape, RunRequest(), LAPTOP, 16384, StreamLayout(2, 4, checkpoints_home="ram"))
     layer = shape.layer_params[0]
-    assert long.part_bytes("pinned", beyond) == 26 * 2 * (8 * 16384 * 3072 - layer)
+    one = 2 * 16384 * 3072  # bf16, of a row: of four micro-batches of two rows the first just fits
+    assert 2 * one < 2 * layer < 4 * one
+    assert long.part_bytes("pinned", beyond) == 26 * 3 * 2 * one
     assert plans["ram"].part_bytes("vram", name) == 3 * 8192 * 3072 * 2
     assert plans["ram"].part_bytes("vram", name) < size
     assert plans["ram"].time.h2d_s > plans["vram"].time.h2d_s

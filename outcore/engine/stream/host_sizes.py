@@ -7,14 +7,14 @@ from itertools import accumulate
 import torch
 
 from outcore.common.quantities import GIB, round_up
-from outcore.engine.stream.activations.memory import Lend, lent_bytes
+from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
 from outcore.machine import available_ram_bytes
 from outcore.optim import state_format
-from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.streaming import STAY_LAYERS, lent_bytes, waits_from
 from outcore.staging.pool import ALIGNMENT_BYTES
 
 FREE_RAM_BYTES = 2 * GIB
@@ -77,22 +77,24 @@ def _checkpoint_ends(plan: Blueprint) -> list[int]:
 
 
 def weights_from(plan: Blueprint) -> dict[int, int]:
-    """First element, of each layer (by index) partly on NVMe, that waits in its gradient's home from an update on:
-    behind what is in RAM and what checkpoints are lent, at the beginning of a chunk."""
+    """First element, of each layer (by index) partly on NVMe, that waits in its gradient's home from an update on
+    (`sizing.streaming.waits_from`), at the beginning of a chunk."""
     found: dict[int, int] = {}
-    if not plan.place.is_alone:
-        return found
     ends, num_layers = _checkpoint_ends(plan), len(plan.units.layer_units)
     lends = plan.settings.activations_on(plan.device) == "ram"
     for number, unit in enumerate(plan.units.layer_units):
-        layout, cut = unit.layout, plan.cuts[unit.index]
-        if unit.index in plan.tile_plan.indices or layout.trainable_numel < layout.home_numel:
-            continue
-        lent = 0
+        layout, itemsize, lent = unit.layout, unit.layout.dtype.itemsize, 0
         if lends and number < num_layers - STAY_LAYERS:
             lent = lent_bytes(ends, gradient_bytes_of(unit)) if ends else gradient_bytes_of(unit)
-        least = max(cut, -(-lent // layout.dtype.itemsize))
-        starts = [chunk.start for chunk in plan.chunks[unit.index] if chunk.start >= least]
+        least = waits_from(
+            layout.home_numel * itemsize,
+            layout.trainable_numel * itemsize,
+            plan.cuts[unit.index] * itemsize,
+            lent,
+            ranks=plan.place.world_size,
+            in_tiles=unit.index in plan.tile_plan.indices,
+        )
+        starts = [chunk.start for chunk in plan.chunks[unit.index] if chunk.start * itemsize >= least]
         if starts:
             found[unit.index] = min(starts)
     return found

@@ -14,6 +14,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
+    GRADIENTS,
     GRAPHS,
     SAVED,
     STAYING,
@@ -49,8 +50,9 @@ def plan_stream(
     case = Case(shape, request, hardware, seq_length, layout)
     checkpoints = checkpoint_bytes(shape, request.element_bytes, case.micro_tokens * layout.accumulation)
     tiling = tiling_of(case)
-    ram, sizes = ram_parts(case, checkpoints, tiling)
+    ram, sizes = ram_parts(case, tiling)
     spill, ram = spilled(case, ram, sizes, tiling)
+    have_homes = sum(p.size_bytes for p in ram if p.name == GRADIENTS) >= sizes[GRADIENTS]
     ram, pinned, pageable = pinned_and_rest(case, ram)
     vram = vram_parts(case, tiling)
     graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
@@ -59,7 +61,7 @@ def plan_stream(
         vram.append(Item("vram", GRAPHS, tensors))
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     stay = staying(case, tiling, spill, vram)
-    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay)
+    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, have_homes)
     if layout.resident_bytes is None and stay.layers:
         with_s, without_s = (step_time(case, replace(placed, stay=one))[1].step_s for one in (stay, Staying()))
         stay = stay if with_s <= (1 - LEAST_GAIN) * without_s else Staying()

@@ -33,6 +33,7 @@ from outcore.sizing.streaming import (
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
+    lent_bytes,
     pinned_memory,
     rank_slots_bytes,
     ring_of_states_bytes,
@@ -190,7 +191,7 @@ def saved_layers(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> 
     return count, count * one
 
 
-def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) -> tuple[list[Item], dict[str, int]]:
+def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dict[str, int]]:
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
     master, moments = STATE_FORMATS[case.request.format]
@@ -212,7 +213,7 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
-        fixed.append(Item("ram", BEYOND, _beyond(shape, e, all_checkpoints, ranks)))
+        fixed.append(Item("ram", BEYOND, _beyond(case)))
     parts = [Item("ram", name, size) for name, size in sizes.items()] + fixed
     return [*parts, Item("ram", SLOTS, ranks * _pinned_memory(case, parts).lane_bytes)], sizes
 
@@ -225,12 +226,12 @@ def _gradients(shape: ModelShape) -> list[int]:
     return [*shape.layer_params, *ends]
 
 
-def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int, ranks: int) -> int:
+def _beyond(case: Case[StreamLayout]) -> int:
     """Activation checkpoints of all ranks lie in the homes of their layer's gradients, which are free meanwhile, as far
-    as they fit; this is what does not. `all_checkpoints`: of one rank."""
-    batch_hidden = ranks * all_checkpoints // (shape.num_layers + 1)
-    lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
-    return max(0, shape.num_layers - STAY_LAYERS) * max(0, batch_hidden - lent)
+    as they fit; this is what does not."""
+    shape, ranks, ends = case.shape, case.hardware.num_gpus, case.checkpoint_ends
+    home_bytes = 0 if shape.lora_r else case.element_bytes * min(shape.layer_params)
+    return max(0, shape.num_layers - STAY_LAYERS) * ranks * (ends[-1] - lent_bytes(ends, home_bytes // ranks))
 
 
 def spilled(

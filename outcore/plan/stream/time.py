@@ -21,7 +21,7 @@ from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.activations import mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
-from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.streaming import STAY_LAYERS, lent_bytes, waits_from
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Placed:
     graphs: bool
     """Whether layers are CUDA graphs."""
     stay: Staying
+    have_homes: bool
+    """Whether each part's gradients have a home of their own."""
     saved: int = 0
     """Layers whose forward is not made again."""
 
@@ -263,15 +265,23 @@ class _Links:
 
     @cached_property
     def waiting(self) -> float:
-        """Share of the layers' parameters that is on the drive and yet need not be read: it waits in RAM where its
-        gradient was, as far as checkpoints do not lie there."""
-        case, shape = self.case, self.case.shape
-        alone = case.hardware.num_gpus == 1 and not self.placed.tiling.layers
-        if not alone or shape.lora_r or not case.request.clips:
+        """Share of the layers' parameters that is on the drive and yet need not be read (`waits_from`)."""
+        case, shape, placed = self.case, self.case.shape, self.placed
+        if not placed.have_homes:
             return 0.0
-        hidden = self.placed.checkpoint_bytes // (shape.num_layers + 1) if case.layout.checkpoints_home == "ram" else 0
-        lent = hidden / (case.element_bytes * min(shape.layer_params))
-        return max(0.0, 1 - max(1 - self.placed.spill.parameters, lent))
+        waiting = 0.0
+        for layer, params in enumerate(shape.layer_params):
+            home_bytes = case.element_bytes * params
+            lends = case.layout.checkpoints_home == "ram" and layer < shape.num_layers - STAY_LAYERS
+            waiting += home_bytes - waits_from(
+                home_bytes,
+                0 if shape.lora_r else home_bytes,
+                (1 - placed.spill.parameters) * home_bytes,
+                lent_bytes(case.checkpoint_ends, home_bytes) if lends else 0,
+                ranks=case.hardware.num_gpus,
+                in_tiles=layer in placed.tiling.layers,
+            )
+        return waiting / (case.element_bytes * sum(shape.layer_params))
 
     @property
     def weights_forward(self) -> float:

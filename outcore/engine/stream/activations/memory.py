@@ -16,7 +16,7 @@ import torch
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import round_up
 from outcore.flow.weights import settle
-from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.streaming import STAY_LAYERS, lent_bytes
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool import ALIGNMENT_BYTES, HostMemory
 
@@ -76,12 +76,6 @@ class DeviceActivations:
 
     def clear(self, deadline: Deadline | None = None) -> None:
         self._kept.clear()
-
-
-def lent_bytes(ends_bytes: Sequence[int], lent: int) -> int:
-    """Bytes of a layer's checkpoints that lie in `lent` bytes: of as many micro-batches as fit, which end at
-    `ends_bytes`."""
-    return max((end for end in ends_bytes if end <= lent), default=0)
 
 
 Lend = Callable[[int], torch.Tensor | None]
