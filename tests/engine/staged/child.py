@@ -14,7 +14,6 @@ Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/resu
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -222,8 +221,6 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             result["moved"] = moved
     finally:
         engine.close()
-        del engine
-        gc.collect()
     return result
 
 

@@ -26,7 +26,7 @@ def job(
     """One entry of jobs.json; `outcore` is that block of deepspeed_config.json, `config` its other keys, `small` sizes
     to the measure of tiny models."""
     if zero is not None and outcore is None:
-        outcore = {"staging_bytes": 32 << 20}  # the default of a GB would be filled with zeros for each job
+        outcore = {"staging_bytes": 4 << 20}  # the default of a GB would be filled with zeros for each job
     return {
         "name": name, "model": model or TINY, "zero": zero or {"zero_stage": "zero3"},
         "config": {**(config or {}), "outcore": outcore or {}}, "run": run, "do": do,
