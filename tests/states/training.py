@@ -15,7 +15,7 @@ from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
 from tests.storage.faulty import FaultyEngine
 
 (built,) = engine_fixtures
-TINY = replace(TINY_SETTINGS, chunk_numel=1 << 11, max_grad_norm=0.5, state_ring_bytes=MIB, state_ring_slots=3)
+TINY = replace(TINY_SETTINGS, chunk_numel=1 << 12, max_grad_norm=0.5, state_ring_bytes=MIB, state_ring_slots=3)
 IMMEDIATE = replace(TINY, max_grad_norm=0.0, update="immediate")
 
 
