@@ -10,11 +10,16 @@ import pytest
 from tests import house
 
 KNOWN = house.modules()
-FOUND = house.imports(KNOWN)
 MAX_DOOR_NAMES = 20
 WIDE_DOORS = {"outcore.optim"}
 """Doors from before the rule, with more names."""
 TORCH_FREE = ("common", "config", "machine", "sizing", "install")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[house.Import]:
+    """Every import; read when a test asks, since each process of a run collects this file."""
+    return house.imports(KNOWN)
 
 
 def test_every_room_stands_on_a_floor():
@@ -23,19 +28,19 @@ def test_every_room_stands_on_a_floor():
     assert not rooms - drawn, "draw it in tests/house.py"
 
 
-def test_nothing_is_imported_from_above():
-    assert not [one.words for one in house.upward(FOUND)]
+def test_nothing_is_imported_from_above(found):
+    assert not [one.words for one in house.upward(found)]
 
 
-def test_the_engines_do_not_know_each_other_and_flow_knows_nobody_above():
-    arrows = {(house.room_of(one.importer), house.room_of(one.imported)) for one in FOUND}
+def test_the_engines_do_not_know_each_other_and_flow_knows_nobody_above(found):
+    arrows = {(house.room_of(one.importer), house.room_of(one.imported)) for one in found}
     assert not arrows & {("engine.stream", "engine.deepspeed"), ("engine.deepspeed", "engine.stream")}
     assert not {there for here, there in arrows if here == "flow"} & {"states", "plan", "train", "infer"}
 
 
-def test_there_are_no_circles():
-    assert not house.circles(house.file_edges(FOUND))
-    assert not house.circles(house.sub_room_edges(FOUND, KNOWN))
+def test_there_are_no_circles(found):
+    assert not house.circles(house.file_edges(found))
+    assert not house.circles(house.sub_room_edges(found, KNOWN))
 
 
 def test_a_circle_or_an_import_upward_would_show():
@@ -47,8 +52,8 @@ def test_a_circle_or_an_import_upward_would_show():
     assert house.circles(edges) == [["outcore.flow.parts", "outcore.flow.tiles"]]
 
 
-def test_rooms_are_imported_through_their_doors():
-    past = [one.words for one in house.past_doors(FOUND, KNOWN)]
+def test_rooms_are_imported_through_their_doors(found):
+    past = [one.words for one in house.past_doors(found, KNOWN)]
     assert not past, "import these from the room's __init__, or from a sub-room's"
 
 

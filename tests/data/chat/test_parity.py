@@ -20,8 +20,6 @@ from tests.data.families import FAMILIES, tokenizer_of
 from tests.data.generated import TOOLS, conversation, conversations, words
 from tests.data.runs import runs
 
-trl_templates = pytest.importorskip("trl.chat_template_utils")
-
 NO_COPY_IN_TRL = {"gemma4_v5", "llama3_1", "qwen1_5", "zephyr", "mistral_nemo", "solar", "kimi_k2"}
 NO_COPY_IN_TRL |= {"glm_5_1", "deepseek_coder", "internlm2"}
 """TRL has no training template for these; test_families.py checks them by themselves."""
@@ -77,7 +75,7 @@ def difference(name: str, tokenizer: Any, ours: tuple, theirs: tuple, pattern: s
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - NO_COPY_IN_TRL))
 def test_same_tokens_and_labels_as_trl(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    template = trl_templates.get_training_chat_template(tokenizer)
+    template = pytest.importorskip("trl.chat_template_utils").get_training_chat_template(tokenizer)
     encoder, agreed, wrong = ChatEncoder(tokenizer), 0, []
     for pattern, messages, tools in conversations(seed=7, each=2):
         given = messages
@@ -167,7 +165,7 @@ trains it. Here it is trained in both."""
 @pytest.mark.parametrize("name", SHAPE_FAMILIES)
 def test_same_labels_for_every_shape_that_trl_knows(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    template = trl_templates.get_training_chat_template(tokenizer)
+    template = pytest.importorskip("trl.chat_template_utils").get_training_chat_template(tokenizer)
     rng, agreed = random.Random(3), 0
     for _ in range(3):
         for shape_name, row in shapes_of(rng).items():
