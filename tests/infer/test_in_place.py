@@ -26,6 +26,7 @@ from outcore.sizing.inference import (
     compute_in_place,
     place_inference,
 )
+from outcore.staging import PinnedPool
 from tests.infer.models import off_device, prompts_of, save_tiny_model
 
 CPU = torch.device("cpu")
@@ -148,6 +149,29 @@ def test_the_cpu_takes_its_share_of_what_travels():
     assert least.cpu_tokens == 3 and len(least.on_cpu(3)) == numbers[4] and not least.on_cpu(4)
     slow = compute_in_place(placement, travel, dataclasses.replace(rates, part_s=60.0))
     assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1] and slow.cpu_rates is not None
+
+
+def test_the_trial_of_the_link_takes_its_memory_from_a_pool_and_gives_it_back(monkeypatch):
+    """64 MiB were pinned beside the pool, in torch's cache, for as long as the process lived."""
+    pools = []
+
+    class Seen(PinnedPool):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            pools.append(self)
+
+        def lease(self, n_bytes, owner, *args, **more):
+            assert owner == "trial of the link" and n_bytes == self.asked_bytes == in_place.LINK_BYTES
+            return super().lease(n_bytes, owner, *args, **more)
+
+    monkeypatch.setattr(in_place, "PinnedPool", Seen)
+    monkeypatch.setattr(in_place, "LINK_BYTES", 1 << 16)
+    monkeypatch.setattr(in_place, "ROWS", (1, 4))
+    with PackedProducts(1) as products:
+        rates, link = in_place._rates(products, PackedSpec(packed_format("q8_0"), (64, 128)), CPU)
+    assert set(rates) == {1, 4} and min(*rates.values(), link) > 0
+    (pool,) = pools
+    assert pool.capacity_bytes == 0
 
 
 def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ and its average over ranks is undone by a factor of world_size. Checkpoints go p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from outcore.engine.base import (
 )
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
-from outcore.flow.trace import wait_for
+from outcore.flow.trace import PhaseClock
 from outcore.model import LoadedModel
 from outcore.model.facts import named_checkpoint_parameters, persistent_buffers
 from outcore.model.forward import count_target_tokens
@@ -76,21 +75,21 @@ class DeepSpeedEngine:
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr
         self.ds.train()
-        marks = _Marks(self.device)
+        clock = PhaseClock(self.device)
         sums = torch.zeros(2, dtype=torch.float32, device=self.device)
         for batch in batches:
-            marks.start("forward")
+            clock.start("forward")
             objective, loss_sum, _tokens = self._forward(batch, float(total))
             sums += torch.stack([loss_sum, objective.detach() * total - loss_sum])
-            marks.start("backward")
+            clock.start("backward")
             self.ds.backward(objective * self.world_size, scale_wrt_gas=False)
-            marks.start("optimizer")
+            clock.start("optimizer")
             if batch is not batches[-1]:
                 self.ds.step()  # counts the micro-batch
         loss, aux_loss = self._mean(sums, total)
         norm = self._whole_grad_norm()
         self.ds.step()
-        marks.stop()
+        clock.stop()
         skipped = not self.ds.was_step_applied()
         if not skipped:
             self.updates += 1
@@ -100,7 +99,7 @@ class DeepSpeedEngine:
                 f"the gradient norm became {norm}, and this step's update has damaged the states in memory: nothing "
                 f"more is saved. To go on, {LOWER_RATE}."
             )
-        return StepResult(loss, aux_loss, norm, total, skipped, marks.seconds())
+        return StepResult(loss, aux_loss, norm, total, skipped, clock.seconds())
 
     def _whole_grad_norm(self) -> float | None:
         """The global norm where DeepSpeed keeps none (fp32, stage none: plain torch AdamW, clipped while it steps)."""
@@ -280,33 +279,3 @@ class DeepSpeedEngine:
             return
         self._closed = True
         self.ds.destroy()
-
-
-class _Marks:
-    """Seconds by phase: CUDA events on a GPU (no synchronisation inside the step), the clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self, phase: str) -> None:
-        self._marks.append((phase, self._now()))
-
-    def stop(self) -> None:
-        self._marks.append(("end", self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            wait_for(self._marks[-1][1], "a step")
-        total: dict[str, float] = {}
-        for (phase, begin), (_next, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
-            total[phase] = total.get(phase, 0.0) + seconds
-        return total

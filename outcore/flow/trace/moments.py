@@ -27,12 +27,14 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
+def has_passed(at: Moment) -> bool:
+    return isinstance(at, float) or at.query()
+
+
 def wait_for(at: Moment, what: str, timeout_s: float = DEVICE_TIMEOUT_S, poll_s: float = POLL_S) -> None:
     """Until a moment has passed, asked for every `poll_s`: CUDA's own waits know no limit. TimeoutError."""
-    if isinstance(at, float):
-        return
     end_s = time.perf_counter() + timeout_s
-    while not at.query():
+    while not has_passed(at):
         if time.perf_counter() > end_s:
             raise TimeoutError(
                 f"the GPU did not finish {what} within {format_s(timeout_s)}: it hangs, or other processes keep it "
@@ -63,9 +65,8 @@ class HostTime:
         wait_for(moment(self._device), "what was queued before the trace")
         best: tuple[float, torch.cuda.Event, float] | None = None
         for _ in range(CALIBRATION_TRIES):
-            event = torch.cuda.Event(enable_timing=True)
             before_s = time.perf_counter()
-            event.record()
+            event = moment(self._device)
             wait_for(event, "the moment of a calibration", poll_s=0.0)
             after_s = time.perf_counter()
             if best is None or after_s - before_s < best[0]:
@@ -89,32 +90,24 @@ class PhaseClock:
     """Seconds by phase of a step: `start` a phase ends the one before, `stop` the last."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._times: list[tuple[str, float]] = []
+        self._device = device
+        self._begun: list[tuple[str, Moment]] = []
 
     def start(self, phase: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append((phase, event))
-        else:
-            self._times.append((phase, time.perf_counter()))
+        self._begun.append((phase, moment(self._device)))
 
     def stop(self) -> None:
         self.start("")
 
     def wait(self) -> None:
         """Until the device has reached the last `start` or `stop`; TimeoutError when it hangs."""
-        if self._cuda and self._events:
-            wait_for(self._events[-1][1], "the step")
+        if self._begun:
+            wait_for(self._begun[-1][1], "the step")
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds, summed over its parts. Waits for the device to reach `stop`."""
         total: dict[str, float] = {}
         self.wait()
-        for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
-            total[phase] = total.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
-        for (phase, begin_s), (_, end_s) in zip(self._times, self._times[1:], strict=False):
-            total[phase] = total.get(phase, 0.0) + end_s - begin_s
+        for (phase, begin), (_, end) in zip(self._begun, self._begun[1:], strict=False):
+            total[phase] = total.get(phase, 0.0) + elapsed_s(begin, end)
         return total

@@ -13,15 +13,13 @@ from torch.nn.functional import linear
 
 from outcore.common.quantities import MIB, format_s
 from outcore.flow import ModelParts
+from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.infer.opening.settings import InferSettings
 from outcore.optim import ExtensionUnavailable, default_num_threads
-from outcore.sizing.inference import (
-    InPlaceRates,
-    Placement,
-    compute_in_place,
-)
+from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
+from outcore.staging import PinnedPool
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 TRIAL_BYTES, CPU_TRIAL_BYTES = 32 * MIB, 3 * MIB
@@ -140,25 +138,23 @@ def _rates(products: PackedProducts, spec: PackedSpec, device: torch.device) -> 
     the other for as long as copies are under way."""
     spec, copies = _copies(spec, TRIAL_BYTES)
     calls = [call_of(spec, spec.planes(data)) for data in copies]
-    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found, link = {}, 0.0
-    for rows in ROWS:
-        x, number = torch.randn(rows, spec.shape[1]), 0
-        products.multiply(calls[-1], x)
-        torch.cuda.synchronize(device)
-        began.record()
-        for _ in range(LINK_COPIES):
-            target.copy_(source, non_blocking=True)
-        ended.record()
-        began_s = time.perf_counter()
-        while number < 2 or not ended.query():
-            products.multiply(calls[number % len(calls)], x)
-            number += 1
-        found[rows] = number * spec.size_bytes / (time.perf_counter() - began_s) / 1e9
-        torch.cuda.synchronize(device)
-        link = link or LINK_COPIES * LINK_BYTES / (began.elapsed_time(ended) / 1e3) / 1e9
+    with PinnedPool(LINK_BYTES, device=device) as pool, pool.lease(LINK_BYTES, "trial of the link") as lease:
+        for rows in ROWS:
+            x, number = torch.randn(rows, spec.shape[1]), 0
+            products.multiply(calls[-1], x)
+            began = moment(device)
+            wait_for(began, "what was queued before the trial")
+            for _ in range(LINK_COPIES):
+                target.copy_(lease.tensor, non_blocking=True)
+            ended, began_s = moment(device), time.perf_counter()
+            while number < 2 or not has_passed(ended):
+                products.multiply(calls[number % len(calls)], x)
+                number += 1
+            found[rows] = number * spec.size_bytes / (time.perf_counter() - began_s) / 1e9
+            wait_for(ended, "the trial of the link")
+            link = link or LINK_COPIES * LINK_BYTES / elapsed_s(began, ended) / 1e9
     return found, link
 
 

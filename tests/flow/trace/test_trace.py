@@ -20,7 +20,7 @@ from outcore.engine.base import TracePlan
 from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.trace import NO_TRACE, BusyTime, Slice, Stalls, write_trace
 from outcore.flow.trace.file import read_trace, rows_of
-from outcore.flow.trace.moments import HostTime
+from outcore.flow.trace.moments import HostTime, PhaseClock
 from outcore.flow.trace.picture import _draw, main, short_name, step_slices
 from outcore.optim import torch_backend
 from outcore.storage.engines.worker import PosixMover
@@ -317,6 +317,31 @@ def test_stalls_are_below_the_phases_and_a_slow_lane_or_optimizer_shows(build):
     stalled_s = sum(s for name, s in phases.items() if name.startswith("stall_"))
     assert 0.15 < phases["stall_optimizer"] <= stalled_s <= phases["forward"] + phases["backward"] + 1e-3
     assert phases["stall_nvme"] == 0.0
+
+
+def test_moments_are_recorded_on_the_device_that_they_are_of(monkeypatch):
+    """They were recorded on the current device's stream, whichever that was."""
+    streams = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self, stream=None):
+            streams.append(stream)
+
+        def query(self):
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    second = torch.device("cuda", 1)
+    HostTime(second).calibrate()
+    clock = PhaseClock(second)
+    clock.start("forward")
+    clock.stop()
+    clock.wait()
+    assert len(streams) > 3 and set(streams) == {"stream of cuda:1"}
 
 
 def test_host_time_is_a_line_through_two_calibrations():
