@@ -1,11 +1,8 @@
-"""Asked of the processor once for all forked children: DeepSpeed's CPU optimizer asks anew for each engine, 1.2 s each.
-
-Import it before deepspeed, which keeps the function under a name of its own.
-"""
-
-import functools
+"""The processor is asked once for all forked children."""
 
 import cpuinfo
 
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+from outcore.engine.deepspeed.environment import ask_processor_once
+
+ask_processor_once()
 cpuinfo.get_cpu_info()

@@ -22,7 +22,12 @@ from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.config.accepted import check_by_deepspeed
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.environment import accelerator, prepare_environment, remove_stale_builds
+from outcore.engine.deepspeed.environment import (
+    accelerator,
+    ask_processor_once,
+    prepare_environment,
+    remove_stale_builds,
+)
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
@@ -122,6 +127,7 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
     The group lives as long as the process: DeepSpeed keeps references to it that a new group would not replace."""
     prepare_environment(has_cuda, local_rank)
     remove_stale_builds(os.environ)
+    ask_processor_once()
     # DeepSpeed's INFO lines and torch's notes on collectives that DeepSpeed still calls by their old names.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
