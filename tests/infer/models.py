@@ -17,6 +17,12 @@ from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from tests.flow.models import tiny_loaded
 
+MIXTURE = {"num_local_experts": 8, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+MIXTURE |= {"intermediate_size": 256, "moe_intermediate_size": 256}
+"""Fields of a tiny mixture, whichever family's names it goes by."""
+SCARCE = {"max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
+"""Room for so little beside weights that 4 MiB of RAM do not hold a tiny mixture in fp32."""
+
 
 class Words:
     """A tokenizer whose tokens are words of one letter."""

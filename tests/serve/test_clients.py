@@ -14,8 +14,10 @@ import pytest
 import torch
 import yaml
 
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, open_engine
 from tests.forked import ROOT
-from tests.infer.models import greedy_by_transformers
+from tests.infer.models import MIXTURE, SCARCE, greedy_by_transformers, save_tiny_model
 from tests.serve.running import until
 
 openai = pytest.importorskip("openai")
@@ -409,6 +411,26 @@ def test_a_measured_machine_has_a_forecast(server, monkeypatch):
     opened.engine.on_pass = heard
     assert "outcore_forecast_pass_seconds 0.25" in page and not made.against_plan.why_not
     assert re.search(r'^outcore_kv_pages{group="all",home="ram",state="free"} [1-9]', page, re.M)
+
+
+def test_metrics_tell_how_often_experts_were_there(tmp_path):
+    from outcore.serve.watch import ServeMetrics
+
+    save_tiny_model(tmp_path / "model", family="qwen3_moe", **MIXTURE)
+    room = {"ram_gib": 0.0036, "expert_cache_gib": 0.001, **SCARCE}
+    settings = InferSettings(device="cpu", context=128, nvme_path=(tmp_path,), **room)
+    opened = open_engine(str(tmp_path / "model"), settings)
+    try:
+        made, counts = ServeMetrics(opened), opened.weights.experts.counts
+        sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
+        list(opened.engine.generate([Request("one", (5, 6, 7), sampling)]))
+        page = made.page().decode()
+        told = {name: float(value) for name, value in re.findall(r"^outcore_(\w+) ([\d.e+]+)$", page, re.M)}
+        assert told["experts_asked"] == counts.asked > told["expert_hits"] == counts.hits > 0
+        assert told["expert_hit_rate"] == pytest.approx(counts.hit_rate)
+        assert told["drive_bytes"] >= told["expert_read_bytes"] == counts.read_bytes > 0
+    finally:
+        opened.close()
 
 
 def test_tokens(server):

@@ -64,6 +64,10 @@ class AgainstPlan:
             "measured_s": self.measured_s,
             "measured_tokens_per_s": tokens / self.measured_s if self.measured_s else None,
         }
+        if (experts := opened.weights.experts) is not None:
+            counts = experts.counts
+            found |= {"experts_asked": counts.asked, "expert_hit_rate": counts.hit_rate}
+            found["expert_read_bytes"] = counts.read_bytes
         if self.plan is None:
             found["why_no_forecast"] = self.why_not
         if self.forecast_s:
@@ -76,18 +80,20 @@ class AgainstPlan:
         return found
 
     def words(self) -> str:
-        """Forecast and run in a line; '' where there is nothing to compare."""
-        facts = self.facts()
-        if not self.forecast_s:
-            return ""
-        said = (
-            f"{self.passes:,} passes took {format_s(self.measured_s)}, {facts['measured_over_forecast']:.2f} times the "
-            f"forecast of {format_s(self.forecast_s)}"
-        )
-        if "vram_peak_bytes" in facts:
-            placed, taken = facts["vram_placed_bytes"], facts["vram_peak_bytes"]
-            said += f"; VRAM: {format_gib(placed)} placed, {format_gib(taken)} taken"
-        return said
+        """Forecast and run in a line, and how often experts were there; '' where there is nothing to tell."""
+        facts, said = self.facts(), list[str]()
+        if self.forecast_s:
+            said.append(
+                f"{self.passes:,} passes took {format_s(self.measured_s)}, {facts['measured_over_forecast']:.2f} times "
+                f"the forecast of {format_s(self.forecast_s)}"
+            )
+            if "vram_peak_bytes" in facts:
+                placed, taken = facts["vram_placed_bytes"], facts["vram_peak_bytes"]
+                said.append(f"VRAM: {format_gib(placed)} placed, {format_gib(taken)} taken")
+        if facts.get("experts_asked"):
+            read = format_gib(facts["expert_read_bytes"])
+            said.append(f"{facts['expert_hit_rate']:.0%} of {facts['experts_asked']:,} experts were there, {read} read")
+        return "; ".join(said)
 
     def _capture_s(self) -> float:
         return 0.0 if self._small is None else self._small.capture_s

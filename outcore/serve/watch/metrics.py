@@ -67,6 +67,8 @@ class ServeMetrics(RequestMetrics):
         )
         self.drafted = self._counter("draft_tokens", "Tokens that were guessed")
         self.accepted = self._counter("accepted_draft_tokens", "Guessed tokens that were right")
+        self._expert_bytes = 0, 0
+        """(bytes of experts read so far, in the last pass)."""
         self._gauges(engine)
         engine.on_pass = self.passed
 
@@ -88,14 +90,17 @@ class ServeMetrics(RequestMetrics):
         gauge("kv_bytes", "Bytes of keys and values", lambda: cache.size_bytes)
         gauge("prefix_pages", "Pages kept for prompts that begin alike", lambda: len(cache.index or ()))
         gauge("kept_prefix_pages", "Such pages on the drive", lambda: 0 if cache.kept is None else len(cache.kept))
-        drive = self._opened.weights.lanes.get("drive")
-        if drive is not None:
-            gauge("drive_queue_depth", "Reads of weights under way", lambda: drive.clock.io_under_way)
-            gauge("drive_bytes", "Bytes of weights read from the drives so far", lambda: drive.stats().n_bytes)
+        drives = [lane for name, lane in self._opened.weights.lanes.items() if name != "upload"]
+        if drives:
+            under_way = "Reads of weights under way"
+            gauge("drive_queue_depth", under_way, lambda: sum(lane.clock.io_under_way for lane in drives))
+            so_far = "Bytes of weights read from the drives so far"
+            gauge("drive_bytes", so_far, lambda: sum(lane.stats().n_bytes for lane in drives))
         if (experts := self._opened.weights.experts) is not None:
             counts = experts.counts
             gauge("experts_asked", "Experts that tokens chose so far, each once a layer and pass", lambda: counts.asked)
             gauge("expert_hits", "Those that were on the device", lambda: counts.hits)
+            gauge("expert_hit_rate", "Share of them that were on the device", lambda: counts.hit_rate or 0.0)
             gauge("expert_read_bytes", "Bytes of the others, read so far", lambda: counts.read_bytes)
         weights = Gauge(
             "outcore_weight_bytes", "Bytes of weights, by where they live", ("home",), registry=self.registry
@@ -120,13 +125,17 @@ class ServeMetrics(RequestMetrics):
 
     def _link_rate(self) -> float:
         seconds = self._opened.engine.counts.last_pass_s
-        return self._opened.placement.travelling_bytes / seconds if seconds else 0.0
+        crossed_bytes = self._opened.placement.travelling_bytes + self._expert_bytes[1]
+        return crossed_bytes / seconds if seconds else 0.0
 
     def passed(self, works: Sequence[Work], seconds: float) -> None:
         """Note the pass that has just run."""
         self.pass_time.observe(seconds)
         self.against_plan.passed(works, seconds)
         self.pass_rows.observe(rows_of(works))
+        if (experts := self._opened.weights.experts) is not None:
+            so_far = experts.counts.read_bytes
+            self._expert_bytes = so_far, so_far - self._expert_bytes[0]
         for name, waited_s in self._opened.weights.arrival.waited_s().items():
             self.stalls.labels(name).inc(waited_s)
 

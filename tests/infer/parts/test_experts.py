@@ -11,15 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from outcore.flow.experts import experts_apart, form_of
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, build, open_engine
+from outcore.infer.opening import AgainstPlan, InferSettings, build, open_engine
 from tests.flow.models import needs
-from tests.infer.models import off_device, prompts_of, save_tiny_model
+from tests.infer.models import MIXTURE, SCARCE, off_device, prompts_of, save_tiny_model
 
 PROMPTS = prompts_of(4, vocab=280)
 DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8}
-FIELDS = {"num_local_experts": 8, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
-FIELDS |= {"intermediate_size": 256, "moe_intermediate_size": 256}
 GIB = 1 << 30
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +29,7 @@ def folder_of(tmp_path_factory):
     def found(family, method=None):
         if (family, method) not in made:
             folder = made[family, method] = tmp_path_factory.mktemp(family)
-            save_tiny_model(folder, family=family, **FIELDS, **(DEEPSEEK if family == "deepseek_v3" else {}))
+            save_tiny_model(folder, family=family, **MIXTURE, **(DEEPSEEK if family == "deepseek_v3" else {}))
             if method is not None:
                 pack_experts(folder, method)
         return made[family, method]
@@ -108,7 +106,7 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
 ):
     folder, seen, forms = folder_of(family, method), [], []
     same = {"quantize": quantize, "cpu_tokens": cpu_tokens, "device": device, "precision": "fp32"}
-    same |= {"nvme_path": (tmp_path,), "max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
+    same |= {"nvme_path": (tmp_path,), **SCARCE}
 
     def measure(opened):
         apart = experts_apart(opened.engine.runner.flow.units).expert_units
@@ -125,6 +123,8 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
         read, rest = divmod(cache.counts.read_bytes, sum(p.numel for p in form.pieces) * part.layout.dtype.itemsize)
         assert not rest and read >= cache.counts.asked - cache.counts.hits  # some ahead, in vain
         seen.append((cache.num_slots, cache.counts))
+        told, counts = AgainstPlan(opened, None), cache.counts
+        assert told.words().startswith(f"{counts.hit_rate:.0%} of {counts.asked:,} experts were there, ")
 
     for count in (4, 8):
         asked = {
@@ -165,6 +165,6 @@ def test_what_cannot_be_is_refused(folder_of, asked, words):
 
 
 def test_a_dense_model_has_none(tiny_folder, tmp_path):
-    settings = {"nvme_path": (tmp_path,), "max_sequences": 2, "kv_gib": 0.0004, "pass_tokens": 32, "chunk_tokens": 16}
+    settings = {"nvme_path": (tmp_path,), **SCARCE, "kv_gib": 0.0002}
     with pytest.raises(ValueError, match="no experts that can come alone"):
-        answers(tiny_folder[0], **{**settings, "kv_gib": 0.0002}, ram_gib=0.0006, expert_cache_gib=0.001)
+        answers(tiny_folder[0], **settings, ram_gib=0.0006, expert_cache_gib=0.001)
