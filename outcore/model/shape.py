@@ -140,7 +140,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
     layers = [layer for stack in stacks for layer in stack]
     layer_params = tuple(_numel(layer) for layer in layers)
     embedding = _embedding_params(model, facts.vocab_size * facts.hidden_size)
-    experts = sum(p.numel() for layer in layers for n, p in layer.named_parameters() if "experts" in n.split("."))
+    in_experts = [sum(p.numel() for n, p in layer.named_parameters() if "experts" in n.split(".")) for layer in layers]
     top_k = int(_first(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k") or 0) if facts.is_moe else 0
     num_experts = int(_first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 1)
     heads = int(_first(text, "num_attention_heads", "num_heads") or 1)
@@ -156,7 +156,8 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         embedding_params=embedding,
         layer_params=layer_params,
         head_params=facts.total_params - embedding - sum(layer_params),
-        active_layer_params=sum(layer_params) - (experts * (num_experts - top_k) // num_experts if top_k else 0),
+        active_layer_params=sum(layer_params)
+        - (sum(in_experts) * (num_experts - top_k) // num_experts if top_k else 0),
         largest_weight_numel=facts.largest_weight_numel,
         tensors=_by_layer(layers, [(parameter, [parameter.numel()]) for parameter in model.parameters()]),
         num_heads=heads,
@@ -166,6 +167,8 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         gated_ffn=any("gate" in n.split(".")[-1] or "gate_proj" in n for n, _ in layers[0].named_modules())
         or bool(top_k),
         experts_per_token=top_k,
+        num_experts=num_experts if top_k else 0,
+        expert_params=tuple(in_experts) if top_k else (),
         fused_attention=resolve_attention(config, "auto")[0] != "eager",
         caps_logits=bool(_first(text, "final_logit_softcapping")),
         tied=facts.tied,

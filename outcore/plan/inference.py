@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outcore.common.quantities import GB, format_gib, format_s
+from outcore.common.quantities import GB, GIB, format_gib, format_s
 from outcore.model import shape_from_config
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
@@ -35,7 +35,7 @@ from outcore.sizing.inference import (
     place_inference,
 )
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.states import QUANTIZED
+from outcore.sizing.states import QUANTIZED, packed_size
 
 STREAMS = (1, 8, 64, 256)
 CONTEXTS = (1024, 32768)
@@ -43,6 +43,8 @@ PROMPT_TOKENS = 512
 COMPILED_SHARE = 0.1
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what launching a compiled
 forward takes (assumed; benchmarks/infer/forecast.py tells)."""
+EAGER_SHARE = 0.3
+"""Share of `host_layer_s` that an eager forward takes: a third of the three, and less (assumed)."""
 SERIAL_S = 0.002
 """Between passes: choosing tokens and laying out the next pass."""
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
@@ -81,9 +83,14 @@ class InferencePlan:
     kv: KvSize
     itemsize: int
 
-    def decode(self, streams: int, context: int) -> PassTime:
+    def decode(self, streams: int, context: int, hit_rate: float = 0.0) -> PassTime:
         """One token for each of so many answers of this length."""
-        return self.pass_time(streams, streams * context, streams, streams * context)
+        return self.pass_time(streams, streams * context, streams, streams * context, hit_rate)
+
+    @property
+    def hit_rates(self) -> tuple[float, ...]:
+        """Hit rates between which a run's will lie: only the run knows how alike its tokens choose."""
+        return (0.0,) if self.placement.experts is None else (0.0, 1.0)
 
     def first_token_s(self, prompt_tokens: int) -> float:
         """From the arrival of a prompt to its first token, when nothing else runs."""
@@ -93,19 +100,20 @@ class InferencePlan:
             self.pass_time(of_each, of_each * (n + 1), 1, pairs(of_each * n, of_each)).seconds for n in range(passes)
         )
 
-    def tokens_per_s(self, streams: int, context: int) -> float:
+    def tokens_per_s(self, streams: int, context: int, hit_rate: float = 0.0) -> float:
         """Rate of all answers together; those that do not fit at once take turns."""
         at_once = max(1, min(streams, self.placement.max_sequences, self.most_streams(context)))
-        return at_once / self.decode(at_once, context).seconds
+        return at_once / self.decode(at_once, context, hit_rate).seconds
 
     def most_streams(self, context: int) -> int:
         """Answers of this length whose keys and values fit at once."""
         return self.placement.kv_bytes // max(1, self.kv.sequence_bytes(context, self.placement.chunk_tokens))
 
-    def pass_time(self, rows: float, kv_tokens: float, answers: int, seen: float) -> PassTime:
+    def pass_time(self, rows: float, kv_tokens: float, answers: int, seen: float, hit_rate: float = 0.0) -> PassTime:
         """A pass of so many tokens, that reads keys and values of so many, and ends in logits for so many answers.
-        `seen`: sum over its tokens of those that each sees (`outcore.sizing.inference.pairs`)."""
-        traffic = self.traffic(rows, kv_tokens, answers, seen)
+        `seen`: sum over its tokens of those that each sees (`outcore.sizing.inference.pairs`). `hit_rate`: share of
+        the experts chosen that are on the device, where they come as they are chosen."""
+        traffic = self.traffic(rows, kv_tokens, answers, seen, hit_rate)
         found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes())
         on_cpu, rates = self.placement.on_cpu(rows), self.placement.cpu_rates
         if on_cpu and rates is not None:
@@ -118,7 +126,7 @@ class InferencePlan:
         python_s = calls * CPU_LAYER_S + self.shape.num_layers * answers * CPU_SPAN_S
         return PassTime(found.terms, {**found.between, "Python": python_s})
 
-    def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float) -> Pass:
+    def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float, hit_rate: float = 0.0) -> Pass:
         """What that pass moves and computes."""
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = self.kv.read_bytes(kv_tokens, answers, rows)
@@ -129,15 +137,17 @@ class InferencePlan:
         is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and not placement.expert_slots
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
-        unread = 1.0 - placement.expert_share(rows)
+        chosen = placement.expert_share(rows)
+        unread = 1.0 - chosen * (1.0 - hit_rate)
         experts = {home: placement.expert_bytes_at(home) for home in ("ram", "nvme")}
+        hits_bytes = chosen * hit_rate * sum(experts.values())
         travelling_bytes += (1.0 - unread) * sum(experts.values())
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             attention_flops=4.0 * seen_by_layers * shape.num_heads * shape.head_dim,
-            device_bytes=resident_bytes + travelling_bytes + self._expanded_bytes() + states_bytes,
-            launched_layers=shape.num_layers * calls * COMPILED_SHARE,
+            device_bytes=resident_bytes + hits_bytes + travelling_bytes + self._expanded_bytes(chosen) + states_bytes,
+            launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme")
             - unread * experts["nvme"]
@@ -151,10 +161,12 @@ class InferencePlan:
         of, sizes = self.placement, (self.placement.context_tokens, self.placement.max_sequences)
         return PassSize(of.pass_tokens, of.chunk_tokens, *sizes).graph_rows
 
-    def _expanded_bytes(self) -> int:
-        """Bytes of packed layers as they are used: written once and read once in a pass."""
+    def _expanded_bytes(self, chosen: float) -> float:
+        """Bytes of packed layers as they are used: written once and read once in a pass. `chosen`: share of experts
+        that are, where they come as they are chosen."""
         shape = self.shape
-        return 2 * self.itemsize * sum(shape.layer_params) if shape.quantize else 0
+        unused = (1.0 - chosen) * sum(shape.expert_params) if self.placement.expert_slots else 0
+        return 2 * self.itemsize * (sum(shape.layer_params) - unused) if shape.quantize else 0
 
     def _unhidden_bytes(self) -> float:
         """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
@@ -190,13 +202,19 @@ class InferenceRates:
         return PassTime(terms, between)
 
 
-def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> InferenceNeeds:
-    """What is to be placed, counted from the shape."""
+def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_apart: bool = False) -> InferenceNeeds:
+    """What is to be placed, counted from the shape. `experts_apart`: a layer's experts are a part of their own."""
     saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
-    layers = [
-        PartSize(f"layer {i}", n * itemsize - saved, True, n * itemsize if is_packed else 0)
-        for i, n in enumerate(shape.layer_params)
-    ]
+    in_experts = shape.expert_params if experts_apart and shape.is_moe else (0,) * shape.num_layers
+    layers, sizes = list[PartSize](), list[tuple[int, int, int]]()
+    for i, (n, e) in enumerate(zip(shape.layer_params, in_experts, strict=True)):
+        of_experts = packed_size(shape.quantize).of(e) if is_packed else e * itemsize
+        own = n * itemsize - saved - of_experts
+        layers.append(PartSize(f"layer {i}", own, True, (n - e) * itemsize if is_packed else 0))
+        if e:
+            expanded = e * itemsize if is_packed else 0
+            layers.append(PartSize(f"layer {i} experts", of_experts, True, expanded, is_experts=True))
+            sizes.append((of_experts // shape.num_experts, shape.num_experts, expanded // shape.num_experts))
     if shape.tied:
         parts = (
             PartSize("embedding and head", (shape.embedding_params + shape.head_params) * itemsize, False),
@@ -224,9 +242,10 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> Inferen
     layer = LayerSize(shape.hidden_size, shape.ffn_width, attentions, shape.experts_per_token)
     kv = kv_of(shape, kv_itemsize)
     states = InferenceNeeds.COPIES_WITH_GUESSES * state_bytes_of(shape, itemsize)
-    return InferenceNeeds(
+    needs = InferenceNeeds(
         tuple(parts), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
     )
+    return needs.with_experts(sizes)
 
 
 def state_bytes_of(shape: ModelShape, itemsize: int) -> int:
@@ -254,9 +273,11 @@ def plan_inference(
     uses_nvme: bool = True,
     cpu_tokens: int | None = None,
     cpu_rates: Mapping[str, InPlaceRates] | None = None,
+    expert_cache_gib: float | None = None,
 ) -> InferencePlan:
     """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format, in passes of up to `cpu_tokens`
-    (None: as many as pay). DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; None: with their
+    layers. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
     shape = shape.packed(quantize)
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
@@ -272,10 +293,17 @@ def plan_inference(
         max(0, hardware.ram_bytes - InferenceLimits.RAM_LEFT_BYTES),
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
+        expert_bytes=None if expert_cache_gib is None else int(expert_cache_gib * GIB),
     )
     if of_one := state_bytes_of(shape, itemsize):
         needs, limits = needs.with_snapshots(of_one, limits)
     placement = place_inference(needs, limits, preset)
+    if expert_cache_gib is not None:
+        if not shape.is_moe or not placement.travels:
+            why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
+            raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
+        apart = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize, experts_apart=True)
+        placement = place_inference(replace(apart, num_snapshots=needs.num_snapshots), limits, preset)
     if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
         rates = (cpu_rates or {}).get(quantize)
@@ -337,8 +365,10 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
         if not most:
             lines.append(f"{context:,} tokens of context do not fit: keys and values need more room")
             continue
-        rates = ", ".join(f"{n}: {plan.tokens_per_s(n, context):,.1f}" for n in STREAMS)
+        rates = ", ".join(f"{n}: {_range(plan, n, context)}" for n in STREAMS)
         lines.append(f"tokens/s at {context:,} tokens of context, by answers at once: {rates} (room for {most:,})")
+    if placement.experts is not None:
+        lines.append("the lower rates are those without a hit, the higher ones with all experts chosen on the device")
     most = plan.kv.most_tokens(placement.kv_bytes, placement.chunk_tokens)
     full = "not limited by them" if most is None else f"{most:,} tokens"
     seen = [f"{layers} layers see {window:,} tokens only" for window, layers in plan.shape.windows if window]
@@ -351,6 +381,12 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
     if not plan.hardware.is_cpu and not plan.hardware.compute_tflops:
         lines.append("the GPU's rate is not known: passes of many tokens may take longer (--tflops)")
     return lines + [f"change {change}" for change in changes(plan, **asked)]
+
+
+def _range(plan: InferencePlan, streams: int, context: int) -> str:
+    """Tokens a second, from no hit to nothing but hits where experts come as they are chosen."""
+    rates = [plan.tokens_per_s(streams, context, hit_rate) for hit_rate in plan.hit_rates]
+    return " to ".join(f"{rate:,.1f}" for rate in rates)
 
 
 def to_json(plan: InferencePlan) -> dict[str, Any]:
@@ -367,6 +403,7 @@ def to_json(plan: InferencePlan) -> dict[str, Any]:
         "context_tokens": placement.context_tokens,
         "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
         "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},
+        "tokens_per_s_by_hit_rate": {str(rate): plan.tokens_per_s(1, 1024, rate) for rate in plan.hit_rates},
         "pass": {"terms_s": {**one.terms, **one.between}, "binds": one.binding},
     }
 

@@ -183,6 +183,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
         "kv_format": args.kv_format,
         "quantize": args.infer_quantize,
         "cpu_tokens": args.cpu_tokens,
+        "expert_cache_gib": args.expert_cache_gib,
         "cpu_rates": known_rates(hardware),
     }
     try:

@@ -45,6 +45,10 @@ class ModelShape:
     gated_ffn: bool = True
     experts_per_token: int = 0
     """0: dense."""
+    num_experts: int = 0
+    """Experts of a layer that has any, shared ones not counted."""
+    expert_params: tuple[int, ...] = ()
+    """Elements of them together in each layer. (): dense."""
     fused_attention: bool = True
     """False: attention scores [B, heads, T, T] exist in memory."""
     caps_logits: bool = False
@@ -226,10 +230,10 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
     tensors += [head_dim] * 2 if model_type.startswith("qwen3") else []  # Qwen3 norms each head of q and k
     adapters = [hidden, q_dim, hidden, kv_dim, hidden, kv_dim, q_dim, hidden]
     experts_in: list[int] = []
-    inactive = top_k = 0
+    inactive = top_k = experts = in_experts = 0
     if model_type == "qwen3_moe":
         experts, top_k, width = f["num_experts"], f["num_experts_per_tok"], f["moe_intermediate_size"]
-        inactive = (experts - top_k) * 3 * hidden * width
+        inactive, in_experts = (experts - top_k) * 3 * hidden * width, experts * 3 * hidden * width
         tensors += [experts * 2 * hidden * width, experts * hidden * width, hidden * experts]  # gate and up are one
         ffn = top_k * width
         experts_in = [experts * 2 * hidden * width, hidden, experts * hidden * width, width]
@@ -254,6 +258,8 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         ffn_width=ffn,
         experts_per_token=top_k,
+        num_experts=experts,
+        expert_params=(in_experts,) * layers if experts else (),
         tied=tied,
         tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],

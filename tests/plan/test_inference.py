@@ -13,11 +13,13 @@ from transformers import AutoConfig
 from outcore import cli
 from outcore.common.quantities import GIB, MIB
 from outcore.flow import discover_units
+from outcore.flow.experts import experts_apart, form_of
 from outcore.infer.opening.check import kept_of_layers
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, state_bytes_of, to_json, words_of
+from outcore.plan.inference import needs_of as plan_needs
 from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     PRESETS,
@@ -35,6 +37,7 @@ from outcore.sizing.inference import (
     place_inference,
     row_cost_of,
 )
+from tests.flow.models import needs as needs_model
 from tests.flow.models import tiny_loaded
 
 
@@ -206,6 +209,56 @@ def test_rates_of_the_last_start_are_taken(tmp_path, monkeypatch, capsys):
     assert cli.main([*asked, "--cpu_tokens", "2"]) == 0
     assert "in passes of up to 2 tokens the CPU computes some of the" in capsys.readouterr().out
     assert cli.main([*asked, "--cpu_tokens", "-1"]) == 2
+
+
+def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
+    laptop, asked = load_hardware("rtx4070-laptop"), {"quantize": "nf4", "context": 1024}
+    shape = resolve_shape("qwen3-30b-a3b")
+    whole, plan = plan_inference(shape, laptop, **asked), plan_inference(shape, laptop, **asked, expert_cache_gib=3)
+    sizes = [sum(home.size_bytes for home in of.placement.parts) for of in (whole, plan)]
+    experts, slots = plan.placement.experts, plan.placement.expert_slots
+    assert experts is not None and (experts.num_experts, experts.num_layers, experts.of_token) == (128, 48, 8)
+    assert plan.placement.vram_bytes["experts"] == slots * experts.slot_bytes > 2.9 * GIB
+    assert sizes[0] == pytest.approx(sizes[1]) and sum(plan.placement.vram_bytes.values()) < laptop.vram_bytes
+    none, half = plan.decode(1, 1024), plan.decode(1, 1024, 0.5)
+    assert none.terms["PCIe"] == pytest.approx(48 * 8 * experts.slot_bytes / laptop.h2d_gb_per_s / 1e9, rel=1e-3)
+    assert half.terms["PCIe"] == pytest.approx(none.terms["PCIe"] / 2) and plan.hit_rates == (0.0, 1.0)
+    low, high = (plan.tokens_per_s(1, 1024, hit_rate) for hit_rate in plan.hit_rates)
+    assert 5 * whole.tokens_per_s(1, 1024) < low < high and whole.hit_rates == (0.0,)
+    command = [
+        "plan",
+        "--infer",
+        "qwen3-30b-a3b",
+        "--quantize",
+        "nf4",
+        "--context",
+        "1024",
+        "--machine",
+        "rtx4070-laptop",
+    ]
+    assert cli.main([*command, "--expert_cache_gib", "3"]) == 0
+    assert f"1: {low:,.1f} to {high:,.1f}" in capsys.readouterr().out
+    for refused, why in (
+        ("llama-8b", "this model has no experts"),
+        ("tiny-moe", "all weights stay where they are used"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            plan_inference(resolve_shape(refused), laptop, expert_cache_gib=1)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", pytest.param("gpt_oss", marks=needs_model("gpt_oss"))])
+def test_experts_are_counted_before_opening_as_after_it(family):
+    loaded = tiny_loaded(family, dtype=torch.bfloat16)
+    opened = experts_apart(discover_units(loaded))
+    forms = [form_of(part) for part in opened.expert_units.values()]
+    counted = plan_needs(shape_from_config(family, loaded.config), itemsize=2, kv_itemsize=2, experts_apart=True)
+    of_experts = [part.size_bytes for part in counted.parts if part.is_experts]
+    assert (
+        of_experts == [part.layout.numel * 2 for part in opened.expert_units.values()] and counted.experts is not None
+    )
+    assert (counted.experts.num_layers, counted.experts.num_experts) == (len(forms), forms[0].num_experts)
+    pieces = sum(piece.numel for piece in forms[0].pieces)
+    assert counted.experts.slot_bytes == 2 * pieces <= forms[0].size_bytes
 
 
 @pytest.mark.parametrize(("family", "with_keys"), [("qwen3_next", 12), ("nemotron_h", 1), ("mamba2", 0)])

@@ -450,7 +450,7 @@ def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
     from outcore.serve.watch import metrics
 
     class Plan:
-        def pass_time(self, rows, kv_tokens, answers, seen):
+        def pass_time(self, rows, kv_tokens, answers, seen, hit_rate):
             assert seen >= rows > 0
             return type("Time", (), {"seconds": 0.5})
 

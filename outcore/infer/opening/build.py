@@ -197,7 +197,7 @@ def open_found(
     if share is not None:
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)
-    if share is None and settings.caches_experts(placement, device.type):
+    if share is None and settings.expert_cache_gib and placement.travels:
         apart = experts_apart(units)
         with_slots = replace(needs_of(found, apart, kept, layer, dtype, settings), num_snapshots=needs.num_snapshots)
         if with_slots.experts is None:

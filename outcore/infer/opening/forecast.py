@@ -40,7 +40,9 @@ class AgainstPlan:
             kv_tokens = sum(work.start + work.count for work in works)
             answers = sum(work.num_drafts + 1 for work in works if work.is_last)
             seen = sum(pairs(work.start, work.count) for work in works)
-            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen).seconds
+            experts = self._opened.weights.experts
+            hit_rate = 0.0 if experts is None else experts.counts.hit_rate or 0.0
+            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen, hit_rate).seconds
             self.forecast_s += self.last_forecast_s
 
     def scored(self, lengths: Sequence[int], seconds: float) -> None:

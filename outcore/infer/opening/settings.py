@@ -143,8 +143,6 @@ class InferSettings:
 
     def check_placement(self, placement: Placement) -> None:
         """ValueError for what does nothing where everything lives as it does."""
-        on_gpu = bool(placement.vram_bytes)
-        travels = placement.travelling_bytes or placement.expert_slots if on_gpu else placement.bytes_at("nvme")
         said = {
             "pin_gib": self.pin_gib is not None,
             "buffer_mib": self.buffer_mib is not None,
@@ -154,14 +152,9 @@ class InferSettings:
             "expert_cache_gib": bool(self.expert_cache_gib),
         }
         idle = next((name for name, is_said in said.items() if is_said), None)
-        if idle is not None and not travels:
-            where = "VRAM" if on_gpu else "RAM"
+        if idle is not None and not placement.travels:
+            where = "VRAM" if placement.vram_bytes else "RAM"
             raise ValueError(f"{idle} does nothing: all weights live in {where}, so none travels. Leave it out.")
-
-    def caches_experts(self, placement: Placement, device_type: str) -> bool:
-        """Whether experts of a model that lives like this come as they are chosen, where they can."""
-        travels = placement.travelling_bytes if device_type == "cuda" else placement.bytes_at("nvme")
-        return self.expert_cache_gib > 0 and travels > 0
 
     def for_scoring(self) -> InferSettings:
         """Copy of the settings without room for answers, unless room was asked for."""

@@ -82,8 +82,13 @@ class Placement:
         """Bytes of weights that cross the link in each pass, without experts that come as they are chosen."""
         return sum(p.size_bytes for p in self.parts if p.home != "vram" and not p.is_experts)
 
+    @property
+    def travels(self) -> bool:
+        """Whether weights come to the device, or from a drive where RAM is the device, in each pass."""
+        return bool((self.travelling_bytes or self.expert_slots) if self.vram_bytes else self.bytes_at("nvme"))
+
     def expert_share(self, tokens: float) -> float:
-        """Share of its experts that a pass of so many tokens reads at most: as if none of those chosen were there."""
+        """Share of its experts that a pass of so many tokens chooses at most."""
         if self.experts is None:
             return 0.0
         return min(1.0, tokens * self.experts.of_token / self.experts.num_experts)
@@ -185,7 +190,7 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
         size,
         needs.itemsize,
         is_packed_kv=needs.is_packed_kv,
-        has_graphs=has_graphs,
+        has_graphs=has_graphs and needs.experts is None,
     )
     expanded = max((part.expanded_bytes for part in needs.parts if not part.is_experts), default=0)
     of_experts = 0 if needs.experts is None else needs.experts.work_bytes()
