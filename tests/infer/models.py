@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
@@ -57,6 +59,39 @@ def greedy_by_transformers(model, prompt: list[int], count: int) -> list[int]:
     model.generation_config.eos_token_id = None
     config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
     return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def distribution_of(model, prompt: list[int], count: int, asked: Sampling) -> dict[tuple[int, ...], float]:
+    """Probability of each answer of `count` tokens, by the definition of temperature, top-k and top-p."""
+    found = {(): 1.0}
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([[*prompt, *answer] for answer in found])).logits[:, -1].double()
+        longer = {}
+        for (answer, before), probabilities in zip(found.items(), (logits / asked.temperature).softmax(-1).tolist()):
+            likeliest = sorted(enumerate(probabilities), key=lambda pair: -pair[1])[: asked.top_k or None]
+            total, kept = sum(p for _, p in likeliest), []
+            for token, p in likeliest:
+                if sum(p for _, p in kept) < asked.top_p * total:
+                    kept.append((token, p))
+            total = sum(p for _, p in kept)
+            longer |= {(*answer, token): before * p / total for token, p in kept}
+        found = longer
+    return found
+
+
+def chance_of(seen: Counter, expected: Mapping[tuple[int, ...], float], least: float = 8) -> float:
+    """Chance of so large a chi-square or larger, where answers are drawn as `expected` says; the rarest are counted
+    together, at least `least` expected in each group."""
+    if not seen.keys() <= expected.keys():
+        return 0.0
+    square, groups, observed, wanted = 0.0, 0, 0, 0.0
+    for answer, probability in sorted(expected.items(), key=lambda pair: pair[1]):
+        observed, wanted = observed + seen[answer], wanted + probability * seen.total()
+        if wanted >= least:  # what is left in the end belongs to none: the likeliest fill groups of their own
+            square, groups = square + (observed - wanted) ** 2 / wanted, groups + 1
+            observed, wanted = 0, 0.0
+    return float(torch.special.gammaincc(torch.tensor((groups - 1) / 2.0), torch.tensor(square / 2)))
 
 
 class TinyEngine:

@@ -1,12 +1,14 @@
 """The engine: answers do not depend on company, guesses, room or order; what is cancelled or late ends at once."""
 
+from collections import Counter
+
 import pytest
 
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.schedule import ScheduleLimits
 from tests.flow.models import tiny_loaded
-from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
+from tests.infer.models import TinyEngine, chance_of, distribution_of, greedy_by_transformers, prompts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,18 +40,25 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     assert one.scheduler.num_preempted > 0
 
 
-def test_guesses_change_no_text_when_tokens_are_drawn(tiny):
-    one = tiny()
-    prompts = [[*prompts_of(2)[1], *prompts_of(2)[1]], *prompts_of(4)]
-    requests = [
-        Request(f"a{i}", tuple(p), Sampling(temperature=0.3, top_p=0.9, max_tokens=24, seed=i))
-        for i, p in enumerate(prompts)
-    ]
-    with_guesses = tokens_of(one.engine, requests)
-    assert one.engine.counts.accepted > 0
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 0.9}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 3}, {"top_k": 5, "top_p": 0.9}],
+    ids=str,
+)
+def test_guesses_change_neither_text_nor_distribution_of_what_is_drawn(tiny, asked):
+    """1,536 answers to a prompt that repeats, each of a seed of its own, with a guess in most passes."""
+    loaded, prompt = tiny_loaded("llama", vocab_size=8), (2, 3, 4, 2, 3, 4, 2)
+    expected = distribution_of(loaded.model.eval(), prompt, 3, Sampling(**asked))
+    other = distribution_of(loaded.model, prompt, 3, Sampling(**{"temperature": 1.0, **asked, "top_p": 0.6}))
+    one = tiny(loaded=loaded, limits=ScheduleLimits(256, 1024, 256, 512), tiny={"num_pages": 2048, "call_tokens": 1024})
+    requests = [Request(f"a{i}", prompt, Sampling(**asked, max_tokens=4, seed=i), n=128) for i in range(12)]
+    found = tokens_of(one.engine, requests)
+    assert one.engine.counts.accepted > 100
+    seen = Counter(tuple(tokens[:3]) for tokens in found.values())
+    assert chance_of(seen, expected) > 0.01 > 1e-9 > chance_of(seen, other)
     one.engine.speculates = False
     one.cache.clear_prefixes()
-    assert tokens_of(one.engine, requests) == with_guesses
+    assert tokens_of(one.engine, requests) == found
 
 
 def test_several_answers_to_one_prompt_differ_and_come_again(tiny):
