@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from outcore.flow import CompiledLayers, discover_units
 from outcore.infer import InferenceEngine, Speech
+from outcore.infer.opening import build
 from outcore.infer.opening.check import CPU, tiny_runner
 from outcore.infer.passes import SmallPasses
 from outcore.infer.requests import Request, Sampling
@@ -142,6 +143,21 @@ class TinyEngine:
     def close(self) -> None:
         self.engine.close()
         self._undo.close()
+
+
+def on_the_drive(monkeypatch) -> None:
+    """Have the last layer of every model that is opened with a drive live there."""
+    place = build.place_inference
+
+    def spilled(needs, limits, preset):
+        made = place(needs, limits, preset)
+        if not limits.has_nvme:
+            return made
+        last = made.parts[-2]
+        parts = [dataclasses.replace(p, home="nvme", ram_bytes=0) if p is last else p for p in made.parts]
+        return dataclasses.replace(made, parts=tuple(parts))
+
+    monkeypatch.setattr(build, "place_inference", spilled)
 
 
 def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512, **fields):

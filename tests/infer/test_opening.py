@@ -8,10 +8,10 @@ import torch
 from outcore.config.commands.running import generate_flags
 from outcore.infer import Request, Sampling
 from outcore.infer.commands.options import settings_of
-from outcore.infer.opening import InferSettings, build, open_engine
+from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.opening.model import find_place
 from outcore.sizing.inference import DoesNotFit
-from tests.infer.models import greedy_by_transformers, prompts_of
+from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = prompts_of(4, vocab=280)
@@ -34,16 +34,6 @@ def answers(name, count: int = 10, check=lambda opened: None, after=lambda opene
 def expected(tiny_folder):
     _, model, _ = tiny_folder
     return [greedy_by_transformers(model, prompt, 10) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("preset", ["balanced", "latency", "throughput"])
-def test_presets_say_the_same(tiny_folder, expected, preset):
-    assert answers(tiny_folder[0], preset=preset) == expected
-
-
-def test_deterministic_and_small_chunks(tiny_folder, expected):
-    assert answers(tiny_folder[0], deterministic=True, chunk_tokens=16, page_tokens=8) == expected
-    assert answers(tiny_folder[0], pass_tokens=16, chunk_tokens=16, max_sequences=2) == expected
 
 
 def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
@@ -171,14 +161,7 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
         arrival = opened.engine.runner.flow.arrival
         assert arrival._expansion is arrival._travelling._expansion, "one buffer, as the placement counts"
 
-    def spilled(*args):
-        made = place(*args)
-        last = made.parts[-2]
-        parts = [dataclasses.replace(p, home="nvme", ram_bytes=0) if p is last else p for p in made.parts]
-        return dataclasses.replace(made, parts=tuple(parts))
-
-    place = build.place_inference
-    monkeypatch.setattr(build, "place_inference", spilled)
+    on_the_drive(monkeypatch)
     spill = {"quantize": "nf4", "cpu_tokens": 0, "nvme_path": (tmp_path,)}
     assert answers(tiny_folder[0], check=shares, **spill) == found["exact"]
     assert answers(tiny_folder[0], check=shares, **spill, prefetch=0, buffer_mib=0.25) == found["exact"]

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 LIST, IDENTITY, FILES = "pages.json", "model.json", "records"
 COMMIT_EVERY_S = 60.0
 SECTOR_BYTES, KEY_BYTES = 4 * KIB, 16
+MAX_PAGES = 1 << 14
+"""Each has its line in the list and in the store's manifest: 8 GiB of a tiny model's small pages would be a million."""
 MAX_UNDER_WAY = 8
 """Records being written, each a page's bytes of memory."""
 
@@ -44,7 +46,7 @@ class KeptPrefixes:
         self.folder, self._page_tokens = folder.expanduser() / name, page_tokens
         self._head_bytes = round_up(2 * KEY_BYTES + 8 * page_tokens, SECTOR_BYTES)
         self._record_bytes = round_up(self._head_bytes + page_bytes, SECTOR_BYTES)
-        self._most = budget_bytes // self._record_bytes
+        self._most = min(budget_bytes // self._record_bytes, MAX_PAGES)
         if not self._most:
             raise ValueError(
                 f"prefix_gib is {format_gib(budget_bytes)}, but one page of {page_tokens} tokens takes "

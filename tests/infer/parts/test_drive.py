@@ -165,6 +165,14 @@ def test_the_budget_is_kept_and_the_oldest_ends_go(tmp_path):
         kept_at(tmp_path, 4096)
 
 
+def test_small_pages_are_kept_up_to_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("outcore.infer.cache.kept.MAX_PAGES", 3)
+    kept = kept_at(tmp_path, 8192 * 100)
+    chain(kept, [*range(20)])
+    assert len(kept) == 3 and kept.size_bytes < 8192 * 3 + 128 * 1024
+    kept.close()
+
+
 def test_a_damaged_page_is_forgotten_with_what_follows_and_said(tmp_path, caplog):
     kept = kept_at(tmp_path)
     parents = chain(kept, list(range(12)))

@@ -168,13 +168,10 @@ def hybrid(tmp_path_factory):
     return folder, [greedy_by_transformers(model, prompt, COUNT) for prompt in prompts_of(4, vocab=280)]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"deterministic": True}, {"chunk_tokens": 16, "page_tokens": 4}, {"kv_home": "nvme"}]
-)
-def test_a_hybrid_model_opened_by_name(hybrid, tmp_path, settings):
+@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 16, "page_tokens": 4}])
+def test_a_hybrid_model_opened_by_name(hybrid, settings):
     folder, expected = hybrid
-    drive = (tmp_path,) if "kv_home" in settings else ()
-    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, nvme_path=drive, **settings))
+    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, **settings))
     try:
         assert opened.way == "states"
         assert any("recurrent states" in line for line in opened.placement.lines())
@@ -184,7 +181,7 @@ def test_a_hybrid_model_opened_by_name(hybrid, tmp_path, settings):
             found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
             assert [found[str(i)] for i in range(4)] == expected
         cached = opened.engine.counts.cached_tokens
-        assert cached == 0 if settings.get("deterministic") else cached > 0 or not settings.get("page_tokens")
+        assert cached > 0 or not settings
     finally:
         opened.close()
 
