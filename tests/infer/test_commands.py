@@ -1,5 +1,6 @@
 """generate, score and chat as a user gives them; a job killed at any time ends with the same bytes."""
 
+import errno
 import json
 import os
 import random
@@ -139,6 +140,21 @@ def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
     assert cli.main(given) == 1 and "in use" in capsys.readouterr().err
     journal.close()
     assert cli.main(given) == 1 and "model" in capsys.readouterr().err
+
+
+def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
+    from outcore.infer.commands.journal import Journal
+
+    journal, full = Journal(tmp_path / "out.jsonl", {"model": "m"}), OSError(errno.ENOSPC, "No space left on device")
+    journal.add(0, {"text": "a"})
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=r"out\.jsonl .*the same command goes on.*: free space there"):
+        journal.finish(1)
+    monkeypatch.undo()
+    journal.close()
+    again = Journal(tmp_path / "out.jsonl", {"model": "m"})
+    again.finish(1)
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == {"text": "a"}
 
 
 def test_a_journal_of_former_lines_is_kept_and_refused(tmp_path):

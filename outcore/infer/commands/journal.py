@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from outcore.common import file_errors
 from outcore.common.files import fsync_folder
 from outcore.common.journal import JournalHeld, JournalOfAnother, LineJournal, Place
 
@@ -41,23 +42,25 @@ class Journal:
             ) from None
         self.close = self._lines.close
         self._unsynced = 0
+        self._phase = f"writing the answers of {output} (the same command goes on where it stopped)"
 
     def add(self, number: int, result: dict[str, Any]) -> None:
         """Note the result of input line `number`; a kill loses nothing, a power cut at most the last 64 KiB."""
         body = json.dumps(result, ensure_ascii=False)
-        [place] = self._lines.append([[number, body]])
-        self.done[number] = place
-        self._unsynced += place[1]
-        if self._unsynced >= SYNC_BYTES:
-            self._lines.sync()
-            self._unsynced = 0
+        with file_errors(self._phase):
+            [place] = self._lines.append([[number, body]])
+            self.done[number] = place
+            self._unsynced += place[1]
+            if self._unsynced >= SYNC_BYTES:
+                self._lines.sync()
+                self._unsynced = 0
 
     def finish(self, count: int) -> None:
         """Write the output in the input's order and drop the journal."""
         missing = [n for n in range(count) if n not in self.done]
         assert not missing, f"line {missing[0]} has no result"
         aside = self.output.with_name(f".{self.output.name}.part")
-        with open(aside, "wb") as file:
+        with file_errors(self._phase), open(aside, "wb") as file:
             for number in range(count):
                 file.write(self._lines.value_at(self.done[number])[1].encode() + b"\n")
             file.flush()

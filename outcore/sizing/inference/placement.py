@@ -207,7 +207,7 @@ def _slots(needs: InferenceNeeds, limits: InferenceLimits, room_bytes: int) -> i
     if count < least:
         raise DoesNotFit(
             f"experts that come as they are chosen need room for {least}, {format_gib(least * one)}, and have "
-            f"{format_gib(max(0, given))}: raise --expert_cache_gib, lower --context, or --expert_cache_gib 0."
+            f"{format_gib(max(0, given))}: raise --expert_cache_gib or leave it out, or lower --context."
         )
     return count
 
