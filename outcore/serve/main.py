@@ -6,13 +6,14 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outcore.config.commands import serve_flags
 from outcore.infer.commands import settings_of
 from outcore.infer.opening import open_engine
 from outcore.serve.handover import handover_of, run_handover
-from outcore.serve.settings import ServeSettings, read_keys
+from outcore.serve.settings import ServeSettings, listen, read_keys
 
 if TYPE_CHECKING:
     from outcore.serve.app import Addition
@@ -75,11 +76,14 @@ def _serve(
     from outcore.serve.app import create_app
     from outcore.serve.service import Service
 
-    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), _say)
-    service = Service(opened, settings)
-    if why := service.metrics.against_plan.why_not:
-        _say(f"no forecast beside the measured passes: {why}")
-    _say(f"records: {service.records.path}")
-    _say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
-    app = create_app(service, additions(service))
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5)
+    with listen(settings.host, settings.port) as listening:
+        opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), _say)
+        service = Service(opened, settings)
+        if why := service.metrics.against_plan.why_not:
+            _say(f"no forecast beside the measured passes: {why}")
+        _say(f"records: {service.records.path}")
+        _say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
+        app = create_app(service, additions(service))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The address, taken before anything slow begins. RuntimeError with what to do when another program has it."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise RuntimeError(
+            f"{host}:{port} cannot be opened ({error.strerror}). Another program is there, or this command runs "
+            "already: use that one, or choose another --port."
+        ) from error
+    return listening
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import threading
 import time
 
 from outcore.config.commands import ui_flags
-from outcore.serve import read_keys
+from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "gradio", "httpx")
@@ -26,29 +26,14 @@ def main(argv: list[str] | None = None) -> int:
                 "pip install -r requirements/ui.txt"
             )
         tokens = () if args.token_file is None else read_keys(args.token_file)
-        listening = listen(UiSettings(args.host, args.port, tokens))
+        asked = UiSettings(args.host, args.port, tokens)
+        listening = listen(asked.host, asked.port)
         settings = UiSettings(args.host, listening.getsockname()[1], tokens)
         run(settings, listening)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"outcore ui: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def listen(settings: UiSettings) -> socket.socket:
-    """The address, taken. RuntimeError with what to do when another program has it."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((settings.host, settings.port))
-    except OSError as error:
-        listening.close()
-        raise RuntimeError(
-            f"{settings.host}:{settings.port} cannot be opened ({error.strerror}). Another outcore ui, or another "
-            f"program, may be there: open http://{settings.own_host}:{settings.port}, or choose another --port."
-        ) from error
-    return listening
 
 
 def run(settings: UiSettings, listening: socket.socket) -> None:

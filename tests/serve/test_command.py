@@ -2,6 +2,7 @@
 
 import pytest
 
+from outcore.serve import listen
 from outcore.serve.main import main
 
 pytest.importorskip("fastapi")
@@ -15,12 +16,23 @@ def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_
 
     seen = []
 
-    def run(app, *, host, port, **how):
-        with TestClient(app) as client:
-            seen.append((host, port, client.get("/health").status_code, client.get("/metrics").status_code))
+    def run(server, sockets):
+        with TestClient(server.config.app) as client:
+            (where,) = (one.getsockname() for one in sockets)
+            seen.append((*where, client.get("/health").status_code, client.get("/metrics").status_code))
 
-    monkeypatch.setattr(uvicorn, "run", run)
-    argv = [str(tiny_folder[0]), "--device", "cpu", "--context", "64", "--ram_gib", "1", "--port", "8123"]
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    argv = [str(tiny_folder[0]), "--device", "cpu", "--context", "64", "--ram_gib", "1", "--port", "0"]
     assert main([*argv, "--log_dir", str(tmp_path)]) == 0, capfd.readouterr().err
-    assert seen == [("127.0.0.1", 8123, 200, 200)]
-    assert "listening on http://127.0.0.1:8123/v1" in capfd.readouterr().err
+    ((host, port, *codes),) = seen
+    assert host == "127.0.0.1" and codes == [200, 200]
+    assert f"listening on http://127.0.0.1:{port}/v1" in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_opened(capfd):
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["/no/model/is/asked/for", "--port", str(port)]) == 1
+    said = capfd.readouterr().err
+    assert f"127.0.0.1:{port} cannot be opened" in said and "another --port" in said
