@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
+
 
 class EngineError(RuntimeError):
     """The run cannot go on. What it saved last is intact."""
+
+
+def need_packages(names: Sequence[str], what_for: str, requirements: str) -> None:
+    """RuntimeError with the install line where one of these modules is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"the packages for {what_for} are not installed ({', '.join(missing)} missing): "
+            f"pip install -r requirements/{requirements}.txt"
+        )
 
 
 def line_of(error: BaseException) -> str:

@@ -11,6 +11,11 @@ EXIT_CODE = 128 + 13
 """A shell expects it of a process that SIGPIPE ended; by its number, because Windows has no such signal."""
 
 
+def say(line: str) -> None:
+    """Tell people something beside the result: a line on standard error, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def drop_output(*streams: IO[str]) -> None:
     """Have what is printed from now on go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

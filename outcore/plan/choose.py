@@ -73,7 +73,7 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
         open_plans = [stream] if only else [*open_plans, stream]
     best = _best(open_plans)
-    return PlanAnswer(best, _reason(best, stages, stream, request, refusal), stages, stream)
+    return PlanAnswer(best, _reason(best, stages, request, refusal), stages, stream)
 
 
 def choose_or_change(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAnswer:
@@ -259,7 +259,7 @@ def _moved_from_default(plan: Plan) -> tuple[bool, bool, int, int]:
     return in_tiles, plan.tiling != "auto", offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
 
 
-def _reason(best: Plan, stages: dict[str, Plan], stream: Plan | None, request: RunRequest, refusal: str | None) -> str:
+def _reason(best: Plan, stages: dict[str, Plan], request: RunRequest, refusal: str) -> str:
     if not best.fits:
         return "Nothing that was left open fits this machine."
     if request.zero_stage is not None or request.engine != "auto":

@@ -203,7 +203,7 @@ def hardware_of(
     drive = planning_drive(machine)
     if drive is None:
         notes.append(f"{name} has no local drive in its profile: nothing can be planned on NVMe")
-    rates, sources = _rates(machine, name, drive, allow_nominal, notes)
+    rates, sources = _rates(machine, name, allow_nominal, notes)
     tflops, memory, source = _compute(machine, overrides.tflops)
     sources["compute_tflops"] = source
     updates, sources["optimizer_gparams_per_s"] = _updates(machine, notes)
@@ -280,7 +280,7 @@ def nominal_links(machine: Machine) -> LinkRates:
 
 
 def _rates(
-    machine: Machine, name: str, drive: Drive | None, allow_nominal: bool, notes: list[str]
+    machine: Machine, name: str, allow_nominal: bool, notes: list[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
     links = machine.links
     rates, sources = {}, {}

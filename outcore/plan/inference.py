@@ -28,7 +28,6 @@ from outcore.sizing.inference import (
     KvSize,
     LayerSize,
     PartSize,
-    PassSize,
     Placement,
     compute_in_place,
     pairs,
@@ -158,8 +157,7 @@ class InferencePlan:
     @property
     def _graph_rows(self) -> int:
         """Tokens of a pass up to which the engine runs it as a CUDA graph."""
-        of, sizes = self.placement, (self.placement.context_tokens, self.placement.max_sequences)
-        return PassSize(of.pass_tokens, of.chunk_tokens, *sizes).graph_rows
+        return self.placement.pass_size().graph_rows
 
     def _expanded_bytes(self, chosen: float) -> float:
         """Bytes of packed layers as they are used: written once and read once in a pass. `chosen`: share of experts
@@ -216,16 +214,10 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_ap
             layers.append(PartSize(f"layer {i} experts", of_experts, True, expanded, is_experts=True))
             sizes.append((of_experts // shape.num_experts, shape.num_experts, expanded // shape.num_experts))
     if shape.tied:
-        parts = (
-            PartSize("embedding and head", (shape.embedding_params + shape.head_params) * itemsize, False),
-            *layers,
-        )
+        ends = {"embedding and head": shape.embedding_params + shape.head_params}
     else:
-        parts = (
-            PartSize("embedding", shape.embedding_params * itemsize, False),
-            *layers,
-            PartSize("head", shape.head_params * itemsize, False),
-        )
+        ends = {"embedding": shape.embedding_params, "head": shape.head_params}
+    first, *last = (PartSize(name, params * itemsize, False) for name, params in ends.items())
     windows = [window for window, _ in shape.windows] or [None]
     attentions = tuple(
         AttentionSize(
@@ -243,7 +235,7 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_ap
     kv = kv_of(shape, kv_itemsize)
     states = InferenceNeeds.COPIES_WITH_GUESSES * state_bytes_of(shape, itemsize)
     needs = InferenceNeeds(
-        tuple(parts), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
+        (first, *layers, *last), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
     )
     return needs.with_experts(sizes)
 

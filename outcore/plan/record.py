@@ -18,6 +18,8 @@ tensors; buffers of DeepSpeed's collectives, which the driver counts, too."""
 NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
 MASKS = "masks of packed rows"
 BORDERS = "attention over packed rows"
+NESTED = ("parts", "tiers", "time", "compute_known")
+"""Fields that a plan's JSON has in another form."""
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
 
@@ -241,57 +243,28 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; byte counts by name."""
         by_tier = {tier: {p.name: p.size_bytes for p in self.parts if p.tier == tier} for tier in TIERS}
+        lists = ("lora_targets", "modules_to_save", "notes")
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NESTED}
         return {
-            "model": self.model,
-            "params": self.params,
-            "trainable_params": self.trainable_params,
-            "machine": self.machine,
-            "engine": self.engine,
-            "zero_stage": self.zero_stage,
-            "offload": self.offload,
-            "state_format": self.state_format,
-            "precision": self.precision,
-            "seq_length": self.seq_length,
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "num_gpus": self.num_gpus,
-            "lora_r": self.lora_r,
+            **plain,
+            **{name: list(plain[name]) for name in lists},
             "quantize": self.quantize or None,
-            "lora_targets": list(self.lora_targets),
-            "use_dora": self.use_dora,
-            "modules_to_save": list(self.modules_to_save),
-            "homes": self.homes,
-            "tiling": self.tiling,
-            "staged": self.staged,
-            "ram_budget_bytes": self.ram_budget_bytes,
             "fits": self.fits,
             "forecast": True,
-            "vram_bytes": self.used_bytes("vram"),
-            "pinned_bytes": self.used_bytes("pinned"),
-            "ram_bytes": self.used_bytes("ram"),
-            "nvme_bytes": self.used_bytes("nvme"),
+            **{f"{tier}_bytes": self.used_bytes(tier) for tier in TIERS},
             "expected_vram_bytes": self.expected_bytes("vram"),
             "expected_tensor_bytes": self.tensor_bytes,
             "expected_rss_bytes": self.expected_bytes("ram", "pinned"),
             "parts_bytes": by_tier,
             "tiers": {
-                use.tier: {
-                    "used_bytes": use.used_bytes,
-                    "capacity_bytes": use.capacity_bytes,
-                    "short_bytes": use.short_bytes,
-                }
+                use.tier: {name: getattr(use, name) for name in ("used_bytes", "capacity_bytes", "short_bytes")}
                 for use in self.tiers
             },
             "time_s": {**self.time.terms_s, "exposed_s": self.time.exposed_s, "step_s": self.time.step_s},
             "step_is_lower_bound": not self.compute_known,
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_s": self.tokens_per_s,
-            "drive_read_bytes_per_step": self.drive_read_bytes_per_step,
-            "drive_written_bytes_per_step": self.drive_written_bytes_per_step,
             "drive_written_bytes_per_day": self.written_bytes_per_day,
             "drive_life_steps": self.drive_life_steps,
             "drive_life_days": self.drive_life_days,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "checkpoint_s": self.checkpoint_s,
-            "notes": list(self.notes),
         }

@@ -11,7 +11,6 @@ from starlette.requests import Request as HttpRequest
 from outcore.infer.requests import KNOWN
 from outcore.serve.errors import ApiError, bad
 
-SAMPLING = KNOWN
 HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
@@ -46,7 +45,7 @@ def sorted_out(body: Mapping[str, Any], own: frozenset[str], unsupported: Mappin
         value = body.get(name, neutral)
         if value is not None and value != neutral:
             raise bad(f"{name} is not supported by this server.", name, "unsupported_parameter")
-    known = own | SAMPLING | HARMLESS | unsupported.keys()
+    known = own | KNOWN | HARMLESS | unsupported.keys()
     return {k: v for k, v in body.items() if k in known}, sorted(k for k in body if k not in known)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,7 +13,7 @@ from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
 from outcore.serve.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, of_chat, takes_tools
-from outcore.serve.service import Service, failure_of
+from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset(
     {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "response_format"}
@@ -99,12 +98,13 @@ async def whole(call: ChatCall) -> dict[str, Any]:
             }
         )
     usage = usage_of(len(call.request.prompt), sum(len(a.tokens) for a in answers), answers[0].timings.cached_tokens)
-    return _frame(call, "chat.completion") | {"choices": choices, "usage": usage}
+    return call.service.frame(call.request.name, "chat.completion") | {"choices": choices, "usage": usage}
 
 
 async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events, ending with [DONE]."""
-    frame, parsers = _frame(call, "chat.completion.chunk"), [call.parser(i) for i in range(call.request.n)]
+    frame = call.service.frame(call.request.name, "chat.completion.chunk")
+    parsers = [call.parser(i) for i in range(call.request.n)]
     calls_told = [0] * call.request.n
     cached = written = 0
 
@@ -146,16 +146,6 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     yield {"data": "[DONE]"}
 
 
-def _frame(call: ChatCall, kind: str) -> dict[str, Any]:
-    return {
-        "id": call.request.name,
-        "object": kind,
-        "created": int(time.time()),
-        "model": call.service.name,
-        "system_fingerprint": call.service.records.model_hash or None,
-    }
-
-
 def _said(parsed: Parsed) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if parsed.content:
@@ -170,4 +160,4 @@ def _said(parsed: Parsed) -> dict[str, Any]:
 def _reason(answer: Answer, parsed: Parsed) -> str:
     if parsed.tool_calls and answer.finish == "stop":
         return "tool_calls"
-    return answer.finish if answer.finish in ("stop", "length") else "stop"
+    return reason_of(answer)

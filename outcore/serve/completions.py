@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -14,11 +13,11 @@ from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
 from outcore.serve.parsing import of_completion
-from outcore.serve.service import Service, failure_of
+from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset({"prompt", "echo", "response_format"})
 UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1}
-ENDPOINT = "/v1/completions"
+ENDPOINT, KIND = "/v1/completions", "text_completion"
 MAX_PROMPTS = 2048
 
 
@@ -89,7 +88,10 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
         for place, answer in enumerate(of_prompt):
             choices.append(_choice(call, number, number * request.n + place, answer, scores[number]))
     written = sum(len(a.tokens) for group in answers for a in group)
-    return _frame(call) | {"choices": choices, "usage": usage_of(sum(map(len, call.prompts)), written)}
+    return service.frame(call.name, KIND) | {
+        "choices": choices,
+        "usage": usage_of(sum(map(len, call.prompts)), written),
+    }
 
 
 def _choice(
@@ -100,18 +102,18 @@ def _choice(
     found: dict[str, Any] = {
         "index": index,
         "text": before + ("" if answer is None else answer.text),
-        "finish_reason": "length" if answer is None else _reason(answer),
+        "finish_reason": "length" if answer is None else reason_of(answer),
         "logprobs": None,
     }
     if call.num_top is not None:
         echoed = list(zip(prompt, [None, *scores], strict=True)) if call.echo else ()
-        found["logprobs"] = of_completion(tokenizer, () if answer is None else answer.tokens, 0, echoed)
+        found["logprobs"] = of_completion(tokenizer, () if answer is None else answer.tokens, echoed)
     return found
 
 
 async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events of all prompts as they come, ending with [DONE]."""
-    frame, written = _frame(call), 0
+    frame, written = call.service.frame(call.name, KIND), 0
     queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
     tokenizer = call.service.prompts.tokenizer
 
@@ -140,7 +142,7 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                     yield {"data": json.dumps(failure.body())}
                     break
                 written += len(item.tokens)
-                text, reason, tokens = "", _reason(item), ()
+                text, reason, tokens = "", reason_of(item), ()
             else:
                 text, reason, tokens = item.text, None, item.tokens
                 if not text and not tokens:
@@ -155,17 +157,3 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
         usage = usage_of(sum(map(len, call.prompts)), written)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
     yield {"data": "[DONE]"}
-
-
-def _frame(call: CompletionCall) -> dict[str, Any]:
-    return {
-        "id": call.name,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": call.service.name,
-        "system_fingerprint": call.service.records.model_hash or None,
-    }
-
-
-def _reason(answer: Answer) -> str:
-    return answer.finish if answer.finish in ("stop", "length") else "stop"

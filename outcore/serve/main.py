@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from outcore.common.errors import need_packages
+from outcore.common.output import say
 from outcore.config.commands import serve_flags
 from outcore.infer.commands import settings_of
 from outcore.infer.opening import open_engine
@@ -19,19 +20,12 @@ if TYPE_CHECKING:
     from outcore.serve.app import Addition
     from outcore.serve.service import Service
 
-NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
-
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
     """The subcommand; returns its exit code. `additions`: routes of rooms above."""
     args = serve_flags().parse_args(argv)
     try:
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise RuntimeError(
-                f"the packages for serving are not installed ({', '.join(missing)} missing): "
-                "pip install -r requirements/serve.txt"
-            )
+        need_packages(("fastapi", "uvicorn", "sse_starlette", "prometheus_client"), "serving", "serve")
         settings = ServeSettings(
             args.host,
             args.port,
@@ -49,22 +43,18 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
             return 0
         _serve(args, settings, additions)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore serve: {error}", file=sys.stderr)
+        say(f"outcore serve: {error}")
         return 1
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _hand_over(args: argparse.Namespace, settings: ServeSettings) -> bool:
     """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
     if importlib.util.find_spec("httpx") is None:
         raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
-    why = run_handover(handover_of(args, serve_flags().parse_args([args.model]), settings), settings, _say)
+    why = run_handover(handover_of(args, serve_flags().parse_args([args.model]), settings), settings, say)
     if why:
-        _say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")
+        say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")
     return bool(why)
 
 
@@ -77,12 +67,12 @@ def _serve(
     from outcore.serve.service import Service
 
     with listen(settings.host, settings.port) as listening:
-        opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), _say)
+        opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
         service = Service(opened, settings)
         if why := service.metrics.against_plan.why_not:
-            _say(f"no forecast beside the measured passes: {why}")
-        _say(f"records: {service.records.path}")
-        _say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
+            say(f"no forecast beside the measured passes: {why}")
+        say(f"records: {service.records.path}")
+        say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
         app = create_app(service, additions(service))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
         with suppress(KeyboardInterrupt):

@@ -29,6 +29,13 @@ class Parsed:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
+    def take(self, new: Parsed) -> Parsed:
+        """Add what is new; returns it."""
+        self.content += new.content
+        self.reasoning += new.reasoning
+        self.tool_calls += new.tool_calls
+        return new
+
 
 class AnswerParser:
     """`add` text, `finish` once; each returns what is new. `marks`: which to look for; `begins_in`: what the prompt has
@@ -46,7 +53,7 @@ class AnswerParser:
         new = Parsed()
         while self._step(new):
             pass
-        return self._noted(new)
+        return self.whole.take(new)
 
     def finish(self) -> Parsed:
         """The rest."""
@@ -56,7 +63,7 @@ class AnswerParser:
         else:
             self._put(new, self._held, self._mode)
         self._held = self._tool = ""
-        return self._noted(new)
+        return self.whole.take(new)
 
     def _step(self, new: Parsed) -> bool:
         """Settle text up to the next mark; False when there is none yet."""
@@ -95,12 +102,6 @@ class AnswerParser:
         else:
             new.tool_calls.append(call)
 
-    def _noted(self, new: Parsed) -> Parsed:
-        self.whole.content += new.content
-        self.whole.reasoning += new.reasoning
-        self.whole.tool_calls += new.tool_calls
-        return new
-
 
 class TemplateParser:
     """Parser like `AnswerParser`, for a tokenizer that says itself how its answers are written (`response_template`):
@@ -124,9 +125,7 @@ class TemplateParser:
         try:
             return self._told(self._parser.finalize()[1])
         except ValueError:
-            new = Parsed(content=self._unfinished)
-            self.whole.content += new.content
-            return new
+            return self.whole.take(Parsed(content=self._unfinished))
 
     def _told(self, events: list[dict[str, Any]]) -> Parsed:
         new = Parsed()
@@ -142,10 +141,7 @@ class TemplateParser:
                 self._unfinished = ""
                 if part == "tool_calls":
                     new.tool_calls += self._calls(event.get("value"), len(new.tool_calls))
-        self.whole.content += new.content
-        self.whole.reasoning += new.reasoning
-        self.whole.tool_calls += new.tool_calls
-        return new
+        return self.whole.take(new)
 
     def _calls(self, value: Any, before: int) -> list[dict[str, Any]]:
         found = []
@@ -212,11 +208,12 @@ def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
 
 
 def of_completion(
-    tokenizer: Any, tokens: Sequence[Chosen], offset: int = 0, prompt: Sequence[tuple[int, TokenScore | None]] = ()
+    tokenizer: Any, tokens: Sequence[Chosen], prompt: Sequence[tuple[int, TokenScore | None]] = ()
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice. `prompt`: tokens that are echoed before it, with their scores (the first
     has none)."""
     texts, values, tops, offsets = [], [], [], []
+    offset = 0
 
     def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
         nonlocal offset

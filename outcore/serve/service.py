@@ -164,6 +164,16 @@ class Service:
         """A name that no other request has had."""
         return f"{prefix}-{self._stamp}-{next(self._numbers)}"
 
+    def frame(self, name: str, kind: str) -> dict[str, Any]:
+        """What the answer of this id begins with, in OpenAI's shape."""
+        return {
+            "id": name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.name,
+            "system_fingerprint": self.records.model_hash or None,
+        }
+
     def check_model(self, body: Mapping[str, Any]) -> None:
         """404 for another model's name."""
         wanted = body.get("model")
@@ -252,6 +262,11 @@ class Service:
         if failure := next(filter(None, map(failure_of, found)), None):
             raise failure
         return sorted(found, key=lambda answer: answer.choice)
+
+
+def reason_of(answer: Answer) -> str:
+    """Why it ended, in a word that OpenAI's clients know."""
+    return answer.finish if answer.finish in ("stop", "length") else "stop"
 
 
 def failure_of(answer: Answer) -> ApiError | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-import sys
 import threading
 import time
 
+from outcore.common.errors import need_packages
+from outcore.common.output import say
 from outcore.config.commands import ui_flags
 from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
@@ -19,19 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args = ui_flags().parse_args(argv)
     try:
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise RuntimeError(
-                f"the packages for the panels are not installed ({', '.join(missing)} missing): "
-                "pip install -r requirements/ui.txt"
-            )
+        need_packages(NEEDED, "the panels", "ui")
         tokens = () if args.token_file is None else read_keys(args.token_file)
         asked = UiSettings(args.host, args.port, tokens)
         listening = listen(asked.host, asked.port)
         settings = UiSettings(args.host, listening.getsockname()[1], tokens)
         run(settings, listening)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore ui: {error}", file=sys.stderr)
+        say(f"outcore ui: {error}")
         return 1
     return 0
 

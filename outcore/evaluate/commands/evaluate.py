@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outcore.common.output import say
 from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.commands.remote import evaluate_remotely
-from outcore.evaluate.commands.say import say, say_event, table_of
+from outcore.evaluate.commands.say import say_event, table_of
 from outcore.evaluate.history import History
 from outcore.evaluate.jobs import Event, Job, subject_of, unfinished_or_new
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped; the same command goes on")
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore evaluate: {error}", file=sys.stderr)
+        say(f"outcore evaluate: {error}")
         return 1
 
 
@@ -136,7 +137,7 @@ def _list_tasks(argv: list[str]) -> int:
         names.wait()
         known = names.find(args.list_tasks, 1_000_000)
     except ValueError as error:
-        print(f"outcore evaluate: {error}", file=sys.stderr)
+        say(f"outcore evaluate: {error}")
         return 1
     width = max(len(task.name) for task in OWN_TASKS)
     for one in known:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from outcore.common.output import say
 from outcore.evaluate.history import as_table
-
-
-def say(line: str) -> None:
-    """A line beside the result."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def say_event(event: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ class Evaluations:
         first, second = self._found(a), self._found(b)
         return diff_of(self.history, first, second)
 
-    def samples(self, name: str, task: str | None, offset: int, limit: int) -> Record:
+    def samples(self, name: str, task: str | None = None, offset: int = 0, limit: int = 50) -> Record:
         """Some documents of an evaluation."""
         if offset < 0 or not 0 < limit <= 1000:
             raise bad("offset must be at least 0, limit from 1 to 1000.", "limit")
@@ -167,17 +168,17 @@ class Evaluations:
         data = self.history.samples(found, task, offset, limit)
         return {"object": "list", "data": data, "total": self.history.num_samples(found, task)}
 
-    def export(self, name: str, form: str) -> Response:
+    def export(self, name: str, format: str = "json") -> Response:
         """An evaluation as a file to keep."""
         record = self._found(name)
-        if form not in ("json", "csv"):
+        if format not in ("json", "csv"):
             raise bad("format must be json or csv.", "format")
-        if form == "csv":
+        if format == "csv":
             text, media = as_csv([record]), "text/csv"
         else:
             samples = self.history.samples(record["id"])
             text, media = json.dumps(record | {"samples": samples}, indent=1), "application/json"
-        headers = {"Content-Disposition": f'attachment; filename="{record["id"]}.{form}"'}
+        headers = {"Content-Disposition": f'attachment; filename="{record["id"]}.{format}"'}
         return Response(text, media_type=media, headers=headers)
 
     async def events(self, name: str, after: int) -> AsyncGenerator[dict[str, str], None]:
@@ -268,20 +269,41 @@ class Evaluations:
                 self._jobs.pop(job.record["id"], None)
 
 
-def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
-    """The endpoints /v1/evaluations and /v1/evaluation_tasks."""
+def _told(work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` as a route on a thread: path and query give its parameters, its errors become ApiErrors."""
 
-    async def done(work: Callable[..., Any], *args: Any) -> Any:
+    @wraps(work)
+    def told(*args: Any, **more: Any) -> Any:
         try:
-            return await asyncio.to_thread(work, *args)
+            return work(*args, **more)
         except HistoryError as error:
             raise ApiError(500, str(error), code="history") from error
         except EvaluationError as error:
             raise bad(str(error), error.param) from error
 
-    @app.get("/v1/launch")
-    async def launch() -> Record:
-        return await done(evaluations.launch)
+    return told
+
+
+def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
+    """The endpoints /v1/evaluations and /v1/evaluation_tasks."""
+
+    def list_all() -> Record:
+        return {"object": "list", "data": evaluations.all(), "has_more": False}
+
+    one = "/v1/evaluations/{name}"
+    got: dict[str, Callable[..., Any]] = {
+        "/v1/launch": evaluations.launch,
+        "/v1/evaluations": list_all,
+        one: evaluations.get,
+        f"{one}/samples": evaluations.samples,
+        f"{one}/export": evaluations.export,
+        "/v1/evaluations/{a}/diff/{b}": evaluations.diff,
+    }
+    for path, work in got.items():
+        app.get(path)(_told(work))
+    app.delete(one)(_told(evaluations.remove))
+    app.post(f"{one}/cancel")(_told(evaluations.cancel))
+    app.post(f"{one}/resume")(_told(evaluations.resume))
 
     @app.get("/v1/evaluation_tasks")
     async def tasks(query: str = "", limit: int = 100) -> Record:
@@ -291,41 +313,9 @@ def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
 
     @app.post("/v1/evaluations")
     async def create(http: HttpRequest) -> Record:
-        return await done(evaluations.create, await read_body(http, MAX_BODY_BYTES))
+        return await asyncio.to_thread(_told(evaluations.create), await read_body(http, MAX_BODY_BYTES))
 
-    @app.get("/v1/evaluations")
-    async def list_all() -> Record:
-        return {"object": "list", "data": await done(evaluations.all), "has_more": False}
-
-    @app.get("/v1/evaluations/{name}")
-    async def look(name: str) -> Record:
-        return await done(evaluations.get, name)
-
-    @app.delete("/v1/evaluations/{name}")
-    async def remove(name: str) -> Record:
-        return await done(evaluations.remove, name)
-
-    @app.post("/v1/evaluations/{name}/cancel")
-    async def cancel(name: str) -> Record:
-        return await done(evaluations.cancel, name)
-
-    @app.post("/v1/evaluations/{name}/resume")
-    async def resume(name: str) -> Record:
-        return await done(evaluations.resume, name)
-
-    @app.get("/v1/evaluations/{name}/events")
+    @app.get(f"{one}/events")
     async def events(name: str, after: int = 0) -> Response:
-        await done(evaluations.get, name)
+        await asyncio.to_thread(_told(evaluations.get), name)
         return ClosedEvents(evaluations.events(name, after), sep="\n")
-
-    @app.get("/v1/evaluations/{name}/samples")
-    async def samples(name: str, task: str | None = None, offset: int = 0, limit: int = 50) -> Record:
-        return await done(evaluations.samples, name, task, offset, limit)
-
-    @app.get("/v1/evaluations/{name}/export")
-    async def export(name: str, format: str = "json") -> Response:
-        return await done(evaluations.export, name, format)
-
-    @app.get("/v1/evaluations/{a}/diff/{b}")
-    async def diff(a: str, b: str) -> Record:
-        return await done(evaluations.diff, a, b)

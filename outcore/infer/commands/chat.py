@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outcore.common.output import say
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.opening import OpenedModel, against_plan, open_engine
@@ -25,16 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args = chat_flags().parse_args(argv)
     try:
-        opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
+        opened = open_engine(args.model, settings_of(args), say)
         try:
             fields = {"max_tokens": 1024} | sampling_fields(args)
             talk = Conversation(opened, fields, args.system)
             talk.run()
-            tell_plan(talk.told, "chat", lambda line: print(line, file=sys.stderr))
+            tell_plan(talk.told, "chat")
         finally:
             opened.close()
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore chat: {error}", file=sys.stderr)
+        say(f"outcore chat: {error}")
         return 1
     return 0
 
@@ -60,15 +61,15 @@ class Conversation:
     def run(self) -> None:
         """Read lines and answer them, until /quit or the end of the input."""
         if self.prompts.note:
-            print(self.prompts.note, file=sys.stderr)
-        print("Ask something; /help lists commands, Ctrl-C stops an answer.", file=sys.stderr)
+            say(self.prompts.note)
+        say("Ask something; /help lists commands, Ctrl-C stops an answer.")
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
-                print("\n(/quit or Ctrl-D ends)", file=sys.stderr)
+                say("\n(/quit or Ctrl-D ends)")
                 continue
             if line == "/quit":
                 return
@@ -76,7 +77,7 @@ class Conversation:
                 name, _, rest = line.partition(" ")
                 command = self._commands.get(name)
                 if command is None:
-                    print(f"unknown command {name}; /help lists them", file=sys.stderr)
+                    say(f"unknown command {name}; /help lists them")
                 else:
                     command(rest.strip())
             elif line:
@@ -89,7 +90,7 @@ class Conversation:
         try:
             ids = self._fitting([*system, *asked])
         except ValueError as error:
-            print(f"{error}", file=sys.stderr)
+            say(str(error))
             return ""
         self._turn += 1
         request = Request(f"turn-{self._turn}", ids, self.sampling)
@@ -134,21 +135,21 @@ class Conversation:
             self.messages = self.messages[2:]
             dropped += 1
         if dropped:
-            print(f"({dropped} oldest turns left out: the context is {limit:,} tokens)", file=sys.stderr)
+            say(f"({dropped} oldest turns left out: the context is {limit:,} tokens)")
         return ids
 
     def _reset(self, system: str | None) -> None:
         self.system, self.messages = system or None, []
-        print("(a new conversation)", file=sys.stderr)
+        say("(a new conversation)")
 
     def _save(self, name: str) -> None:
         if not name:
-            print("/save needs a file name", file=sys.stderr)
+            say("/save needs a file name")
             return
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
             text = json.dumps({"messages": system + self.messages}, ensure_ascii=False, indent=1)
             Path(name).expanduser().write_text(text, encoding="utf-8")
-            print(f"(saved to {name})", file=sys.stderr)
+            say(f"(saved to {name})")
         except OSError as error:
-            print(f"cannot save: {error}", file=sys.stderr)
+            say(f"cannot save: {error}")

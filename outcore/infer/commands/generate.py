@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+from outcore.common.output import say
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
@@ -24,12 +24,8 @@ def main(argv: list[str] | None = None) -> int:
             return _one(args)
         return _job(args)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore generate: {error}", file=sys.stderr)
+        say(f"outcore generate: {error}")
         return 1
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _one(args: argparse.Namespace) -> int:
@@ -37,7 +33,7 @@ def _one(args: argparse.Namespace) -> int:
         raise ValueError("--num_gpus shares the lines of --input; one --prompt is answered by one GPU.")
     if args.output is not None:
         raise ValueError("--output goes with --input; an answer to --prompt is printed.")
-    opened = open_engine(args.model, settings_of(args), _say)
+    opened = open_engine(args.model, settings_of(args), say)
     told = against_plan(opened)
     try:
         prompts = Prompts(opened.found.tokenizer)
@@ -52,11 +48,11 @@ def _one(args: argparse.Namespace) -> int:
                 raise RuntimeError(answer.error)
             times = answer.timings
             writing_s = max(1e-9, times.total_s - times.first_token_s)
-            _say(
+            say(
                 f"{len(ids)} tokens read, first word after {times.first_token_s:.2f} s, {len(answer.tokens)} tokens "
                 f"written at {max(0, len(answer.tokens) - 1) / writing_s:.1f} tokens/s, ended by {answer.finish}"
             )
-        tell_plan(told, "generate", _say)
+        tell_plan(told, "generate")
     finally:
         opened.close()
     return 0
@@ -74,21 +70,18 @@ def _job(args: argparse.Namespace) -> int:
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
     journal_file = args.output.with_name(f"{args.output.name}.journal")
     if args.output.exists() and not args.overwrite and not journal_file.exists():
-        _say(f"{args.output} is there already and no journal beside it: it is complete. --overwrite answers again.")
+        say(f"{args.output} is there already and no journal beside it: it is complete. --overwrite answers again.")
         return 0
     journal = Journal(args.output, job)
     try:
         gather(journal, job)
         if journal.done:
-            _say(f"going on: {len(journal.done):,} lines are answered already")
-        if args.num_gpus > 1:
-            counts = run_over_gpus(args, settings, job, journal, _say)
-        else:
-            counts = _on_one(args, settings, journal)
+            say(f"going on: {len(journal.done):,} lines are answered already")
+        counts = run_over_gpus(args, settings, job, journal) if args.num_gpus > 1 else _on_one(args, settings, journal)
     finally:
         journal.close()
     rate = counts.answer_tokens / max(1e-9, counts.seconds)
-    _say(
+    say(
         f"{args.output}: {counts.lines:,} lines ({counts.from_journal:,} from before, {counts.failed:,} failed), "
         f"{counts.answer_tokens:,} tokens at {rate:.1f} tokens/s"
     )
@@ -96,12 +89,12 @@ def _job(args: argparse.Namespace) -> int:
 
 
 def _on_one(args: argparse.Namespace, settings: InferSettings, journal: Journal) -> JobCounts:
-    opened = open_engine(args.model, settings, _say)
+    opened = open_engine(args.model, settings, say)
     told = against_plan(opened)
     try:
         defaults = sampling_from(opened, sampling_fields(args))
-        counts = run_job(opened, args.input, journal, defaults, args.model, _say)
-        tell_plan(told, "job", _say)
+        counts = run_job(opened, args.input, journal, defaults, args.model, say)
+        tell_plan(told, "job")
         return counts
     finally:
         opened.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outcore.common.diagnostics import DiagnosticLog
+from outcore.common.output import say
 from outcore.config.commands import SAMPLING_FLAGS
 from outcore.infer.opening import AgainstPlan, InferSettings, OpenedModel
 from outcore.infer.requests import Sampling, own_defaults, sampling_of
@@ -63,7 +64,7 @@ def sampling_from(opened: OpenedModel, given: Mapping[str, Any], base: Sampling 
     return sampling_of(given, base or own_defaults(opened.found.loaded.model, Sampling()))
 
 
-def tell_plan(told: AgainstPlan, command: str, say: Callable[[str], None]) -> None:
+def tell_plan(told: AgainstPlan, command: str) -> None:
     """Compare what the passes took with the plan: in words, and as an event in logs/diagnostics."""
     if words := told.words():
         say(words)

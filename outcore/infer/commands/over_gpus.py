@@ -7,9 +7,7 @@ job that was killed goes on with any number of GPUs."""
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.output import say
 from outcore.infer.commands.job import JobCounts, JobError, numbered, run_job
 from outcore.infer.commands.journal import Journal
 from outcore.infer.commands.options import sampling_fields, sampling_from
@@ -38,9 +37,8 @@ def check_gpus(count: int, settings: InferSettings) -> None:
 
 
 def run_over_gpus(
-    args: argparse.Namespace, settings: InferSettings, job: dict[str, Any], journal: Journal,
-    progress: Callable[[str], None],
-) -> JobCounts:  # fmt: skip
+    args: argparse.Namespace, settings: InferSettings, job: dict[str, Any], journal: Journal
+) -> JobCounts:
     """Answer all lines and write the output. JobError; RuntimeError naming the process that failed, and why."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -83,10 +81,7 @@ def _answer(rank: int, work: tuple[Any, ...]) -> None:
     args, settings, job, done, meeting, told = work
     count = args.num_gpus
 
-    def say(line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
+    tell = say if rank == 0 else lambda line: None
     if settings.device != "cpu" and torch.cuda.is_available():
         settings = replace(settings, device=f"cuda:{rank}")
     else:
@@ -100,12 +95,12 @@ def _answer(rank: int, work: tuple[Any, ...]) -> None:
 
     try:
         journal = Journal(_part_of(args.output, rank), job)
-        opened = open_engine(args.model, settings, say, HostShare(rank, count, exchange))
+        opened = open_engine(args.model, settings, tell, HostShare(rank, count, exchange))
         try:
             defaults = sampling_from(opened, sampling_fields(args))
             told.put(
                 run_job(
-                    opened, args.input, journal, defaults, args.model, say,
+                    opened, args.input, journal, defaults, args.model, tell,
                     lambda number: number % count == rank and number not in done,
                 )
             )  # fmt: skip

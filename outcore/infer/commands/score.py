@@ -6,12 +6,12 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outcore.common.output import say
 from outcore.config.commands import score_flags
 from outcore.infer.commands.options import settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
@@ -27,12 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _score(args)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"outcore score: {error}", file=sys.stderr)
+        say(f"outcore score: {error}")
         return 1
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -43,7 +39,7 @@ def _score(args: argparse.Namespace) -> int:
     texts = list(_texts(args.input))
     if not texts:
         raise ValueError(f"--input {args.input} has no texts.")
-    opened = open_engine(args.model, settings_of(args).for_scoring(), _say)
+    opened = open_engine(args.model, settings_of(args).for_scoring(), say)
     told = against_plan(opened)
     total, count = 0.0, 0
     aside = None if args.output is None else args.output.with_name(f".{args.output.name}.part")
@@ -63,7 +59,7 @@ def _score(args: argparse.Namespace) -> int:
         finally:
             if file is not None:
                 file.close()
-        tell_plan(told, "score", _say)
+        tell_plan(told, "score")
     finally:
         opened.close()
     if aside is not None and args.output is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import outcore
 from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_s
 from outcore.plan.answer.advice import Advice, shortage_words
 from outcore.plan.choose import PlanAnswer
@@ -18,21 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 STREAM_NOTE = "stream: forecast compared with the engine on one server only (docs/planning.md), with no laptop"
-STREAM_MISSING = f"{STREAM_NOTE}; this version of outcore does not have that engine yet"
 LAUNCH_NOTE = "steps this short are bound by kernel launches, which are not modelled: a lower bound"
 SHORT_STEP_S = 0.2
-
-
-def stream_is_shipped() -> bool:
-    """Whether this outcore has the streaming engine (looked for, not imported)."""
-    return (Path(outcore.__file__).parent / "engine" / "stream" / "engine.py").is_file()
 
 
 def plan_notes(plan: Plan) -> list[str]:
     """What must be said beside a plan."""
     notes = list(plan.notes)
     if plan.engine == "stream":
-        notes.insert(0, STREAM_NOTE if stream_is_shipped() else STREAM_MISSING)
+        notes.insert(0, STREAM_NOTE)
     if plan.time.step_s < SHORT_STEP_S:
         notes.append(LAUNCH_NOTE)
     if not plan.compute_known:
@@ -58,7 +50,6 @@ def to_json(answer: PlanAnswer, advice: Advice, hardware: Hardware) -> dict[str,
         "flags": answer.plan.flags,
         "stages": {name: plan.to_dict() for name, plan in answer.stages.items()},
         "stream": answer.stream.to_dict() if answer.stream else None,
-        "stream_is_shipped": stream_is_shipped(),
         "rates": hardware.sources,
         "notes": [*plan_notes(answer.plan), *hardware.notes],
     }

@@ -26,11 +26,9 @@ from outcore.plan.deepspeed.staged import (
     staged_update,
 )
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Item, Plan, StepTime, TierUse
+from outcore.plan.record import Plan, StepTime
 from outcore.plan.request import RunRequest
 from outcore.plan.terms.case import Case
-from outcore.plan.terms.cpu import without_gpu
-from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.terms.rates import Rates
 from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.traffic import Pass, Traffic
@@ -143,62 +141,35 @@ def plan_deepspeed(
     else:
         ram, pinned, buffers_note = host_parts(case)
         drive = drive_parts(case)
-    saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
-    if not request.checkpoints_elsewhere:
-        drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
-    parts = tuple(p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0)
-    pinned_bytes = sum(p.size_bytes for p in pinned)
+    drive += case.kept_checkpoints
     traffic = deepspeed_traffic(case, homes)
     notes = list(buffers_note)
     if layout.stage in ("zero1", "zero2") or gpus > 1:
         notes.append(UNMEASURED)
     if layout.stage in ("zero1", "zero2") and gpus == 1 and layout.optimizer == "none":
         notes.append(f"on one GPU {layout.stage} divides nothing: it is plain training with smaller buckets")
-    plan = Plan(
-        model=shape.name,
-        params=shape.total_params,
-        trainable_params=shape.trainable_params,
-        machine=hardware.name,
+    return case.plan(
+        (*vram, *pinned, *ram, *drive),
+        # Stock DeepSpeed's swap buffers are locked, not registered with CUDA: RAM is their limit.
+        hardware.ram_bytes if homes is None else hardware.pinned_bytes,
+        traffic,
         engine="deepspeed",
         zero_stage=layout.stage,
         offload=_words(layout) if homes is None else _staged_words(homes, layout),
         state_format=layout.staged.states if layout.staged is not None else "fp32",
-        precision=request.precision,
-        seq_length=seq_length,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        num_gpus=gpus,
-        lora_r=shape.lora_r,
-        lora_targets=shape.lora_targets,
-        use_dora=shape.use_dora,
-        modules_to_save=shape.modules_to_save,
         homes={
             "parameters": _home(layout.params, homes and homes.params_in_ram, homes and homes.params_on_drive),
             "optimizer states": _home(layout.optimizer, homes and homes.states_in_ram, homes and homes.states_on_drive),
             "gradients": _gradients_home(layout, homes),
             "activation checkpoints": "VRAM",
         },
-        parts=parts,
-        tiers=(
-            TierUse("vram", sum(p.size_bytes for p in vram), hardware.vram_bytes),
-            # Stock DeepSpeed's swap buffers are locked, not registered with CUDA: RAM is their limit.
-            TierUse("pinned", pinned_bytes, hardware.ram_bytes if homes is None else hardware.pinned_bytes),
-            TierUse("ram", sum(p.size_bytes for p in ram) + pinned_bytes, hardware.ram_bytes),
-            nvme_use(drive, hardware),
-        ),
         time=deepspeed_rates(case).seconds(traffic),
-        drive_read_bytes_per_step=int(traffic.read_bytes),
-        drive_written_bytes_per_step=int(traffic.written_bytes),
-        drive_rated_write_bytes=hardware.rated_write_bytes,
-        checkpoint_bytes=saved_bytes,
-        checkpoint_s=hardware.drive_s(in_drive, saved_bytes),
+        checkpoint_s=hardware.drive_s(in_drive, case.saved_bytes),
         notes=tuple(notes),
-        compute_known=hardware.compute_tflops is not None,
         staged=layout.staged is not None,
         ram_budget_bytes=layout.staged.ram_budget_bytes if layout.staged is not None else None,
     )
-    return without_gpu(plan, hardware) if hardware.is_cpu else plan
 
 
 _HOME: dict[str, str] = {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}

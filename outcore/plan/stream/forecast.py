@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import SPARE, Item, Plan, TierUse
+from outcore.plan.record import SPARE, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRADIENTS,
@@ -31,8 +30,6 @@ from outcore.plan.stream.memory import (
 from outcore.plan.stream.tiles import Tiling, tiling_of
 from outcore.plan.stream.time import Placed, step_time
 from outcore.plan.terms.case import Case
-from outcore.plan.terms.cpu import without_gpu
-from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.terms.spill import Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
@@ -71,55 +68,27 @@ def plan_stream(
     drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
-    saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
-    if not request.checkpoints_elsewhere:
-        drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
-    parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
+    drive += case.kept_checkpoints
     traffic, time = step_time(case, replace(placed, stay=stay, saved=saved))
-    ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
-    plan = Plan(
-        model=shape.name,
-        params=shape.total_params,
-        trainable_params=shape.trainable_params,
-        machine=hardware.name,
+    return case.plan(
+        (*vram, *pinned, *ram, *drive),
+        hardware.pinned_bytes,
+        traffic,
         engine="stream",
         zero_stage="infinity" if spill != Spill() else "zero3",
         offload=spill.words(),
         state_format=request.format,
-        precision=request.precision,
-        seq_length=seq_length,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        num_gpus=hardware.num_gpus,
-        lora_r=shape.lora_r,
-        lora_targets=shape.lora_targets,
-        use_dora=shape.use_dora,
-        modules_to_save=shape.modules_to_save,
-        quantize=shape.quantize,
         homes={
             "parameters": _home(spill.parameters),
             "optimizer states": _home(spill.states),
             "gradients": "RAM",
             "activation checkpoints": {"vram": "VRAM", "ram": "RAM", "nvme": "NVMe"}[layout.checkpoints_home],
         },
-        parts=tuple(parts),
-        tiers=(
-            TierUse("vram", sum(p.size_bytes for p in vram), hardware.vram_bytes),
-            TierUse("pinned", sum(p.size_bytes for p in pinned), hardware.pinned_bytes),
-            TierUse("ram", ram_used, hardware.ram_bytes),
-            nvme_use(drive, hardware),
-        ),
         time=time,
-        drive_read_bytes_per_step=int(traffic.read_bytes),
-        drive_written_bytes_per_step=int(traffic.written_bytes),
-        drive_rated_write_bytes=hardware.rated_write_bytes,
-        checkpoint_bytes=saved_bytes,
-        checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),
+        checkpoint_s=hardware.drive_s(case.saved_bytes * spill.states, case.saved_bytes),
         tiling=layout.tiling,
         notes=_notes(shape, asked, tiling, pageable, stay),
-        compute_known=hardware.compute_tflops is not None,
     )
-    return without_gpu(plan, hardware) if hardware.is_cpu else plan
 
 
 def _home(share: float) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
+from outcore.plan.record import Item, Plan, TierUse
 from outcore.plan.request import RunRequest
+from outcore.plan.terms.cpu import without_gpu
+from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
+from outcore.plan.terms.traffic import Traffic
 from outcore.plan.terms.work import Flops, device_bytes, step_flops
 from outcore.sizing.activations import has_masks
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
@@ -57,6 +62,56 @@ class Case(Generic[Layout]):
     def attention_share(self) -> float:
         """Share of the rate of matrix products that attention reaches."""
         return k.MASKED_ATTENTION_SHARE if self.masks else k.ATTENTION_SHARE
+
+    def plan(self, parts: Iterable[Item], pinned_bytes: int, traffic: Traffic, **own: Any) -> Plan:
+        """The forecast with these parts, of which `pinned_bytes` may be locked. `own`: what the engine decides."""
+        shape, request, hardware, layout = self.shape, self.request, self.hardware, self.layout
+        parts = tuple(part for part in parts if part.size_bytes > 0)
+
+        def used(*tiers: str) -> int:
+            return sum(part.size_bytes for part in parts if part.tier in tiers)
+
+        plan = Plan(
+            model=shape.name,
+            params=shape.total_params,
+            trainable_params=shape.trainable_params,
+            machine=hardware.name,
+            precision=request.precision,
+            seq_length=self.seq_length,
+            micro_batch=layout.micro_batch,
+            accumulation=layout.accumulation,
+            num_gpus=hardware.num_gpus,
+            lora_r=shape.lora_r,
+            lora_targets=shape.lora_targets,
+            use_dora=shape.use_dora,
+            modules_to_save=shape.modules_to_save,
+            quantize=shape.quantize,
+            parts=parts,
+            tiers=(
+                TierUse("vram", used("vram"), hardware.vram_bytes),
+                TierUse("pinned", used("pinned"), pinned_bytes),
+                TierUse("ram", used("ram", "pinned"), hardware.ram_bytes),
+                nvme_use(parts, hardware),
+            ),
+            drive_read_bytes_per_step=int(traffic.read_bytes),
+            drive_written_bytes_per_step=int(traffic.written_bytes),
+            drive_rated_write_bytes=hardware.rated_write_bytes,
+            checkpoint_bytes=self.saved_bytes,
+            compute_known=hardware.compute_tflops is not None,
+            **own,
+        )
+        return without_gpu(plan, hardware) if hardware.is_cpu else plan
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of a training checkpoint."""
+        return (self.element_bytes + k.CHECKPOINT_STATE_BYTES) * self.shape.trainable_params
+
+    @property
+    def kept_checkpoints(self) -> list[Item]:
+        """Checkpoints on the drive of the states: kept ones, and the one that is being written."""
+        count = 0 if self.request.checkpoints_elsewhere else self.request.save_total_limit + 1
+        return [Item("nvme", CHECKPOINTS, self.saved_bytes * count)]
 
     @cached_property
     def flops(self) -> Flops:

@@ -5,6 +5,8 @@ free, less a fifth of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outcore.machine.offload import FREE_RESERVE, SPACE_SAFETY
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item, TierUse
@@ -12,7 +14,7 @@ from outcore.plan.record import Item, TierUse
 CHECKPOINTS = "checkpoints"
 
 
-def nvme_use(parts: list[Item], hardware: Hardware) -> TierUse:
+def nvme_use(parts: Sequence[Item], hardware: Hardware) -> TierUse:
     """The drive's use with margins, against what is free without its reserve."""
     on_drive = [part for part in parts if part.tier == "nvme"]
     states = sum(part.size_bytes for part in on_drive if part.name != CHECKPOINTS)

@@ -127,8 +127,9 @@ class Forwarder:
         finally:
             await response.aclose()
 
-    async def answer(self, http: HttpRequest, path: str) -> Response:
+    async def answer(self, http: HttpRequest) -> Response:
         """A request for answers, counted and recorded."""
+        path = http.url.path
         body = await read_body(http, self.settings.max_body_bytes)
         if self.num_under_way >= self.settings.max_queue:
             words = f"{self.num_under_way} requests are under way, and this server takes no more. Try again later."
@@ -184,10 +185,10 @@ class Forwarder:
                 answered.error = f"the engine went away ({type(error).__name__})"
                 yield {"data": json.dumps(ApiError(503, answered.error, code="engine_down").body())}
 
-    async def plain(self, http: HttpRequest, path: str) -> Response:
+    async def plain(self, http: HttpRequest) -> Response:
         """A small request, handed through."""
         body = await read_body(http, self.settings.max_body_bytes) if http.method == "POST" else None
-        response = await self.send(http.method, path, body)
+        response = await self.send(http.method, http.url.path, body)
         return JSONResponse(await self.read(response), response.status_code)
 
     async def metrics_page(self) -> str:
@@ -241,14 +242,7 @@ def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
         )
 
     for path in ANSWERS:
-        app.post(path)(_bound(forwarder.answer, path))
+        app.post(path)(forwarder.answer)
     for path in PLAIN:
-        app.api_route(path, methods=["GET"] if path == "/v1/models" else ["POST"])(_bound(forwarder.plain, path))
+        app.api_route(path, methods=["GET"] if path == "/v1/models" else ["POST"])(forwarder.plain)
     return app
-
-
-def _bound(answer: Any, path: str) -> Any:
-    async def route(http: HttpRequest) -> Response:
-        return await answer(http, path)
-
-    return route

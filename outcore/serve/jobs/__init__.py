@@ -34,9 +34,7 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
     async def list_files() -> dict[str, Any]:
         return {"object": "list", "data": [asdict(file) for file in files.all()], "has_more": False}
 
-    @app.get("/v1/files/{name}")
-    async def describe(name: str) -> dict[str, Any]:
-        return asdict(files.get(name))
+    app.get("/v1/files/{name}")(files.get)
 
     @app.get("/v1/files/{name}/content")
     async def fetch(name: str) -> Response:
@@ -55,13 +53,8 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
     async def list_batches() -> dict[str, Any]:
         return {"object": "list", "data": batches.all(), "has_more": False}
 
-    @app.get("/v1/batches/{name}")
-    async def look(name: str) -> dict[str, Any]:
-        return batches.get(name)
-
-    @app.post("/v1/batches/{name}/cancel")
-    async def cancel(name: str) -> dict[str, Any]:
-        return await batches.cancel(name)
+    app.get("/v1/batches/{name}")(batches.get)
+    app.post("/v1/batches/{name}/cancel")(batches.cancel)
 
     @app.get("/v1/requests")
     async def list_requests() -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Placement: where everything lives while a model answers: the rule that the engine follows and the planner
 forecasts by.
 
-Sizes follow from the machine. Order of claims on the
-device: what a pass needs to run at all, keys and values (an answer without them is nothing), embedding and head (every
-pass waits for them), layers, spread evenly so that uploads hide behind neighbours that stay. What the device does not
-hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
+Sizes follow from the machine. Order of claims on the device: what a pass needs to run at all, keys and values (an
+answer without them is nothing), embedding and head (every pass waits for them), layers, spread evenly so that uploads
+hide behind neighbours that stay. What the device does not hold lives in RAM, what RAM does not hold on NVMe. On a CPU
+the device is RAM.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ class Placement:
     experts: ExpertSize | None = None
     expert_slots: int = 0
     """Experts that the device holds at a time; 0: experts travel with their layers."""
+
+    def pass_size(self, guessed_tokens: int = 0) -> PassSize:
+        """Size of the largest pass."""
+        return PassSize(self.pass_tokens, self.chunk_tokens, self.context_tokens, self.max_sequences, guessed_tokens)
 
     def on_cpu(self, tokens: float) -> tuple[str, ...]:
         """Parts that do not travel in a pass of so many tokens, because the CPU computes them."""
@@ -157,8 +161,11 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
         of_each = f"recurrent states: {format_gib(needs.state_bytes)} of each answer"
         reasons = (of_each if fit >= sequences else f"{of_each}, so {fit} at once instead of {sequences}",)
         sequences = min(sequences, fit)
-    place = _on_cpu if limits.vram_bytes is None else _on_gpu
-    placed = place(needs, limits, rule, (sequences, chunk, pass_tokens, context))
+    # What is asked for; where everything lives is filled in.
+    asked = Placement(
+        rule, (), "ram", 0, context, sequences, pass_tokens, chunk, limits.num_buffers, experts=needs.experts
+    )
+    placed = (_on_cpu if limits.vram_bytes is None else _on_gpu)(needs, limits, asked)
     return replace(placed, reasons=(*placed.reasons, *reasons))
 
 
@@ -212,13 +219,10 @@ def _slots(needs: InferenceNeeds, limits: InferenceLimits, room_bytes: int) -> i
     return count
 
 
-def _on_cpu(
-    needs: InferenceNeeds, limits: InferenceLimits, rule: PresetRule, sizes: tuple[int, int, int, int]
-) -> Placement:
-    sequences, chunk, pass_tokens, context = sizes
+def _on_cpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) -> Placement:
+    sequences, chunk, context = asked.max_sequences, asked.chunk_tokens, asked.context_tokens
     weights = sum(part.size_bytes for part in needs.parts)
-    size = PassSize(pass_tokens, chunk, context, sequences, limits.guessed_tokens)
-    work = work_bytes(needs, size, has_graphs=False)
+    work = work_bytes(needs, asked.pass_size(limits.guessed_tokens), has_graphs=False)
     reasons = []
     kv = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     one = needs.kv.sequence_bytes(context, chunk)
@@ -247,34 +251,18 @@ def _on_cpu(
             f"a context of {context:,} tokens needs {format_gib(one)} of keys and values, --kv_gib gives "
             f"{format_gib(kv)}: raise it, or lower --context."
         )
-    homes = in_ram(needs.parts, ram)
-    return Placement(
-        rule,
-        homes,
-        kv_home,
-        kv,
-        context,
-        sequences,
-        pass_tokens,
-        chunk,
-        limits.num_buffers,
-        reasons=tuple(reasons),
-        experts=needs.experts,
-        expert_slots=slots,
-    )
+    parts = in_ram(needs.parts, ram)
+    return replace(asked, parts=parts, kv_home=kv_home, kv_bytes=kv, reasons=tuple(reasons), expert_slots=slots)
 
 
-def _on_gpu(
-    needs: InferenceNeeds, limits: InferenceLimits, rule: PresetRule, sizes: tuple[int, int, int, int]
-) -> Placement:
-    sequences, chunk, pass_tokens, context = sizes
+def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) -> Placement:
+    rule, sequences, chunk, context = asked.preset, asked.max_sequences, asked.chunk_tokens, asked.context_tokens
     assert limits.vram_bytes is not None
     total = int(limits.vram_bytes * (1 - FREE_SHARE))
     layers = [part.size_bytes for part in needs.parts if part.is_layer and not part.is_experts]
     ends = [part.size_bytes for part in needs.parts if not part.is_layer]
     weights = sum(part.size_bytes for part in needs.parts)
-    size = PassSize(pass_tokens, chunk, context, sequences, limits.guessed_tokens)
-    work = work_bytes(needs, size, has_graphs=limits.has_graphs)
+    work = work_bytes(needs, asked.pass_size(limits.guessed_tokens), has_graphs=limits.has_graphs)
     reasons: list[str] = []
     num_buffers = min(limits.num_buffers, len(layers))
     while num_buffers > 2 and work + num_buffers * max(layers) + max(ends) > total:
@@ -286,7 +274,7 @@ def _on_gpu(
     if least > total:
         raise DoesNotFit(
             f"this needs {format_gib(least)} of VRAM beside keys and values ({format_gib(work)} for a pass of "
-            f"{pass_tokens:,} tokens, {format_gib(buffers)} for {num_buffers} layers, {format_gib(max(ends))} "
+            f"{asked.pass_tokens:,} tokens, {format_gib(buffers)} for {num_buffers} layers, {format_gib(max(ends))} "
             f"for embedding or head), you have {format_gib(total)}: lower --chunk_tokens or --num_layer_buffers."
         )
     one = needs.kv.sequence_bytes(context, chunk)
@@ -339,18 +327,13 @@ def _on_gpu(
         held["buffers"] = streams
     if len(homes) == len(parts):
         reasons.append(f"all {format_gib(weights)} of weights stay on the GPU")
-    return Placement(
-        rule,
-        parts,
-        kv_home,
-        kv,
-        context,
-        sequences,
-        pass_tokens,
-        chunk,
-        num_buffers,
-        {name: size for name, size in held.items() if size},
-        tuple(reasons),
-        experts=needs.experts,
+    return replace(
+        asked,
+        parts=parts,
+        kv_home=kv_home,
+        kv_bytes=kv,
+        num_buffers=num_buffers,
+        vram_bytes={name: size for name, size in held.items() if size},
+        reasons=tuple(reasons),
         expert_slots=slots,
     )

@@ -23,22 +23,22 @@ ADVICE = {
 }
 
 
-def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
+def check_path(path: str, needed_gb: float = 0.0) -> dict[str, Any]:
     """Whether a run can offload into this folder: writable, space, kind of drive, speed as measured. Really writes a
     test file, and leaves nothing."""
     if not 0 <= needed_gb < 1e9:
         raise bad("needed_gb must be at least 0.", "needed_gb")
-    missing = _missing(text)
-    is_good, words = validate_nvme_path(text, needed_gb)
+    missing = _missing(path)
+    is_good, words = validate_nvme_path(path, needed_gb)
     is_warned = is_good and words != ""
     if is_good:
-        words = f"{describe_folder(text)} It is writable. {words}".strip()
+        words = f"{describe_folder(path)} It is writable. {words}".strip()
     for folder in missing:  # a path is checked as it is typed, letter by letter: only a run makes its folder
         with contextlib.suppress(OSError):  # was not made, or a run has begun to use it
             folder.rmdir()
-    found: dict[str, Any] = {"path": text, "is_good": is_good, "words": words, "warning": is_warned}
+    found: dict[str, Any] = {"path": path, "is_good": is_good, "words": words, "warning": is_warned}
     try:
-        drive = drive_of(resolve_nvme_path(text))
+        drive = drive_of(resolve_nvme_path(path))
     except (ValueError, OSError):
         return found | {"kind": "unknown", "free_bytes": None, "speed": "", "advice": ""}
     return found | {
@@ -76,17 +76,16 @@ def _speed() -> str:
     return f"Measured: {read:.1f} GB/s read, {write:.1f} GB/s written.{slow}"
 
 
-def folders_in(text: str) -> dict[str, Any]:
+def folders_in(path: str = "") -> dict[str, Any]:
     """Folders below a path (below the nearest one that exists), and the drives of this machine to begin at."""
-    path = Path(text.strip() or "~").expanduser()
-    path = Path(os.path.abspath(path))
-    while not path.is_dir():
-        path = path.parent
+    folder = Path(os.path.abspath(Path(path.strip() or "~").expanduser()))
+    while not folder.is_dir():
+        folder = folder.parent
     try:
-        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise bad(f"{path} cannot be listed: {error.strerror}.", "path") from error
+        raise bad(f"{folder} cannot be listed: {error.strerror}.", "path") from error
     drives = [
         {"path": drive.mount_point, "kind": drive.kind, "free_bytes": drive.free_bytes} for drive in local_drives()
     ]
-    return {"path": str(path), "parent": str(path.parent), "folders": names[:MOST_FOLDERS], "drives": drives}
+    return {"path": str(folder), "parent": str(folder.parent), "folders": names[:MOST_FOLDERS], "drives": drives}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import wraps
 from typing import Any
 
 from fastapi import FastAPI
@@ -57,21 +58,25 @@ class PanelsApi:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
         _add_plain(app, self)
-        _add_training(app, self)
-        _add_runs(app, self)
-        _add_model(app, self)
+        _add_with_body(app, self)
         _add_conversations(app, self.conversations)
         self.evaluations.add_to(app)
         app.add_middleware(PassOn, host=self.host)
 
 
-async def _done(work: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """The result of work that may take a while, or touches a drive."""
-    try:
-        return await asyncio.to_thread(work, *args, **more)
-    except OSError as error:
-        words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise ApiError(507 if error.errno in (28, 122) else 500, f"The drive says: {words}.", code="drive") from error
+def _told(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work that may take a while or touches a drive, as a route on a thread: path and query give its parameters."""
+
+    @wraps(work)
+    def told(*args: Any, **more: Any) -> Any:
+        try:
+            return work(*args, **more)
+        except OSError as error:
+            words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            status = 507 if error.errno in (28, 122) else 500
+            raise ApiError(status, f"The drive says: {words}.", code="drive") from error
+
+    return told
 
 
 async def _body(http: Request) -> Record:
@@ -86,153 +91,89 @@ def _fields(body: Record) -> Record:
 
 
 def _add_plain(app: FastAPI, api: PanelsApi) -> None:
-    @app.get("/health")
-    async def health() -> Record:
+    """Routes that take no body."""
+
+    def health() -> Record:
         return {"status": "ok", "version": __version__}
 
-    @app.get("/v1/fields")
-    async def fields() -> Record:
-        return form.table()
+    def list_runs() -> Record:
+        return {"object": "list", "data": api.runs.all()}
 
-    @app.post("/v1/estimate")
-    async def estimated(http: Request) -> Record:
-        return await _done(estimate, _fields(await _body(http)))
-
-    @app.post("/v1/data/preview")
-    async def previewed(http: Request) -> Record:
-        body = await _body(http)
-        return await _done(preview, _fields(body), int(body.get("rows", 3)))
-
-    @app.get("/v1/paths/check")
-    async def checked(path: str, needed_gb: float = 0.0) -> Record:
-        return await _done(check_path, path, needed_gb)
-
-    @app.get("/v1/paths/folders")
-    async def folders(path: str = "") -> Record:
-        return await _done(folders_in, path)
-
-    @app.get("/v1/machine")
-    async def machine() -> Record:
-        return await _done(api.machine.facts)
-
-    @app.get("/v1/machine/live")
-    async def live() -> Record:
-        return await _done(api.machine.live)
-
-    @app.get("/v1/machine/thresholds")
-    async def thresholds() -> Record:
-        return await _done(api.machine.thresholds)
-
-    @app.put("/v1/machine/thresholds")
-    async def set_thresholds(http: Request) -> Record:
-        return await _done(api.machine.set_thresholds, await _body(http))
-
-
-def _add_training(app: FastAPI, api: PanelsApi) -> None:
-    @app.post("/v1/runs")
-    async def start(http: Request) -> Record:
-        return await _done(api.training.start, _fields(await _body(http)))
-
-    @app.post("/v1/runs/{name}/stop")
-    async def stop(name: str, http: Request) -> Record:
-        at_once = (await _body(http)).get("at_once") is True
-        return await _done(api.training.stop, name, at_once=at_once)
-
-    @app.post("/v1/runs/{name}/resume")
-    async def resume(name: str, http: Request) -> Record:
-        return await _done(api.training.resume, name, _fields(await _body(http)))
-
-    @app.get("/v1/runs/{name}/settings")
-    async def settings(name: str) -> Record:
-        found = await _done(api.training.settings_of, name)
-        return {"fields": found, "command": form.command_of(found), "yaml": form.yaml_of(found)}
-
-
-def _add_runs(app: FastAPI, api: PanelsApi) -> None:
-    @app.get("/v1/runs")
-    async def list_all() -> Record:
-        return {"object": "list", "data": await _done(api.runs.all)}
-
-    @app.get("/v1/run_comparison")
-    async def compare(names: str) -> Record:
+    def compare(names: str) -> Record:
         found = [name for name in names.split(",") if name]
         if len(found) < 2:
             raise bad("names must be at least two runs, with a comma between them.", "names")
-        return await _done(api.runs.compare, found)
+        return api.runs.compare(found)
 
-    @app.get("/v1/runs/{name}")
-    async def look(name: str) -> Record:
-        return await _done(api.runs.get, name)
+    def settings(name: str) -> Record:
+        found = api.training.settings_of(name)
+        return {"fields": found, "command": form.command_of(found), "yaml": form.yaml_of(found)}
 
-    @app.get("/v1/runs/{name}/series")
-    async def series(name: str, points: int = 400) -> Record:
-        return await _done(api.runs.series, name, points)
+    def list_conversations() -> Record:
+        return {"object": "list", "data": api.conversations.all()}
 
-    @app.get("/v1/runs/{name}/log")
-    async def log(name: str) -> Record:
-        return await _done(api.runs.log, name)
+    got: dict[str, Callable[..., Any]] = {
+        "/health": health,
+        "/v1/fields": form.table,
+        "/v1/paths/check": check_path,
+        "/v1/paths/folders": folders_in,
+        "/v1/machine": api.machine.facts,
+        "/v1/machine/live": api.machine.live,
+        "/v1/machine/thresholds": api.machine.thresholds,
+        "/v1/runs": list_runs,
+        "/v1/run_comparison": compare,
+        "/v1/runs/{name}": api.runs.get,
+        "/v1/runs/{name}/series": api.runs.series,
+        "/v1/runs/{name}/log": api.runs.log,
+        "/v1/runs/{name}/settings": settings,
+        "/v1/model": api.host.state,
+        "/v1/model/live": api.serving.live,
+        "/v1/model/metrics": api.host.metrics,
+        "/v1/conversations": list_conversations,
+        "/v1/conversations/{name}": api.conversations.get,
+    }
+    for path, work in got.items():
+        app.get(path)(_told(work))
+    app.delete("/v1/runs/{name}")(_told(api.runs.delete))
+    app.delete("/v1/model")(_told(api.host.unload))
+    app.delete("/v1/conversations/{name}")(_told(api.conversations.remove))
 
-    @app.post("/v1/runs/{name}/export")
-    async def export(name: str, http: Request) -> Record:
-        return await _done(api.runs.export, name, merge=(await _body(http)).get("merge") is True)
 
-    @app.delete("/v1/runs/{name}")
-    async def delete(name: str) -> Record:
-        return await _done(api.runs.delete, name)
+def _add_with_body(app: FastAPI, api: PanelsApi) -> None:
+    """Routes whose work is given the path's names, then the body."""
+    training, runs = api.training, api.runs
+    for method, path, work in (
+        ("POST", "/v1/estimate", lambda body: estimate(_fields(body))),
+        ("POST", "/v1/data/preview", lambda body: preview(_fields(body), int(body.get("rows", 3)))),
+        ("PUT", "/v1/machine/thresholds", api.machine.set_thresholds),
+        ("POST", "/v1/runs", lambda body: training.start(_fields(body))),
+        ("POST", "/v1/runs/{name}/stop", lambda name, body: training.stop(name, at_once=body.get("at_once") is True)),
+        ("POST", "/v1/runs/{name}/resume", lambda name, body: training.resume(name, _fields(body))),
+        ("POST", "/v1/runs/{name}/export", lambda name, body: runs.export(name, merge=body.get("merge") is True)),
+        ("POST", "/v1/model", api.host.load),
+        ("POST", "/v1/conversations", api.conversations.create),
+        ("PATCH", "/v1/conversations/{name}", api.conversations.change),
+    ):
+        app.add_api_route(path, _given_body(work), methods=[method])
 
 
-def _add_model(app: FastAPI, api: PanelsApi) -> None:
-    @app.get("/v1/model")
-    async def state() -> Record:
-        return await _done(api.host.state)
+def _given_body(work: Callable[..., Any]) -> Callable[..., Any]:
+    async def route(http: Request) -> Record:
+        return await asyncio.to_thread(_told(work), *http.path_params.values(), await _body(http))
 
-    @app.post("/v1/model")
-    async def load(http: Request) -> Record:
-        return await _done(api.host.load, await _body(http))
-
-    @app.delete("/v1/model")
-    async def unload() -> Record:
-        return await _done(api.host.unload)
-
-    @app.get("/v1/model/live")
-    async def live() -> Record:
-        return await _done(api.serving.live)
-
-    @app.get("/v1/model/metrics")
-    async def metrics() -> Record:
-        return await _done(api.host.metrics)
+    return route
 
 
 def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
-    @app.get("/v1/conversations")
-    async def list_all() -> Record:
-        return {"object": "list", "data": await _done(conversations.all)}
-
-    @app.post("/v1/conversations")
-    async def create(http: Request) -> Record:
-        return await _done(conversations.create, await _body(http))
-
-    @app.get("/v1/conversations/{name}")
-    async def look(name: str) -> Record:
-        return await _done(conversations.get, name)
-
-    @app.patch("/v1/conversations/{name}")
-    async def change(name: str, http: Request) -> Record:
-        return await _done(conversations.change, name, await _body(http))
-
-    @app.delete("/v1/conversations/{name}")
-    async def remove(name: str) -> Record:
-        return await _done(conversations.remove, name)
-
     @app.get("/v1/conversations/{name}/export")
     async def export(name: str, format: str = "json") -> Response:
-        text, media = await _done(conversations.export, name, format)
+        text, media = await asyncio.to_thread(_told(conversations.export), name, format)
         headers = {"Content-Disposition": f'attachment; filename="{name}.{format}"'}
         return Response(text, media_type=media, headers=headers)
 
     @app.post("/v1/conversations/{name}/answer")
     async def answer(name: str, http: Request) -> Response:
-        one = await _done(conversations.prepare, name, await _body(http))
+        one = await asyncio.to_thread(_told(conversations.prepare), name, await _body(http))
 
         async def told():
             async with aclosing(conversations.answer(one)) as events:
