@@ -236,14 +236,22 @@ class InferenceEngine:
 
     def warm_up(self) -> float:
         """Answer a request of nobody's before the first one comes, so that what has to be made for it is; seconds."""
+        return self._answer_nobody(8, 4)
+
+    def pass_s(self, tokens: int) -> float:
+        """Seconds of a pass of so many tokens, for nobody: the third one, because the second makes graphs."""
+        return [self._answer_nobody(tokens, 1) for _ in range(3)][-1]
+
+    def _answer_nobody(self, prompt_tokens: int, answer_tokens: int) -> float:
         began = time.perf_counter()
         token = min(1, self.speech.vocab_size - 1)
-        sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
-        for _ in self.generate([Request("warm-up", (token,) * 8, sampling)]):
+        sampling = Sampling(temperature=0, max_tokens=answer_tokens, ignore_eos=True)
+        for _ in self.generate([Request("warm-up", (token,) * prompt_tokens, sampling)]):
             pass
+        seconds = time.perf_counter() - began
         self.scheduler.cache.clear_prefixes()
         self.scheduler.cost, self.counts = PassCost(), EngineCounts()
-        return time.perf_counter() - began
+        return seconds
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""

@@ -26,6 +26,7 @@ from outcore.sizing.inference import (
     compute_in_place,
     place_inference,
 )
+from outcore.sizing.inference.homes import PartHome
 from outcore.staging import PinnedPool
 from tests.infer.models import off_device, prompts_of, save_tiny_model
 
@@ -131,12 +132,16 @@ def test_stacks_that_are_multiplied_together_stay_with_the_gpu():
         assert in_place._candidates(units, placement) == expected
 
 
-def test_the_cpu_takes_its_share_of_what_travels():
+def a_placement():
     layers = tuple(PartSize(f"layer {n}", GB, True, 4 * GB) for n in range(12))
     needs = InferenceNeeds(
         (*layers, PartSize("head", GB, False)), KvSize(((None, 1000),)), LayerSize(1000, 4000, ()), 1000, 2
     )
-    placement = place_inference(needs, InferenceLimits(12 * GB, 64 * GB), "latency")
+    return place_inference(needs, InferenceLimits(12 * GB, 64 * GB), "latency")
+
+
+def test_the_cpu_takes_its_share_of_what_travels():
+    placement = a_placement()
     travel = {home.part: home.size_bytes for home in placement.parts if home.home == "ram"}
     rates = InPlaceRates({1: 40.0, 2: 40.0, 4: 20.0, 8: 4.0, 16: 0.1}, 20.0, 0.0)
     found = compute_in_place(placement, travel, rates)
@@ -149,6 +154,38 @@ def test_the_cpu_takes_its_share_of_what_travels():
     assert least.cpu_tokens == 3 and len(least.on_cpu(3)) == numbers[4] and not least.on_cpu(4)
     slow = compute_in_place(placement, travel, dataclasses.replace(rates, part_s=60.0))
     assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1] and slow.cpu_rates is not None
+
+
+@pytest.mark.parametrize(("with_s", "expected"), [((0.3, 0.4), (6, 5)), ((0.3, 0.8), (6, 3)), ((2.0, 2.0), (0, 0))])
+def test_whole_passes_decide_how_many_layers_the_cpu_keeps(with_s, expected, monkeypatch):
+    names = [f"layer {n}" for n in range(12)]
+    homes = tuple(PartHome(name, "ram", GB, GB) for name in names)
+    placement = dataclasses.replace(a_placement(), parts=homes, cpu_parts={}, cpu_tokens=0)
+    monkeypatch.setattr(in_place, "_candidates", lambda units, placement: dict.fromkeys(names, GB))
+    rates = InPlaceRates(dict.fromkeys((1, 2, 4), 20.0), 20.0, 0.0)
+    placement = compute_in_place(placement, dict.fromkeys(names, GB), rates)
+    assert {len(placement.on_cpu(tokens)) for tokens in (1, 2, 4)} == {6}  # 0.3 s instead of 0.6
+    arrival, asked = SimpleNamespace(names=placement.on_cpu), []
+
+    def pass_s(tokens):
+        asked.append((tokens, len(arrival.names(tokens))))
+        return dict(zip((1, 4), with_s, strict=True))[tokens] if arrival.names(tokens) else 0.6
+
+    found = in_place.try_in_place(SimpleNamespace(pass_s=pass_s), arrival, None, placement)
+    assert set(asked) == {(1, 0), (1, 6), (4, 6)}
+    assert (len(found.on_cpu(1)), len(found.on_cpu(4))) == expected and arrival.names(1) == found.on_cpu(1)
+    assert bool(found.cpu_tokens) is bool(expected[0]) and "tried with whole passes" in " ".join(found.lines())
+
+
+def test_a_pass_for_nobody_leaves_nothing(tiny_folder):
+    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128))
+    try:
+        passes = []
+        opened.engine.on_pass = lambda works, seconds: passes.append(sum(work.count for work in works))
+        assert opened.engine.pass_s(4) > 0 and passes == [4, 4, 4]
+        assert opened.engine.counts.passes == opened.engine.num_running == 0
+    finally:
+        opened.close()
 
 
 def test_the_trial_of_the_link_takes_its_memory_from_a_pool_and_gives_it_back(monkeypatch):

@@ -32,7 +32,8 @@ class ResidentWeights:
     ) -> None:
         self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
         self._expansion = Expansion(parts, device) if expansion is None else expansion
-        self._in_place, self._names, self._now = in_place, names, frozenset[str]()
+        self.names = names
+        self._in_place, self._now = in_place, frozenset[str]()
         self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self.experts: ExpertCache | None = None
@@ -59,7 +60,7 @@ class ResidentWeights:
 
     def expect(self, tokens: int | None) -> None:
         """The next pass has so many tokens; None: its results may not depend on their number."""
-        self._now = frozenset(() if tokens is None else self._names(tokens))
+        self._now = frozenset(() if tokens is None else self.names(tokens))
         if self._in_place is not None:
             self._in_place.is_exact = tokens is None
 

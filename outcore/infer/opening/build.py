@@ -26,7 +26,7 @@ from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
-from outcore.infer.opening.in_place import open_in_place
+from outcore.infer.opening.in_place import open_in_place, try_in_place
 from outcore.infer.opening.limits import (
     guessed_tokens_of,
     layer_size,
@@ -246,6 +246,9 @@ def open_found(
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, progress)
+        if placement.cpu_parts and settings.cpu_tokens is None:
+            placement = try_in_place(engine, weights.arrival, units, placement)
+            progress(placement.reasons[-1])
         engine.waited_s = weights.arrival.waited_s
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
 

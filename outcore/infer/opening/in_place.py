@@ -11,11 +11,13 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import linear
 
-from outcore.common.quantities import MIB, format_s
+from outcore.common.quantities import GB, MIB, format_s
 from outcore.flow import ModelParts
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, call_of
+from outcore.infer.engine import InferenceEngine
+from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.settings import InferSettings
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
@@ -64,6 +66,30 @@ def open_in_place(
         rates = InPlaceRates(*_rates(products, spec, device), _hand_over_s(trial, units, spec))
     placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
     return (trial if placement.cpu_parts else None), placement
+
+
+def try_in_place(
+    engine: InferenceEngine, arrival: ResidentWeights, units: ModelParts, placement: Placement
+) -> Placement:
+    """The placement once whole passes have been timed, because one matrix may promise too much: one that computes no
+    layer on the CPU, and those of the fewest and of the most tokens that do. `arrival` follows it."""
+    rates = placement.cpu_rates
+    assert rates is not None
+    arrival.names = lambda tokens: ()
+    without_s = engine.pass_s(1)
+    arrival.names = placement.on_cpu
+    with_s = {tokens: engine.pass_s(tokens) for tokens in {min(placement.cpu_parts), placement.cpu_tokens}}
+    times = {}
+    for tokens, seconds in with_s.items():
+        names = placement.on_cpu(tokens)
+        times[tokens] = max(1.0, seconds / rates.cpu_s(len(names), placement.size_of(names), tokens))
+    tried = ", ".join(f"{format_s(seconds)} for {tokens}" for tokens, seconds in sorted(with_s.items()))
+    words = f"tried with whole passes: {format_s(without_s)} without layers on the CPU; with them {tried} tokens"
+    measured = rates.slower(placement.travelling_bytes / without_s / GB, times)
+    placement = replace(placement, reasons=(*placement.reasons, words))
+    placement = compute_in_place(placement, _candidates(units, placement), measured)
+    arrival.names = placement.on_cpu
+    return placement
 
 
 def _on_cpu(

@@ -163,8 +163,7 @@ def open_weights(
             drive_lane=lanes.get("drive"),
             expansion=expansion,
         )
-    some = {name for parts in placement.cpu_parts.values() for name in parts}
-    on_cpu = [part for part in travels if part.name in some]
+    on_cpu = [part for part in travels if home_of[part.name].home == "ram"] if placement.cpu_parts else []
     arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
     if placement.experts is not None:
         ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))

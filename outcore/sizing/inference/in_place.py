@@ -14,6 +14,9 @@ from outcore.common.quantities import GB, format_s
 from outcore.sizing.inference.placement import Placement
 from outcore.sizing.inference.rates import InPlaceRates
 
+WORTH = 0.95
+"""Share of a pass's time without the CPU that it may take at most with it; otherwise no layer goes there."""
+
 
 def compute_in_place(
     placement: Placement, candidates: Mapping[str, int], rates: InPlaceRates, most_tokens: int | None = None
@@ -31,7 +34,9 @@ def compute_in_place(
     chosen: dict[int, tuple[str, ...]] = {}
     for tokens in sorted(rates.cpu_gb_per_s):
         on_cpu = min(range(count + 1), key=lambda n, tokens=tokens: seconds(n, tokens))
-        if not on_cpu or (chosen and most_tokens is not None and max(chosen) >= most_tokens):
+        if seconds(on_cpu, tokens) > WORTH * seconds(0, tokens) or (
+            chosen and most_tokens is not None and max(chosen) >= most_tokens
+        ):
             break
         chosen[tokens] = tuple(names[(2 * n + 1) * count // (2 * on_cpu)] for n in range(on_cpu))
     least = min(rates.cpu_gb_per_s)
@@ -41,7 +46,7 @@ def compute_in_place(
     )
     if not chosen:
         reasons = (*placement.reasons, f"every layer is computed on the GPU: {words}")
-        return replace(placement, cpu_rates=rates, reasons=reasons)
+        return replace(placement, cpu_parts={}, cpu_tokens=0, cpu_rates=rates, reasons=reasons)
     threshold = min(max(chosen), most_tokens or max(chosen))
     layers = ", ".join(f"{len(parts)} for up to {tokens}" for tokens, parts in chosen.items())
     reason = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.common.quantities import GB
 
@@ -22,3 +22,10 @@ class InPlaceRates:
         """Seconds in which the CPU computes layers of so many bytes together, for so many tokens."""
         tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
         return size_bytes / (self.cpu_gb_per_s[tried] * GB) + layers * self.part_s
+
+    def slower(self, link_gb_per_s: float, times: Mapping[int, float]) -> InPlaceRates:
+        """The rates as whole passes had them: `times`, by tokens of a pass, so many times as long as these say, for
+        other numbers of tokens the most of it."""
+        most = max(times.values())
+        cpu = {tokens: rate / times.get(tokens, most) for tokens, rate in self.cpu_gb_per_s.items()}
+        return replace(self, cpu_gb_per_s=cpu, link_gb_per_s=link_gb_per_s, part_s=self.part_s * most)
