@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_the_cpu_takes_its_share_of_what_travels():
     assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1] and slow.cpu_rates is not None
 
 
-@pytest.mark.parametrize(("with_s", "expected"), [((0.3, 0.4), (6, 5)), ((0.3, 0.8), (6, 3)), ((2.0, 2.0), (0, 0))])
+@pytest.mark.parametrize(("with_s", "expected"), [((0.3, 0.4), (6, 5)), ((0.3, 0.8), (6, 3)), ((6.0, 6.0), (0, 0))])
 def test_whole_passes_decide_how_many_layers_the_cpu_keeps(with_s, expected, monkeypatch):
     names = [f"layer {n}" for n in range(12)]
     homes = tuple(PartHome(name, "ram", GB, GB) for name in names)
@@ -165,13 +166,16 @@ def test_whole_passes_decide_how_many_layers_the_cpu_keeps(with_s, expected, mon
     rates = InPlaceRates(dict.fromkeys((1, 2, 4), 20.0), 20.0, 0.0)
     placement = compute_in_place(placement, dict.fromkeys(names, GB), rates)
     assert {len(placement.on_cpu(tokens)) for tokens in (1, 2, 4)} == {6}  # 0.3 s instead of 0.6
-    arrival, asked = SimpleNamespace(names=placement.on_cpu), []
+    arrival: Any = SimpleNamespace(names=placement.on_cpu)
+    units: Any = None
+    asked = []
 
     def pass_s(tokens):
         asked.append((tokens, len(arrival.names(tokens))))
         return dict(zip((1, 4), with_s, strict=True))[tokens] if arrival.names(tokens) else 0.6
 
-    found = in_place.try_in_place(SimpleNamespace(pass_s=pass_s), arrival, None, placement)
+    engine: Any = SimpleNamespace(pass_s=pass_s)
+    found = in_place.try_in_place(engine, arrival, units, placement)
     assert set(asked) == {(1, 0), (1, 6), (4, 6)}
     assert (len(found.on_cpu(1)), len(found.on_cpu(4))) == expected and arrival.names(1) == found.on_cpu(1)
     assert bool(found.cpu_tokens) is bool(expected[0]) and "tried with whole passes" in " ".join(found.lines())
