@@ -1,16 +1,17 @@
-"""Experts on the device as they are chosen: slots of one expert each, the least recently chosen makes room.
+"""Experts on the device as they are chosen: slots of one expert each.
 
 A layer asks for the experts that its router chose. Those that lie in a slot are hits; the others are read from their
 home, RAM or NVMe, each once, by the lanes that bring everything else. Where all that a call touches fits into one group
 (a few tokens), it is computed together when the last has come. Many tokens touch more than that: then groups follow one
 another, those that are there first, and the next ones are on the way while one is computed. When nearly all experts of
-a layer are touched, so will be the next layer's, which are read ahead into slots that this layer does not use.
+a layer are touched, so will be the next layer's, of which as many are read ahead. So at most two groups are there that
+nobody has computed with yet, and the other slots keep what they have from pass to pass (`NextUses` says what goes).
 
 What is evicted is known to be read no more: copies into a slot wait for the work that was queued with it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,7 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.flow.experts.form import ExpertForm, form_of
+from outcore.flow.experts.next_use import NextUses
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import RangeUpload, SlabRanges, settle
@@ -81,9 +83,10 @@ class ExpertCache:
         self.group = group
         layers = sorted(parts)
         self._next = dict(pairwise(layers))
-        self._table: OrderedDict[Key, _Slot] = OrderedDict()
-        """Least recently asked for first."""
-        self._free = list(range(num_slots))[::-1]
+        self._table: dict[Key, _Slot] = {}
+        self._keys: list[Key | None] = [None] * num_slots
+        """What lies in each slot."""
+        self._uses = NextUses(num_slots, {layer: form.num_experts for layer, form in self.forms.items()})
         self._over: dict[int, Any] = {}
         """Event after the last use of a slot; those that are missing are free since `_since`."""
         self._since = ranges.lane.streams.now()
@@ -91,65 +94,79 @@ class ExpertCache:
     def groups(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         """(experts, their slots) of group after group, each ready for work queued on the current stream until the next
         is asked for. `experts`: each once. EngineError for what could not be read."""
-        keys = [(layer, expert) for expert in experts]
-        here, missing = self._ask(keys)
-        pinned = set(here)  # these and what is on its way: not computed yet
-        if len(keys) <= self.group:
+        self._uses.visit(layer, experts)
+        asked = [(layer, expert) for expert in experts]
+        missing = deque(key for key in asked if key not in self._table)
+        here = sorted((key for key in asked if key in self._table), key=lambda key: self._table[key].is_ahead)
+        coming = {self._table[key].place for key in here if self._table[key].is_ahead}  # and not computed with yet
+        pinned = {self._table[key].place for key in here}
+        self.counts.asked, self.counts.hits = self.counts.asked + len(asked), self.counts.hits + len(here) - len(coming)
+        if len(asked) <= self.group:
             waiting = deque([here + self._fetch(missing, len(missing), pinned)])
         else:
             waiting = deque(here[n : n + self.group] for n in range(0, len(here), self.group))
-        looks_ahead = len(keys) >= NEARLY_ALL * self.forms[layer].num_experts
+        looks_ahead = len(asked) >= NEARLY_ALL * self.forms[layer].num_experts and self._uses.is_last_call
+        num_ahead = 0
         while waiting or missing:
-            while missing and (fetched := self._fetch(missing, self.group, pinned)):
+            while missing and len(coming) <= self.group and (fetched := self._fetch(missing, self.group, pinned)):
+                coming.update(self._table[key].place for key in fetched)
                 waiting.append(fetched)
             if looks_ahead and not missing:
-                self._read_ahead(layer)
-                looks_ahead = False
+                num_ahead += self._read_ahead(layer, 2 * self.group - len(coming) - num_ahead, pinned)
             group = waiting.popleft()
             slots = self._arrived(group)
             yield [expert for _, expert in group], slots
             self._over.update(dict.fromkeys(slots, self._ranges.lane.streams.now()))
-            pinned.difference_update(group)
-
-    def _ask(self, keys: Sequence[Key]) -> tuple[list[Key], deque[Key]]:
-        """(those in slots or on their way, the others)."""
-        here = [key for key in keys if key in self._table]
-        self.counts.asked += len(keys)
-        for key in here:
-            self._table.move_to_end(key)
-            self.counts.hits += not self._table[key].is_ahead
-            self._table[key].is_ahead = False
-        return here, deque(key for key in keys if key not in self._table)
+            pinned.difference_update(slots)
+            coming.difference_update(slots)
 
     def abort(self, deadline: Deadline | None = None) -> None:
         """After a failure: wait for reads under way; what they were to bring is not there."""
-        under_way = {key: slot for key, slot in self._table.items() if slot.arriving}
-        settle([transfer for slot in under_way.values() for transfer in slot.arriving], deadline)
-        for key, slot in under_way.items():
-            del self._table[key]
-            self._free.append(slot.place)
+        under_way = [slot for slot in self._table.values() if slot.arriving]
+        settle([transfer for slot in under_way for transfer in slot.arriving], deadline)
+        for slot in under_way:
+            slot.arriving = []
+            self._empty(slot.place)
         self._over, self._since = {}, self._ranges.lane.streams.now()
 
-    def _fetch(self, missing: deque[Key], most: int, pinned: set[Key]) -> list[Key]:
-        """Begin to read a group: all of it, or nothing where pinned ones leave no room for that."""
+    def _fetch(self, missing: deque[Key], most: int, pinned: set[int]) -> list[Key]:
+        """Begin to read a group: all of it, or nothing where pinned slots leave no room for that."""
         count = min(most, len(missing))
         if self.num_slots - len(pinned) < count:
             return []
         group = [missing.popleft() for _ in range(count)]
-        pinned.update(group)
-        for key in group:
-            self._read(key, pinned)
+        self._bring(group, pinned)
+        pinned.update(self._table[key].place for key in group)
         return group
 
-    def _read(self, key: Key, kept: set[Key], *, is_ahead: bool = False) -> None:
-        if not self._free:
-            oldest = next(other for other in self._table if other not in kept)
-            gone = self._table.pop(oldest)
-            for transfer in gone.arriving:  # read ahead in vain: the slot is written to until it has ended
+    def _read_ahead(self, layer: int, most: int, pinned: set[int]) -> int:
+        """Begin to read experts of the next layer; how many."""
+        following = self._next.get(layer)
+        if following is None:
+            return 0
+        kept = pinned | {slot.place for key, slot in self._table.items() if key[0] == following}
+        keys = [(following, expert) for expert in range(self.forms[following].num_experts)]
+        keys = [key for key in keys if key not in self._table][: max(0, min(most, self.num_slots - len(kept)))]
+        self._bring(keys, kept, is_ahead=True)
+        return len(keys)
+
+    def _bring(self, keys: Sequence[Key], kept: set[int], *, is_ahead: bool = False) -> None:
+        """Begin to read experts into slots that are free or will be missed least; not into those of `kept`."""
+        for key, place in zip(keys, self._uses.latest(len(keys), kept), strict=True):
+            self._empty(place)
+            self._table[key] = _Slot(place, self._read(key, place), is_ahead)
+            self._keys[place] = key
+            self._uses.put(place, *key)
+
+    def _empty(self, place: int) -> None:
+        gone, self._keys[place] = self._keys[place], None
+        self._uses.clear(place)
+        if gone is not None:
+            for transfer in self._table.pop(gone).arriving:  # read ahead in vain
                 transfer.wait_stream()
-                self._over[gone.place] = None
-            self._free.append(gone.place)
-        place = self._free.pop()
+                self._over[place] = None  # it is written to until then
+
+    def _read(self, key: Key, place: int) -> list[RangeUpload]:
         part, form = self.parts[key[0]], self.forms[key[0]]
         after, itemsize = self._over.get(place, self._since), part.layout.dtype.itemsize
         arriving: list[RangeUpload] = []
@@ -161,22 +178,8 @@ class ExpertCache:
                 self.counts.read_bytes += size_bytes
         except BaseException:
             settle(arriving)
-            self._free.append(place)
             raise
-        self._table[key] = _Slot(place, arriving, is_ahead)
-
-    def _read_ahead(self, layer: int) -> None:
-        """Begin to read what fits of the next layer's experts beside this one's."""
-        following = self._next.get(layer)
-        if following is None:
-            return
-        kept = {key for key in self._table if key[0] in (layer, following)}
-        for expert in range(self.forms[following].num_experts):
-            if len(kept) >= self.num_slots:
-                return
-            if (following, expert) not in self._table:
-                kept.add((following, expert))
-                self._read((following, expert), kept, is_ahead=True)
+        return arriving
 
     def _arrived(self, group: Sequence[Key]) -> list[int]:
         """Slots of these, whose transfers the current stream waits for."""
@@ -188,7 +191,7 @@ class ExpertCache:
                 for transfer in arriving:
                     transfer.wait_stream()
         for slot in slots:
-            slot.arriving = []
+            slot.arriving, slot.is_ahead = [], False
         return [slot.place for slot in slots]
 
 

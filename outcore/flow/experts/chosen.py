@@ -10,7 +10,7 @@ N tokens, K experts of each, E experts of the layer, G in a group, P pairs of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from outcore.flow.parts import ModelParts, Part, bound
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedSpec
 from outcore.staging.pool import SmallCopies
+
+MOST_STACKED = 1023
+"""Experts of a stack: CUDA's `grouped_mm` refuses 1,024 groups, also empty ones."""
 
 
 class ChosenExperts:
@@ -42,9 +45,10 @@ class ChosenExperts:
         hidden, choice, weights = (*args, *named.values())
         chosen = choice.reshape(-1).cpu()  # waits for the device
         rows, found = choice.shape[1], None
-        for experts, slots in self._cache.groups(self._layer, chosen.unique().tolist()):
+        for experts, slots in self._stackable(self._cache.groups(self._layer, chosen.unique().tolist())):
             numbers = torch.full((self._cache.forms[self._layer].num_experts,), -1)
-            numbers[experts] = torch.arange(len(experts)) if self._is_packed else torch.tensor(slots)
+            places = range(len(slots)) if self._is_packed else [slot % MOST_STACKED for slot in slots]
+            numbers[experts] = torch.tensor(places)
             pairs = (numbers[chosen] >= 0).nonzero()[:, 0]
             where, index = self._copies.to(torch.stack((pairs, numbers[chosen[pairs]])))
             values = self._run(hidden[where // rows], index[:, None], slots)
@@ -56,12 +60,22 @@ class ChosenExperts:
         weighted = found * weights.reshape(-1, 1)
         return weighted.view(*choice.shape, -1).sum(dim=1).to(hidden.dtype)
 
+    def _stackable(self, groups: Iterable[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int]]]:
+        """The groups, and where slots are used as they lie those of each so many slots apart."""
+        for experts, slots in groups:
+            if self._is_packed:
+                yield experts, slots
+                continue
+            for stack in sorted({slot // MOST_STACKED for slot in slots}):
+                of_stack = [pair for pair in zip(experts, slots, strict=True) if pair[1] // MOST_STACKED == stack]
+                yield [expert for expert, _ in of_stack], [slot for _, slot in of_stack]
+
     def _run(self, hidden: torch.Tensor, index: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
         """hidden [P, H], index [P, 1] into the stack -> [P, H]."""
         module: Any = self._module
         before = module.num_experts
         stacks = self._stacks(slots)
-        module.num_experts = len(slots) if self._is_packed else self._cache.num_slots
+        module.num_experts = len(stacks[0])
         try:
             with bound(self._part.owners, stacks):
                 return type(module).forward(module, hidden, index, hidden.new_ones(index.shape))
@@ -69,10 +83,11 @@ class ChosenExperts:
             module.num_experts = before
 
     def _stacks(self, slots: Sequence[int]) -> list[Any]:
-        """What stands for the parameters of the part: of all slots where nothing is packed, else of these."""
+        """What stands for the part's parameters: all slots of a stack where nothing is packed, else these."""
         layout = self._part.layout
         if not self._is_packed:
-            return [planes[0] for planes in self._planes]
+            first = slots[0] // MOST_STACKED * MOST_STACKED
+            return [planes[0][first : first + MOST_STACKED] for planes in self._planes]
         chosen = self._copies.to(torch.tensor(slots))
         stacks: list[Any] = []
         self._scratch.used_bytes = 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outcore.flow.experts import experts_apart, form_of
+from outcore.flow.experts import chosen, experts_apart, form_of
+from outcore.flow.parts import bound
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import AgainstPlan, InferSettings, build, open_engine
 from tests.flow.models import needs
@@ -149,6 +150,21 @@ def test_scores_in_bf16_are_near(folder_of, tmp_path, device, family, quantize):
     pairs = zip(chain(*found), chain(*expected), strict=True)
     apart = sorted(abs(mine - theirs) for mine, theirs in pairs)
     assert apart[len(apart) // 2] < 0.05  # rounding may turn a router's choice: then single ones are far
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=needs("qwen3_moe"))])
+def test_no_stack_is_longer_than_torch_multiplies(folder_of, tmp_path, monkeypatch, family):
+    same = {"precision": "fp32", "compile": "off", "nvme_path": (tmp_path,), **SCARCE}
+    expected, lengths = answers(folder_of(family), **same), []
+
+    def seen(owners, stacks):
+        lengths.append(len(stacks[0]))
+        return bound(owners, stacks)
+
+    monkeypatch.setattr(chosen, "bound", seen)
+    monkeypatch.setattr(chosen, "MOST_STACKED", 3)  # 1,023 on CUDA
+    found = answers(folder_of(family), expert_cache_gib=0.002, ram_gib=0.0036, **same)
+    assert found[0] == expected[0] and max(lengths) == 3
 
 
 @pytest.mark.parametrize(
