@@ -60,7 +60,7 @@ class NextUses:
         self._is_used[slot] = False
 
     def latest(self, count: int, kept: Collection[int]) -> list[int]:
-        """As many slots, empty ones first, then those that will be asked for latest; none of `kept`."""
+        """Find `count` slots: empty ones first, then those that will be asked for latest; none of `kept`."""
         if not count:
             return []
         ahead = (self._layer - self._now - 1) % len(self._rank) + 1
