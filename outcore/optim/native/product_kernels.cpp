@@ -111,12 +111,8 @@ struct Mxfp4 : Plain {
   static constexpr int kScaleBytes = 1;
   static constexpr float kUnit = 0.5f;
   static inline void words(const Product& p, uint64_t at, Words* w) { nibbles(load(p.codes + at / 2), kTwiceFp4, w); }
-  static inline float power(uint8_t exponent) {  // of the least a subnormal number
-    return bits_to_float(exponent ? (uint32_t)exponent << 23 : 0x400000u);
-  }
   static inline Floats scale(const Product& p, uint64_t at, int) {
-    const uint8_t* e = (const uint8_t*)p.scale + at / 32;
-    return of_four(four(power(e[0]), power(e[1]), power(e[2]), power(e[3])));
+    return of_four(powers((const uint8_t*)p.scale + at / 32));
   }
 };
 

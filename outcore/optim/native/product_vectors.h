@@ -21,6 +21,12 @@ typedef __m128 Four;
 typedef __m128i Sixteen;
 inline Four four(float a, float b, float c, float d) { return _mm_set_ps(d, c, b, a); }
 inline Sixteen sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x((int64_t)high, (int64_t)low); }
+inline Four powers(const uint8_t* exponents) {  // of two; of the least a subnormal number
+  int32_t four_bytes;
+  memcpy(&four_bytes, exponents, 4);
+  const __m128i bits = _mm_slli_epi32(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(four_bytes)), 23);
+  return _mm_castsi128_ps(_mm_max_epi32(bits, _mm_set1_epi32(0x400000)));
+}
 typedef __m256 Eight;
 inline Eight eight(const float* p) { return _mm256_loadu_ps(p); }
 inline Eight eight_bytes(uint64_t bytes, float by) {
@@ -88,7 +94,9 @@ inline Ints dot(Ints sum, Words a, Words b) { return _mm512_dpwssd_epi32(sum, a,
 inline Floats no_floats() { return _mm512_setzero_ps(); }
 inline Floats floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats of_one(float s) { return _mm512_set1_ps(s); }
-inline Floats of_two(float s, float t) { return _mm512_insertf32x8(_mm512_set1_ps(s), _mm256_set1_ps(t), 1); }
+inline Floats of_two(float s, float t) {
+  return _mm512_mask_broadcastss_ps(_mm512_set1_ps(s), 0xff00, _mm_set_ss(t));
+}
 inline Floats of_four(__m128 s) {
   return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
                                _mm512_castps128_ps512(s));
@@ -203,6 +211,14 @@ struct Sixteen {
 constexpr int kRowsAtOnce = 1, kShared = 2;
 
 inline Four four(float a, float b, float c, float d) { return {{a, b, c, d}}; }
+inline Four powers(const uint8_t* exponents) {  // of two; of the least a subnormal number
+  Four found;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t bits = exponents[i] ? (uint32_t)exponents[i] << 23 : 0x400000u;
+    memcpy(found.at + i, &bits, 4);
+  }
+  return found;
+}
 inline Sixteen sixteen(uint64_t low, uint64_t high) {
   Sixteen bytes;
   memcpy(bytes.at, &low, 8);

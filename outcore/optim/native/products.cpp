@@ -2,7 +2,8 @@
 //
 // A team waits for work spinning for a little while and then asleep: products follow each other closely while a token
 // is made, and a wake-up costs more than the smallest of them. Whoever spins offers its core to others (torch has
-// threads of its own). Rows are taken in tasks of kTaskRows from a counter, so a slow core takes fewer, and a product is
+// threads of its own). A thread takes a part of the rows that are left, so a slow core takes fewer: long parts first, as
+// what a kernel asks for behind its part was read in vain, and short ones last, so that all end together. A product is
 // over when its rows are: a thread that found no core meanwhile is not waited for, the door is closed behind the others.
 #include <atomic>
 #include <new>
@@ -115,7 +116,7 @@ class Team {
 
  private:
   static constexpr double kSpinS = 500e-6;
-  static constexpr int kPauses = 16, kClosed = 1 << 30;
+  static constexpr int kPauses = 16, kClosed = 1 << 30, kParts = 4;  // of a thread's share of the rows left
 
   // A fraction of a microsecond, or as long as others want this very core.
   static void spin() {
@@ -153,11 +154,15 @@ class Team {
 
   void work() {
     FloatMode ieee;
-    while (true) {
-      const int64_t start = next_.fetch_add(kTaskRows, std::memory_order_relaxed);
-      if (start >= product_.rows) return;
-      const int64_t stop = start + kTaskRows < product_.rows ? start + kTaskRows : product_.rows;
+    const int64_t rows = product_.rows, parts = kParts * ((int64_t)threads_.size() + 1);
+    int64_t start = next_.load(std::memory_order_relaxed);
+    while (start < rows) {
+      const int64_t count = (rows - start) / parts / kTaskRows * kTaskRows;
+      int64_t stop = start + (count < kTaskRows ? kTaskRows : count);
+      if (stop > rows) stop = rows;
+      if (!next_.compare_exchange_weak(start, stop, std::memory_order_relaxed)) continue;
       kernels_.rows(product_, start, stop);
+      start = next_.load(std::memory_order_relaxed);
     }
   }
 

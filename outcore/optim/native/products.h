@@ -13,7 +13,7 @@ enum ScaleType : int32_t { kScaleF32 = 0, kScaleF16 = 1, kScaleBf16 = 2 };
 
 constexpr int64_t kGroup = 256;     // columns of activations that share a scale
 constexpr int kRuns = 8;            // runs of 32 columns in it
-constexpr int64_t kTaskRows = 16;   // rows of weights that a thread takes at a time
+constexpr int64_t kTaskRows = 16;   // rows of weights that a thread takes at a time, at least
 
 struct Product {
   const uint8_t* codes;   // the first plane
