@@ -419,10 +419,13 @@ inline void in_order(int32_t format, const int16_t* given, int16_t* out) {
   switch (format) {
     case kNf4:
     case kInt4:
-    case kMxfp4:
+    case kMxfp4: {
+      uint64_t fours[32];
+      memcpy(fours, given, sizeof fours);
       for (int i = 0; i < 4; i++)
-        for (int word = 0; word < 32; word++) out[32 * i + word] = given[4 * word + i];
+        for (int word = 0; word < 32; word++) out[32 * i + word] = (int16_t)(fours[word] >> 16 * i);
       return;
+    }
     case kQ4_0:
     case kQ4_1: return by_halves<16>(given, out);
     case kQ4_K:
@@ -456,7 +459,7 @@ void round_row(const float* x, int64_t columns, int32_t format, int16_t* rounded
     const float unit = largest / 32767.0f, by = largest > 0 ? 32767.0f / largest : 0.0f;
     scale[at / kGroup] = unit;
     int16_t codes[kGroup];
-    for (int i = 0; i < kGroup; i++) codes[i] = (int16_t)(int32_t)lrintf(group[i] * by);
+    for (int i = 0; i < kGroup; i++) codes[i] = (int16_t)(int32_t)rintf(group[i] * by);  // lrintf: one by one
     for (int run = 0; run < kRuns; run++) {
       int32_t whole = 0;
       for (int i = 0; i < 32; i++) whole += codes[32 * run + i];
