@@ -4,8 +4,8 @@ A layer asks for the experts that its router chose. Those that lie in a slot are
 home, RAM or NVMe, each once, by the lanes that bring everything else. Where all that a call touches fits into one group
 (a few tokens), it is computed together when the last has come. Many tokens touch more than that: then groups follow one
 another, those that are there first, and the next ones are on the way while one is computed. When nearly all experts of
-a layer are touched, so will be the next layer's, of which as many are read ahead. So at most two groups are there that
-nobody has computed with yet, and the other slots keep what they have from pass to pass (`NextUses` says what goes).
+a layer are touched, so will be the next layer's, of which as many are read ahead. So at most two groups have been read
+that nobody has computed with yet, and other slots keep what they have from pass to pass (`NextUses` says what goes).
 
 What is evicted is known to be read no more: copies into a slot wait for the work that was queued with it."""
 
@@ -80,7 +80,9 @@ class ExpertCache:
         size_bytes = max(form.size_bytes for form in self.forms.values())
         self.memory = torch.zeros((num_slots, size_bytes), dtype=torch.uint8, device=device)
         """[slots, bytes of one expert]."""
-        self.group = group
+        self.group, self._streamed = group, max(1, min(group, num_slots // 8))
+        """Experts that are read together where a call touches more than a group: two of these pass through the slots,
+        which leaves most of them to what stays."""
         layers = sorted(parts)
         self._next = dict(pairwise(layers))
         self._table: dict[Key, _Slot] = {}
@@ -108,11 +110,13 @@ class ExpertCache:
         looks_ahead = len(asked) >= NEARLY_ALL * self.forms[layer].num_experts and self._uses.is_last_call
         num_ahead = 0
         while waiting or missing:
-            while missing and len(coming) <= self.group and (fetched := self._fetch(missing, self.group, pinned)):
+            while (
+                missing and len(coming) <= self._streamed and (fetched := self._fetch(missing, self._streamed, pinned))
+            ):
                 coming.update(self._table[key].place for key in fetched)
                 waiting.append(fetched)
             if looks_ahead and not missing:
-                num_ahead += self._read_ahead(layer, 2 * self.group - len(coming) - num_ahead, pinned)
+                num_ahead += self._read_ahead(layer, 2 * self._streamed - len(coming) - num_ahead, pinned)
             group = waiting.popleft()
             slots = self._arrived(group)
             yield [expert for _, expert in group], slots
