@@ -3,7 +3,8 @@
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
 transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
 packed bytes; above that, and for whatever else is done with a weight, its values are expanded for the call, which then
-gives what a layer that was expanded whole would give, bit for bit. Activations of a GPU come to the CPU and go back.
+gives what a layer that was expanded whole would give, bit for bit. Activations of a GPU come to the CPU and go back, by
+a kernel and not by a copy, which would wait behind the weights of other layers on their way.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from outcore.common.quantities import MIB
 from outcore.flow.parts import SlabLayout, Slot
 from outcore.formats import PackedProducts, PackedSpec, call_of
+from outcore.staging.pool import SmallCopies
+
+PRODUCT_BYTES = 4 * MIB
+"""Of a result that goes back to a GPU without waiting: 64 rows of 16,384."""
 
 
 class InPlaceProducts:
@@ -27,7 +33,7 @@ class InPlaceProducts:
         self.most_rows, self.device = dict(most_rows), device
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
-        self._products = products
+        self._products, self._copies = products, SmallCopies(device, PRODUCT_BYTES)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
@@ -43,16 +49,13 @@ class InPlaceProducts:
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
         assert self._products is not None and weight.call is not None
-        # Page-locked, so that the way back is queued; torch keeps such memory until the copy is over.
-        out = torch.empty(len(rows), weight.spec.shape[0], pin_memory=self.device.type == "cuda")
-        self._products.multiply(weight.call, rows.to("cpu", torch.float32), out)
-        found = out.to(x.device, non_blocking=True).to(x.dtype)
+        found = self._copies.to(self._products.multiply(weight.call, rows.to("cpu", torch.float32))).to(x.dtype)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 
     def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
         """What stands for a part's parameters, in slot order, from the bytes of its home in RAM: views of those that
         are not packed (copies where the device is another), packed weights for the rest."""
-        plain = home.view(layout.dtype)[: layout.plain_numel].to(self.device)
+        plain = self._copies.to(home.view(layout.dtype)[: layout.plain_numel])
         found: list[torch.Tensor] = []
         for slot in layout.slots:
             if slot.packed is None:

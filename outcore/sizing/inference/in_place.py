@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from outcore.common.quantities import GB, format_s
+from outcore.common.quantities import format_s
 from outcore.sizing.inference.placement import Placement
 from outcore.sizing.inference.rates import InPlaceRates
 
@@ -29,7 +29,7 @@ def compute_in_place(
     one = sum(candidates.values()) / count
 
     def seconds(on_cpu: int, tokens: int) -> float:
-        return max(rates.cpu_s(on_cpu, on_cpu * one, tokens), (count - on_cpu) * one / (rates.link_gb_per_s * GB))
+        return rates.pass_s(on_cpu, on_cpu * one, (count - on_cpu) * one, tokens)
 
     chosen: dict[int, tuple[str, ...]] = {}
     for tokens in sorted(rates.cpu_gb_per_s):

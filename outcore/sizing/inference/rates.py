@@ -23,9 +23,13 @@ class InPlaceRates:
         tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
         return size_bytes / (self.cpu_gb_per_s[tried] * GB) + layers * self.part_s
 
-    def slower(self, link_gb_per_s: float, times: Mapping[int, float]) -> InPlaceRates:
-        """The rates as whole passes had them: `times`, by tokens of a pass, so many times as long as these say, for
-        other numbers of tokens the most of it."""
+    def pass_s(self, layers: int, on_cpu_bytes: float, travelling_bytes: float, tokens: int) -> float:
+        """Seconds of a pass of which the CPU computes so many layers while the link brings the other bytes."""
+        return max(self.cpu_s(layers, on_cpu_bytes, tokens), travelling_bytes / (self.link_gb_per_s * GB))
+
+    def slower(self, times: Mapping[int, float]) -> InPlaceRates:
+        """The CPU's rates where whole passes showed it so many `times` as slow, told for some numbers of tokens; for
+        others the most of it."""
         most = max(times.values())
         cpu = {tokens: rate / times.get(tokens, most) for tokens, rate in self.cpu_gb_per_s.items()}
-        return replace(self, cpu_gb_per_s=cpu, link_gb_per_s=link_gb_per_s, part_s=self.part_s * most)
+        return replace(self, cpu_gb_per_s=cpu, part_s=self.part_s * most)

@@ -28,13 +28,13 @@ class SmallCopies:
     goes by an ordinary copy, and so does everything where the GPU has no address for page-locked RAM.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, half_bytes: int = HALF_BYTES) -> None:
+        self.device, self._half_bytes = device, half_bytes
         self._view: torch.Tensor | None = None
         self._half, self._at = 0, 0
         self._passed: list[Any] = [None, None]
         if device.type == "cuda":
-            self._host = torch.zeros(2 * HALF_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._host = torch.zeros(2 * half_bytes, dtype=torch.uint8, pin_memory=True)
             try:
                 self._view = device_view(self._host, device)
             except MemoryError as error:
@@ -42,13 +42,13 @@ class SmallCopies:
 
     def to(self, values: torch.Tensor) -> torch.Tensor:
         """Copy a CPU's tensor to the device; on a GPU it may be changed at once, on a CPU it may not."""
-        if self._view is None or not 0 < values.nbytes <= HALF_BYTES:
+        if self._view is None or not 0 < values.nbytes <= self._half_bytes:
             return values.to(self.device)
         return (self._mapped(values, self._view) | 0).view(values.dtype).view(values.shape)
 
     def into(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a CPU's tensor into one of the device's that is as large and of its type."""
-        if self._view is None or not 0 < values.nbytes <= HALF_BYTES:
+        if self._view is None or not 0 < values.nbytes <= self._half_bytes:
             target.copy_(values)
             return
         found = self._mapped(values, self._view)
@@ -62,12 +62,12 @@ class SmallCopies:
         return view[at : at + flat.numel()]
 
     def _room(self, n_bytes: int) -> int:
-        if self._at + n_bytes > HALF_BYTES:
+        if self._at + n_bytes > self._half_bytes:
             self._passed[self._half] = torch.cuda.current_stream(self.device).record_event()
             self._half, self._at = 1 - self._half, 0
             if self._passed[self._half] is not None:
                 self._passed[self._half].synchronize()
-        at = self._half * HALF_BYTES + self._at
+        at = self._half * self._half_bytes + self._at
         self._at += -(-n_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return at
 
