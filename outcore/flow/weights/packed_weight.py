@@ -22,7 +22,7 @@ from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.staging.pool import SmallCopies
 
 PRODUCT_BYTES = 4 * MIB
-"""Of a result that goes back to a GPU without waiting: 64 rows of 16,384."""
+"""Room for results that go back to a GPU without waiting: 64 rows of 16,384."""
 
 
 class InPlaceProducts:
