@@ -15,6 +15,8 @@ from outcore.install.bootstrap import add_to_path
 
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
+ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}
+"""Whose tests wait for the drive as a run does; elsewhere nobody cuts the power, and waiting took an eighth."""
 TRACED_CASES = 2
 """Of a test with many: the others run the same lines on other models or sizes, and tracing costs a third of a test."""
 
@@ -65,6 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _sync_only_checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """os.fsync raises for a descriptor that is not open, and does nothing more."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ROOMS_THAT_SYNC & set(request.path.parts):
+            patch.setattr(os, "fsync", lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _linear_as_torch_has_it() -> Iterator[None]:
     """DeepSpeed's zero.Init replaces torch.nn.functional.linear for the whole process, and says that it stays so."""
@@ -84,7 +95,8 @@ def _logging_as_new() -> None:
     for name in [name for name in loggers if name.startswith("outcore")]:
         if isinstance(logger := loggers[name], logging.Logger):
             logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
+            if logger.level != logging.NOTSET:  # setting it empties the caches of all those loggers
+                logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

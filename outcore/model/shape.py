@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -126,17 +127,29 @@ def on_targets(
 
 def shape_from_config(name: str, config: Any) -> ModelShape:
     """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
+    from outcore.model.facts import Asked, model_class_of
+
+    shape = _counted(Asked.about(config))
+    if shape is None:
+        found = model_class_of(config).__name__
+        raise ValueError(f"{name}: no stack of layers was found in {found}, so it cannot be planned.")
+    return dataclasses.replace(shape, name=name)
+
+
+@lru_cache(64)
+def _counted(asked: Any) -> ModelShape | None:
     from outcore.model.facts import model_class_of, model_facts, resolve_attention, skeleton_and_tied
     from outcore.model.source import max_positions
     from outcore.model.states import state_numels
 
+    config = asked.config
     model_class = model_class_of(config)
     model, tied_numels = skeleton_and_tied(model_class, config)
     facts = model_facts(model)
     text = config.get_text_config(decoder=True)
     stacks = _layer_stacks(model)
     if not stacks:
-        raise ValueError(f"{name}: no stack of layers was found in {model_class.__name__}, so it cannot be planned.")
+        return None
     layers = [layer for stack in stacks for layer in stack]
     layer_params = tuple(_numel(layer) for layer in layers)
     embedding = _embedding_params(model, facts.vocab_size * facts.hidden_size)
@@ -149,7 +162,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
     if top_k:
         ffn = top_k * int(_first(text, "moe_intermediate_size") or ffn)
     return ModelShape(
-        name=name,
+        name="",
         model_type=config.model_type,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,

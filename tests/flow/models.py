@@ -1,7 +1,5 @@
 """Tiny models and batches for the tests of the streaming engine."""
 
-from functools import cache
-
 import pytest
 import torch
 import transformers
@@ -10,7 +8,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model import LoadedModel
 from outcore.model.facts import model_class_of, model_facts
-from outcore.model.trial import VOCAB, Abilities, check_abilities, shrink_config
+from outcore.model.trial import VOCAB, check_abilities, shrink_config
 
 TINY_SETTINGS = StreamSettings(
     staging_bytes=2 * MIB, slot_bytes=64 * 1024, num_slots=2, optimizer_threads=1, optimizer_backend="torch",
@@ -48,27 +46,8 @@ def tiny_of(config, seed: int = 0, dtype=torch.float32, attention: str = "sdpa")
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
     model.config.use_cache = False
-    abilities = _abilities(_AsKey(config), attention)
+    abilities = check_abilities(config, attention)
     return LoadedModel(model.train(), config, model_facts(model), abilities, f"tiny {config.model_type}")
-
-
-class _AsKey:
-    """A config that equals others with the same fields."""
-
-    def __init__(self, config) -> None:
-        self.config, self._key = config, (type(config), config.to_json_string(use_diff=False))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AsKey) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-@cache
-def _abilities(key: _AsKey, attention: str) -> Abilities:
-    """Tried once for all tests of a process: it takes as long as building the engine that most of them are about."""
-    return check_abilities(key.config, attention)
 
 
 def set_dropout(model, p: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ def linear_names(model: nn.Module) -> list[str]:
     their module)."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     found = [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
-    left_out = names_of_experts(model, found) | {leaf for leaf in set(map(leaf_of, found)) if _is_refused(model, leaf)}
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    left_out = names_of_experts(model, found)
+    left_out |= {leaf for leaf in set(map(leaf_of, found)) if _is_refused(model_type, leaf)}
     return [name for name in found if leaf_of(name) not in left_out]
 
 
@@ -37,12 +40,15 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
 
 
-def _is_refused(model: nn.Module, leaf: str) -> bool:
+@cache
+def _is_refused(model_type: str, leaf: str) -> bool:
     """Whether peft refuses to adapt a layer of this name in a model of this type."""
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers import PreTrainedConfig
 
     probe: Any = nn.Module()
-    probe.config = getattr(model, "config", None)
+    probe.config = PreTrainedConfig()
+    probe.config.model_type = model_type
     probe.add_module(leaf, nn.Linear(1, 1, bias=False))
     try:
         inject_adapter_in_model(LoraConfig(r=1, target_modules=[leaf]), probe)

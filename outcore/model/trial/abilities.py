@@ -22,13 +22,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.model.facts import checkpoint_name, model_class_of, resolve_attention
+from outcore.model.facts import Asked, checkpoint_name, model_class_of, resolve_attention
 from outcore.model.forward import CausalParts, Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
@@ -105,14 +105,14 @@ def on_one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@on_one_thread()
 def check_abilities(
     config: Any,
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
     build: Callable[..., nn.Module] | None = None,
 ) -> Abilities:
-    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no.
+    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no. Asked
+    again about an equal config a process answers from memory: data, weights and engine of one start ask.
 
     `build`: what makes the model from a config, where that is not the config's own class."""
     if getattr(config, "is_encoder_decoder", False):
@@ -124,10 +124,16 @@ def check_abilities(
     trial_attention, _ = resolve_attention(config, attn_implementation)
     if trial_attention not in ("sdpa", "eager"):
         trial_attention = "sdpa"
-    make = partial(_tiny_model, attention=trial_attention, trust_remote_code=trust_remote_code, build=build)
+    return _tried(Asked.about(config), trial_attention, trust_remote_code, build)
+
+
+@lru_cache(64)
+@on_one_thread()
+def _tried(asked: Asked, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None) -> Abilities:
+    make = partial(_tiny_model, attention=attention, trust_remote_code=trust_remote_code, build=build)
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
-            model: Any = make(shrink_config(config))
+            model: Any = make(shrink_config(asked.config))
             run_once(model)
             terms = try_loss_terms(model, make)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
