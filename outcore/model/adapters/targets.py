@@ -47,8 +47,7 @@ def _is_refused(model_type: str, leaf: str) -> bool:
     from transformers import PreTrainedConfig
 
     probe: Any = nn.Module()
-    probe.config = PreTrainedConfig()
-    probe.config.model_type = model_type
+    probe.config = type("Probed", (PreTrainedConfig,), {"model_type": model_type})()
     probe.add_module(leaf, nn.Linear(1, 1, bias=False))
     try:
         inject_adapter_in_model(LoraConfig(r=1, target_modules=[leaf]), probe)
