@@ -127,9 +127,9 @@ def on_targets(
 
 def shape_from_config(name: str, config: Any) -> ModelShape:
     """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
-    from outcore.model.facts import Asked, model_class_of
+    from outcore.model.facts import ConfigKey, model_class_of
 
-    shape = _counted(Asked.about(config))
+    shape = _counted(ConfigKey.about(config))
     if shape is None:
         found = model_class_of(config).__name__
         raise ValueError(f"{name}: no stack of layers was found in {found}, so it cannot be planned.")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.facts import Asked, checkpoint_name, model_class_of, resolve_attention
+from outcore.model.facts import ConfigKey, checkpoint_name, model_class_of, resolve_attention
 from outcore.model.forward import CausalParts, Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
@@ -111,7 +111,7 @@ def check_abilities(
     trust_remote_code: bool = False,
     build: Callable[..., nn.Module] | None = None,
 ) -> Abilities:
-    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no. Asked
+    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no. ConfigKey
     again about an equal config a process answers from memory: data, weights and engine of one start ask.
 
     `build`: what makes the model from a config, where that is not the config's own class."""
@@ -124,12 +124,14 @@ def check_abilities(
     trial_attention, _ = resolve_attention(config, attn_implementation)
     if trial_attention not in ("sdpa", "eager"):
         trial_attention = "sdpa"
-    return _tried(Asked.about(config), trial_attention, trust_remote_code, build)
+    return _tried(ConfigKey.about(config), trial_attention, trust_remote_code, build)
 
 
 @lru_cache(64)
 @on_one_thread()
-def _tried(asked: Asked, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None) -> Abilities:
+def _tried(
+    asked: ConfigKey, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None
+) -> Abilities:
     make = partial(_tiny_model, attention=attention, trust_remote_code=trust_remote_code, build=build)
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConfigKey:
     """A config as a key of `functools.lru_cache`: two of one class with equal fields and attention are one."""
 
     config: Any = field(compare=False)
@@ -16,7 +16,7 @@ class Asked:
     attention: str | None
 
     @classmethod
-    def about(cls, config: Any) -> Asked:
+    def about(cls, config: Any) -> ConfigKey:
         """Read the key off a transformers config as it is now; what changes it later changes no answer given."""
         attention = getattr(config, "_attn_implementation", None)
         return cls(config, type(config), config.to_json_string(use_diff=False), attention)
