@@ -62,7 +62,7 @@ def experts_apart(units: ModelParts) -> ModelParts:
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
     """The module that holds the layer's experts as stacks; None: there is none, or it cannot be taken alone."""
-    found = [module for module in layer.modules() if hasattr(module, "_is_expert_parallel")]
+    found = [module for module in layer.modules() if hasattr(module, "is_concatenated")]
     adapted = {id(module.base_layer) for module in layer.modules() if hasattr(module, "base_layer")}
     if len(found) != 1 or id(found[0]) in adapted or getattr(found[0], "_is_expert_parallel", False):
         return None
