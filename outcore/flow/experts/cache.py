@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outcore.common.deadline import Deadline
-from outcore.flow.experts.form import ExpertForm, form_of
+from outcore.flow.experts.form import form_of
 from outcore.flow.experts.next_use import NextUses
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
@@ -54,7 +54,8 @@ class _Slot:
     """One expert on the device, or on its way there."""
 
     place: int
-    arriving: list[RangeUpload]
+    arriving: RangeUpload | None
+    """What brings it; None once it is there."""
     is_ahead: bool = False
     """Whether it was read before anybody asked for it."""
 
@@ -74,7 +75,7 @@ class ExpertCache:
     ) -> None:
         assert 0 < 2 * group <= max(2, num_slots), "a group is computed while the next one comes"
         self.parts, self.num_slots = dict(parts), num_slots
-        self.forms = {layer: _form(part) for layer, part in parts.items()}
+        self.forms = {layer: form_of(part) for layer, part in parts.items()}
         self.counts = ExpertCounts()
         self._ranges, self._stalls = ranges, stalls
         size_bytes = max(form.size_bytes for form in self.forms.values())
@@ -126,10 +127,10 @@ class ExpertCache:
 
     def abort(self, deadline: Deadline | None = None) -> None:
         """After a failure: wait for reads under way; what they were to bring is not there."""
-        under_way = [slot for slot in self._table.values() if slot.arriving]
-        settle([transfer for slot in under_way for transfer in slot.arriving], deadline)
+        under_way = [slot for slot in self._table.values() if slot.arriving is not None]
+        settle([slot.arriving for slot in under_way if slot.arriving is not None], deadline)
         for slot in under_way:
-            slot.arriving = []
+            slot.arriving = None
             self._empty(slot.place)
         self._over, self._since = {}, self._ranges.lane.streams.now()
 
@@ -165,41 +166,27 @@ class ExpertCache:
     def _empty(self, place: int) -> None:
         gone, self._keys[place] = self._keys[place], None
         self._uses.clear(place)
-        if gone is not None:
-            for transfer in self._table.pop(gone).arriving:  # read ahead in vain
-                transfer.wait_stream()
-                self._over[place] = None  # it is written to until then
+        if gone is not None and (transfer := self._table.pop(gone).arriving) is not None:  # read ahead in vain
+            transfer.wait_stream()
+            self._over[place] = None  # it is written to until then
 
-    def _read(self, key: Key, place: int) -> list[RangeUpload]:
+    def _read(self, key: Key, place: int) -> RangeUpload:
         part, form = self.parts[key[0]], self.forms[key[0]]
-        after, itemsize = self._over.get(place, self._since), part.layout.dtype.itemsize
-        arriving: list[RangeUpload] = []
-        try:
-            for piece in form.pieces:
-                start, size_bytes = piece.start + key[1] * piece.numel, piece.numel * itemsize
-                out = self.memory[place, piece.at_bytes : piece.at_bytes + size_bytes].view(part.layout.dtype)
-                arriving.append(self._ranges.submit(part, start, start + piece.numel, out, after=after))
-                self.counts.read_bytes += size_bytes
-        except BaseException:
-            settle(arriving)
-            raise
+        after = self._over.get(place, self._since)
+        out = self.memory[place, : form.size_bytes].view(part.layout.dtype)
+        arriving = self._ranges.submit(part, key[1] * len(out), (key[1] + 1) * len(out), out, after=after)
+        self.counts.read_bytes += form.size_bytes
         return arriving
 
     def _arrived(self, group: Sequence[Key]) -> list[int]:
         """Slots of these, whose transfers the current stream waits for."""
         slots = [self._table[key] for key in group]
-        arriving = [transfer for slot in slots for transfer in slot.arriving]
+        arriving = [slot.arriving for slot in slots if slot.arriving is not None]
         if arriving:
             reason = "nvme" if any(transfer.is_from_drive for transfer in arriving) else "pcie"
             with self._stalls.until(f"experts of layer {group[0][0]}", reason):
                 for transfer in arriving:
                     transfer.wait_stream()
         for slot in slots:
-            slot.arriving, slot.is_ahead = [], False
+            slot.arriving, slot.is_ahead = None, False
         return [slot.place for slot in slots]
-
-
-def _form(part: Part) -> ExpertForm:
-    form = form_of(part)
-    assert form is not None, f"the experts of {part.name} were not set apart"
-    return form

@@ -154,7 +154,6 @@ def run_chosen(units: ModelParts, cache: ExpertCache, in_place: InPlaceProducts 
 def _slot_views(part: Part, cache: ExpertCache) -> list[list[torch.Tensor]]:
     """For each parameter its arrays in all slots: [slots, ...] as one expert's are, or [slots, blocks, per_block]."""
     form = form_of(part)
-    assert form is not None
     found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
     for piece in form.pieces:
         slot, planes = part.layout.slots[piece.slot], found[piece.slot]

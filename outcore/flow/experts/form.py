@@ -2,7 +2,7 @@
 
 Experts are found by structure: modules whose forward transformers dispatches (`use_experts_implementation`), and that
 own nothing but arrays with a row for each expert. Layers of which that is not so, or whose experts carry adapters, stay
-whole."""
+whole. At home, too, one expert's arrays lie together, as on the device, so bringing one is one copy."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class ExpertPiece:
     slot: int
     """Which of the part's parameters."""
     start: int
-    """Element of the home with which that of expert 0 begins; those of the others follow."""
+    """Element of the parameter (its packed bytes, as elements) with which that of expert 0 begins; others follow."""
     numel: int
     """Elements of each."""
     at_bytes: int
-    """Place among the bytes of one expert on the device."""
+    """Place among the bytes of one expert."""
 
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How one expert of a part lies on the device."""
+    """How one expert of a part lies, on the device and at home."""
 
     num_experts: int
     pieces: tuple[ExpertPiece, ...]
@@ -54,8 +54,8 @@ def experts_apart(units: ModelParts) -> ModelParts:
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         place = len(units.all) + len(expert_units)
         experts = _some_of(unit, place, f"{unit.name} experts", lambda p, own=own: id(p) in own)
-        if form_of(experts) is not None:
-            expert_units[index] = experts
+        if (stacked := stack(experts)) is not None:
+            expert_units[index] = stacked
             layer_units[index] = _some_of(unit, unit.index, unit.name, lambda p, own=own: id(p) not in own)
     return replace(units, layer_units=layer_units, expert_units=expert_units)
 
@@ -71,8 +71,30 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
     return found[0] if own and all(p.ndim > 1 and p.shape[0] == count for p in own) else None
 
 
-def form_of(part: Part) -> ExpertForm | None:
-    """How its experts lie; None where their bytes are no whole elements of the home."""
+class ExpertsLayout(SlabLayout):
+    """The layout of a part of experts, which lie one behind the other at home, each as `form` says."""
+
+    def __init__(self, part: Part, form: ExpertForm) -> None:
+        slots = list(zip(part.layout.slots, part.parameters, strict=True))
+        packed = {slot.name: slot.packed for slot, _ in slots if slot.packed is not None}
+        super().__init__([(slot.name, parameter) for slot, parameter in slots], packed)
+        self.form = form
+        self.expert_numel = form.size_bytes // self.dtype.itemsize
+        """Elements of one expert at home, gaps included."""
+        self.home_numel = form.num_experts * self.expert_numel
+
+    def runs(self, slot: Slot) -> list[tuple[int, int, int]]:
+        pieces = [piece for piece in self.form.pieces if self.slots[piece.slot] is slot]
+        found: list[tuple[int, int, int]] = []
+        for piece in pieces:
+            for expert in range(self.form.num_experts):
+                start = expert * self.expert_numel + piece.at_bytes // self.dtype.itemsize
+                found.append((start, start + piece.numel, piece.start + expert * piece.numel))
+        return found
+
+
+def stack(part: Part) -> Part | None:
+    """The part with its experts one behind the other; None where their bytes are no whole elements of the home."""
     itemsize, count = part.layout.dtype.itemsize, part.layout.slots[0].shape[0]
     pieces: list[ExpertPiece] = []
     at_bytes = expanded = 0
@@ -85,15 +107,18 @@ def form_of(part: Part) -> ExpertForm | None:
             at_bytes += round_up(numel * itemsize, ALIGN_BYTES)
         if slot.packed is not None:
             expanded += slot.numel // count * itemsize
-    return ExpertForm(count, tuple(pieces), at_bytes, expanded)
+    return replace(part, layout=ExpertsLayout(part, ExpertForm(count, tuple(pieces), at_bytes, expanded)))
+
+
+def form_of(part: Part) -> ExpertForm:
+    """How the experts of such a part lie."""
+    assert isinstance(part.layout, ExpertsLayout), f"the experts of {part.name} were not set apart"
+    return part.layout.form
 
 
 def _ranges(slot: Slot, itemsize: int) -> list[tuple[int, int]]:
-    """(first byte at home, bytes) of each array of a parameter."""
-    start = slot.home_offset * itemsize
-    if slot.packed is None:
-        return [(start, slot.numel * itemsize)]
-    return [(start + offset, size) for offset, size in slot.packed.plane_ranges()]
+    """(first byte, bytes) of each array of a parameter."""
+    return [(0, slot.numel * itemsize)] if slot.packed is None else slot.packed.plane_ranges()
 
 
 def _some_of(unit: Part, index: int, name: str, wanted: Callable[[nn.Parameter], bool]) -> Part:

@@ -59,10 +59,9 @@ class Slot:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
-    def home_range(self, itemsize: int) -> tuple[int, int]:
-        """[start, end) in elements of `itemsize` bytes within the home. Packed bytes are whole elements."""
-        numel = self.numel if self.packed is None else self.packed.size_bytes // itemsize
-        return self.home_offset, self.home_offset + numel
+    def home_numel(self, itemsize: int) -> int:
+        """Elements of `itemsize` bytes at home. Packed bytes are whole elements."""
+        return self.numel if self.packed is None else self.packed.size_bytes // itemsize
 
     @property
     def end(self) -> int:
@@ -106,6 +105,10 @@ class SlabLayout:
         """Elements of the slab, gaps included."""
         self.home_numel = home
         """Elements of the slab's home, gaps included: fewer where parameters are packed."""
+
+    def runs(self, slot: Slot) -> list[tuple[int, int, int]]:
+        """[start, end) of the home, and of which element of the parameter it begins with, run after run."""
+        return [(slot.home_offset, slot.home_offset + slot.home_numel(self.dtype.itemsize), 0)]
 
     @property
     def size_bytes(self) -> int:

@@ -105,6 +105,8 @@ class WeightHomes:
             self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
         self._memory, self._feed, self._lengths, self._owned = memory, feed, lengths, owned
         self._ram: dict[int, torch.Tensor] = {}
+        self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}
+        """Homes of units whose parameters lie interleaved, until all have come, with the names of those missing."""
 
     @property
     def ram_bytes(self) -> int:
@@ -164,8 +166,9 @@ class WeightHomes:
         return self._owned is None or unit.index in self._owned
 
     def _bound(self, unit: Part, slot: Slot) -> torch.Tensor:
-        if slot.packed is None and slot.end <= self._cuts[unit.index]:
-            return self._ram[unit.index][slot.offset : slot.end].view(slot.shape)
+        runs = unit.layout.runs(slot)
+        if slot.packed is None and len(runs) == 1 and runs[0][1] <= self._cuts[unit.index]:
+            return self._ram[unit.index][slice(*runs[0][:2])].view(slot.shape)
         return stand_in(slot.shape, unit.layout.dtype)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -182,20 +185,40 @@ class WeightHomes:
     def read(self, name: str) -> torch.Tensor:
         """A parameter: a view of its home in RAM, or a new tensor read from the drive or expanded. EngineError."""
         unit, slot = self._slots[name]
-        found = self.read_range(unit, *slot.home_range(unit.layout.dtype.itemsize))
+        runs = unit.layout.runs(slot)
+        if len(runs) == 1:
+            found = self.read_range(unit, *runs[0][:2])
+        else:
+            found = torch.zeros(slot.home_numel(unit.layout.dtype.itemsize), dtype=unit.layout.dtype)
+            for start, stop, at in runs:
+                found[at : at + stop - start] = self.read_range(unit, start, stop)
         if slot.packed is not None:
             return slot.packed.unpack(found.view(torch.uint8), unit.layout.dtype)
         return found.view(slot.shape)
 
     def write(self, name: str, value: torch.Tensor | PackedTensor) -> None:
-        """Set a parameter, rounding to its type, or packing it where its home is packed. EngineError."""
+        """Set a parameter, rounding to its type, or packing it where its home is packed. EngineError. Parameters of
+        which each has many runs are written when all of the unit have come: a drive wants whole ranges."""
         unit, slot = self._slots[name]
         if slot.packed is not None:
             data = value.data if isinstance(value, PackedTensor) else slot.packed.pack(value.to(unit.layout.dtype))
             value = data.view(unit.layout.dtype)
         elif isinstance(value, PackedTensor):  # an embedding or head of a packed checkpoint
             value = value.unpack(unit.layout.dtype)
-        self.write_range(unit, slot.home_offset, value.reshape(-1))
+        runs = unit.layout.runs(slot)
+        if len(runs) == 1:
+            self.write_range(unit, runs[0][0], value.reshape(-1))
+            return
+        if unit.index not in self._gathered:
+            home = torch.zeros(unit.layout.home_numel, dtype=unit.layout.dtype)
+            self._gathered[unit.index] = home, {other.name for other in unit.layout.slots}
+        home, missing = self._gathered[unit.index]
+        for start, stop, at in runs:
+            home[start:stop].copy_(value.reshape(-1)[at : at + stop - start])
+        missing.remove(name)
+        if not missing:
+            self.write_range(unit, 0, home)
+            del self._gathered[unit.index]
 
     def read_range(self, unit: Part, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a slab, 1-D: a view of RAM, or a new tensor."""

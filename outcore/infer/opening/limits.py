@@ -66,7 +66,7 @@ def needs_of(
     sizes, is_packed = (layer, found.loaded.facts.vocab_size, dtype.itemsize), settings.kv_format != "same"
     states = copies * kept.state_bytes
     needs = InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=states)
-    forms = [form for part in units.expert_units.values() if (form := form_of(part)) is not None]
+    forms = [form_of(part) for part in units.expert_units.values()]
     return needs.with_experts([(form.size_bytes, form.num_experts, form.expanded_bytes) for form in forms])
 
 

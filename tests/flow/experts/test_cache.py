@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outcore.flow.experts import ExpertCache
+from outcore.flow.experts.form import stack
 from outcore.flow.parts import Part, SlabLayout
 from outcore.flow.trace import Stalls
 
@@ -34,9 +35,10 @@ class Reads:
 
 
 def cache_of(num_layers, num_experts, num_slots, group) -> Any:
-    parts, stack = {}, torch.nn.Parameter(torch.zeros(num_experts, 2, 128), requires_grad=False)
+    parts, values = {}, torch.nn.Parameter(torch.zeros(num_experts, 2, 128), requires_grad=False)
     for layer in range(num_layers):
-        parts[layer] = Part(layer, f"layer {layer} experts", SlabLayout([("w", stack)]), [[]], [stack])
+        part = Part(layer, f"layer {layer} experts", SlabLayout([("w", values)]), [[]], [values])
+        parts[layer] = stack(part)
     return ExpertCache(parts, cast(Any, Reads()), num_slots, group, CPU, Stalls(CPU))
 
 

@@ -105,13 +105,14 @@ FORMATS = {None: set(), "nf4": {"nf4"}, "mxfp4": {"mxfp4"}, "gptq": {"int4_16_fp
 def test_answers_are_those_of_experts_that_come_with_their_layers(
     folder_of, tmp_path, device, family, method, quantize, cpu_tokens
 ):
-    folder, seen, forms = folder_of(family, method), [], []
+    folder, seen, forms, values = folder_of(family, method), [], [], {}
     same = {"quantize": quantize, "cpu_tokens": cpu_tokens, "device": device, "precision": "fp32"}
     same |= {"nvme_path": (tmp_path,), **SCARCE}
 
     def measure(opened):
         apart = experts_apart(opened.engine.runner.flow.units).expert_units
         forms.extend((part, form_of(part)) for part in apart.values())
+        values.update({slot.name: opened.weights.homes.read(slot.name).clone() for slot in forms[-1][0].layout.slots})
 
     expected = answers(folder, measure, compile="off", **same)
     part, form = forms[0]
@@ -121,8 +122,9 @@ def test_answers_are_those_of_experts_that_come_with_their_layers(
         cache = opened.weights.experts
         assert 0 < cache.num_slots == opened.placement.expert_slots < len(forms) * form.num_experts
         assert "read as they are chosen" in " ".join(opened.placement.lines())
-        read, rest = divmod(cache.counts.read_bytes, sum(p.numel for p in form.pieces) * part.layout.dtype.itemsize)
+        read, rest = divmod(cache.counts.read_bytes, form.size_bytes)
         assert not rest and read >= cache.counts.asked - cache.counts.hits  # some ahead, in vain
+        assert all(torch.equal(opened.weights.homes.read(name), value) for name, value in values.items())
         seen.append((cache.num_slots, cache.counts))
         told, counts = AgainstPlan(opened, None), cache.counts
         assert told.words().startswith(f"{counts.hit_rate:.0%} of {counts.asked:,} experts were there, ")
