@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -114,22 +115,38 @@ def prompts(count: int, length: int, vocab: int) -> list[tuple[int, ...]]:
 def run_requests(
     opened: OpenedModel, asked: list[tuple[int, ...]], answer: int, temperature: float = 0.0
 ) -> dict[str, Any]:
-    """Seconds and rates of answering all of them; at temperature 1 random weights write what nobody guesses."""
-    engine = opened.engine
+    """Seconds and rates of answering all of them, and where the time went; at temperature 1 random weights write what
+    nobody guesses."""
+    engine, counts, small = opened.engine, opened.engine.counts, getattr(opened.engine.runner, "small", None)
     sampling = Sampling(temperature=temperature, seed=1, max_tokens=answer, ignore_eos=True)
-    counts = engine.counts
-    drafted, accepted = counts.drafted, counts.accepted
-    before, began = engine.counts.passes, time.perf_counter()
-    written = sum(
-        len(a.tokens) for a in engine.generate(Request(f"{began}-{i}", ids, sampling) for i, ids in enumerate(asked))
-    )
+    drafted, accepted, captured_s = counts.drafted, counts.accepted, 0.0 if small is None else small.capture_s
+    passes: list[tuple[int, int, float]] = []
+    """(number, tokens, seconds) of each."""
+    heard = engine.on_pass
+
+    def on_pass(works: Any, seconds: float) -> None:
+        passes.append((len(passes), counts.last_pass_rows, seconds))
+        heard(works, seconds)
+
+    engine.on_pass, began = on_pass, time.perf_counter()
+    answers = list(engine.generate(Request(f"{began}-{i}", ids, sampling) for i, ids in enumerate(asked)))
     synchronise()
-    seconds = time.perf_counter() - began
+    seconds, engine.on_pass = time.perf_counter() - began, heard
+    written, in_passes_s = sum(len(a.tokens) for a in answers), sum(s for _, _, s in passes)
+    first_s = [a.timings.first_token_s for a in answers]
+    after_s = [(a.timings.total_s - a.timings.first_token_s) / max(1, len(a.tokens) - 1) for a in answers]
     return {
         "s": seconds,
         "tokens_per_s": written / seconds,
-        "passes": engine.counts.passes - before,
-        "s_per_pass": seconds / max(1, engine.counts.passes - before),
+        "passes": len(passes),
+        "s_per_pass": seconds / max(1, len(passes)),
+        "first_token_s": median(first_s),
+        "s_per_token_after": median(after_s),
+        "cached_tokens": sum(a.timings.cached_tokens for a in answers),
+        "in_passes_s": in_passes_s,
+        "between_passes_s": seconds - in_passes_s,
+        "capture_s": None if small is None else small.capture_s - captured_s,
+        "slowest_passes": sorted(passes, key=lambda one: -one[2])[:6],
         "guessed": counts.drafted - drafted,
         "guessed_right": counts.accepted - accepted,
     }

@@ -117,14 +117,19 @@ class InferenceEngine:
 
     # --- from any thread
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of prompt and answer together."""
+        most, limit = self.scheduler.cache.most_tokens(), self.speech.max_context
+        return most if limit is None else min(limit, most)
+
     def check(self, request: Request) -> None:
         """ValueError when the request could never be answered."""
         request.sampling.check_vocabulary(self.speech.vocab_size)
         if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
             raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
-        limit = min(n for n in (self.speech.max_context, self.scheduler.cache.most_tokens()) if n is not None)
-        wanted = len(request.prompt) + request.sampling.max_tokens
-        if wanted > limit:
+        limit = self.max_tokens
+        if len(request.prompt) + request.sampling.max_tokens > limit:
             raise ValueError(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}: "
                 f"together more than the {limit} that fit. Shorten the prompt or lower max_tokens."
@@ -234,9 +239,10 @@ class InferenceEngine:
             while done:
                 yield done.popleft()
 
-    def warm_up(self) -> float:
-        """Answer a request of nobody's before the first one comes, so that what has to be made for it is; seconds."""
-        return self._answer_nobody(8, 4)
+    def warm_up(self, prompts_tokens: Sequence[int]) -> float:
+        """Answer requests of nobody's before the first one comes, one after another, so that what has to be made for
+        prompts of such lengths is; seconds. Lengths that do not fit are left out."""
+        return sum(self._answer_nobody(count, 4) for count in prompts_tokens if count + 4 <= self.max_tokens)
 
     def pass_s(self, tokens: int) -> float:
         """Seconds of a pass of so many tokens, for nobody: the third one, because the second makes graphs."""
@@ -246,9 +252,10 @@ class InferenceEngine:
         began = time.perf_counter()
         token = min(1, self.speech.vocab_size - 1)
         sampling = Sampling(temperature=0, max_tokens=answer_tokens, ignore_eos=True)
+        speculates, self.speculates = self.speculates, False  # passes of a single token have code of their own
         for _ in self.generate([Request("warm-up", (token,) * prompt_tokens, sampling)]):
             pass
-        seconds = time.perf_counter() - began
+        self.speculates, seconds = speculates, time.perf_counter() - began
         self.scheduler.cache.clear_prefixes()
         self.scheduler.cost, self.counts = PassCost(), EngineCounts()
         return seconds

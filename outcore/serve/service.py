@@ -138,9 +138,7 @@ class Service:
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together."""
-        limit = self.opened.engine.speech.max_context
-        most = self.opened.engine.scheduler.cache.most_tokens()
-        return most if limit is None else min(limit, most)
+        return self.opened.engine.max_tokens
 
     def start(self) -> None:
         """Begin to run passes."""

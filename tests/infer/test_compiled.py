@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from outcore.infer import InferenceEngine
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.passes.graphs import SmallPasses, rounded_up
 from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import tiny_loaded
-from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
+from tests.infer.models import TinyEngine, greedy_by_transformers, on_the_drive, prompts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,7 +93,10 @@ def test_compiled_layers_say_what_transformers_says(family):
 
     one = TinyEngine(family, loaded=loaded, small=True, backend=backend)
     layers = one.runner.flow.runner.compiled
-    assert one.engine.warm_up() > 0 and one.engine.counts.passes == 0 and not len(one.cache.index)
+    passes, most = [], one.engine.max_tokens
+    one.engine.on_pass = lambda works, seconds: passes.append([work.count for work in works])
+    assert one.engine.warm_up([8, 16, most - 3]) > 0 and one.engine.counts.passes == 0 and not len(one.cache.index)
+    assert passes == [[8], [1], [1], [1], [16], [1], [1], [1]], "each prompt alone and whole, but what does not fit"
     assert len(made) == 2 * layers.num_kinds, "one function for any number of tokens, one for a single token"
     assert one.greedy(prompts, 12) == expected and not layers.why_not
     scores = one.engine.score(prompts)
@@ -116,6 +121,16 @@ def test_on_a_cpu_layers_run_eagerly_and_say_so(tiny_folder):
     opened.close()
     with pytest.raises(ValueError, match="compile is"):
         InferSettings(compile="maybe")
+
+
+def test_where_weights_stay_prompts_of_all_lengths_are_read_before_the_first_comes(tiny_folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(InferenceEngine, "warm_up", lambda engine, lengths: asked.append(lengths) or 0.0)
+    on_the_drive(monkeypatch)
+    settings = InferSettings(context=64, device="cpu", compile="on", pass_tokens=64, chunk_tokens=48)
+    for nvme_path in ((), (tmp_path,)):
+        open_engine(str(tiny_folder[0]), replace(settings, nvme_path=nvme_path), lambda line: None).close()
+    assert asked == [[8, 16, 32, 64], [8]]
 
 
 def test_where_pages_cross_the_link_slots_waste_at_most_an_eighth():

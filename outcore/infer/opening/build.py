@@ -71,6 +71,8 @@ WORDS = {
 """How sequences share a pass, where they do not share its rows."""
 MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
+WARM_TOKENS = 8
+"""Tokens of the shortest prompt that is read before the first request comes."""
 
 
 @dataclass
@@ -245,7 +247,7 @@ def open_found(
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
-        _warm_up(engine, runner, progress)
+        _warm_up(engine, runner, placement, progress)
         if placement.cpu_parts and settings.cpu_tokens is None:
             placement = try_in_place(engine, weights.arrival, units, placement)
             progress(placement.reasons[-1])
@@ -271,12 +273,18 @@ def layers_of(
     return layers
 
 
-def _warm_up(engine: InferenceEngine, runner: PartRunner, progress: Callable[[str], None]) -> None:
-    """Have layers compiled before the first request comes: two functions for each kind of layer."""
+def _warm_up(
+    engine: InferenceEngine, runner: PartRunner, placement: Placement, progress: Callable[[str], None]
+) -> None:
+    """Have layers compiled before the first request comes: two functions for each kind of layer. Where no weights
+    travel, a first prompt would also feel its kernels being loaded, which are others for every few tokens more."""
     layers = runner.compiled
     if layers is None or layers.why_not:
         return
-    seconds, small = engine.warm_up(), getattr(engine.runner, "small", None)
+    lengths = [WARM_TOKENS]
+    while not placement.travels and lengths[-1] < placement.chunk_tokens:
+        lengths.append(2 * lengths[-1])
+    seconds, small = engine.warm_up(lengths), getattr(engine.runner, "small", None)
     graphs = "" if small is None else f", CUDA graphs: {small.why_not or 'yes'}"
     ways = f"eagerly: {layers.why_not}" if layers.why_not else f"compiled, {layers.num_kinds} kind(s)"
     progress(f"layers run {ways}{graphs}; making them took {seconds:.0f} s")
