@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from socket import socket
 from typing import TYPE_CHECKING
 
 from outcore.common.errors import need_packages
@@ -39,41 +40,44 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
             args.log_dir,
             args.record_text,
         )
-        if args.engine == "vllm" and not _hand_over(args, settings):
-            return 0
-        _serve(args, settings, additions)
+        with listen(settings.host, settings.port) as listening:
+            if args.engine != "vllm" or _hand_over(args, settings, listening):
+                _serve(args, settings, listening, additions)
     except (ValueError, RuntimeError, OSError) as error:
         say(f"outcore serve: {error}")
         return 1
     return 0
 
 
-def _hand_over(args: argparse.Namespace, settings: ServeSettings) -> bool:
+def _hand_over(args: argparse.Namespace, settings: ServeSettings, listening: socket) -> bool:
     """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
     if importlib.util.find_spec("httpx") is None:
         raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
-    why = run_handover(handover_of(args, serve_flags().parse_args([args.model]), settings), settings, say)
+    handover = handover_of(args, serve_flags().parse_args([args.model]), settings)
+    why = run_handover(handover, settings, listening, say)
     if why:
         say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")
     return bool(why)
 
 
 def _serve(
-    args: argparse.Namespace, settings: ServeSettings, additions: Callable[[Service], Sequence[Addition]]
+    args: argparse.Namespace,
+    settings: ServeSettings,
+    listening: socket,
+    additions: Callable[[Service], Sequence[Addition]],
 ) -> None:
     import uvicorn
 
     from outcore.serve.app import create_app
     from outcore.serve.service import Service
 
-    with listen(settings.host, settings.port) as listening:
-        opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
-        service = Service(opened, settings)
-        if why := service.metrics.against_plan.why_not:
-            say(f"no forecast beside the measured passes: {why}")
-        say(f"records: {service.records.path}")
-        say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
-        app = create_app(service, additions(service))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-        with suppress(KeyboardInterrupt):
-            server.run(sockets=[listening])
+    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
+    service = Service(opened, settings)
+    if why := service.metrics.against_plan.why_not:
+        say(f"no forecast beside the measured passes: {why}")
+    say(f"records: {service.records.path}")
+    say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
+    app = create_app(service, additions(service))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])

@@ -29,10 +29,11 @@ def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_
     assert f"listening on http://127.0.0.1:{port}/v1" in capfd.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said_before_the_model_is_opened(capfd):
+@pytest.mark.parametrize("engine", ["outcore", "vllm"])
+def test_a_port_that_is_taken_is_said_before_the_model_is_opened(engine, capfd):
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["/no/model/is/asked/for", "--port", str(port)]) == 1
+        assert main(["/no/model/is/asked/for", "--engine", engine, "--port", str(port)]) == 1
     said = capfd.readouterr().err
     assert f"127.0.0.1:{port} cannot be opened" in said and "another --port" in said

@@ -15,9 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outcore.common.ports import free_port
 from outcore.config.commands import serve_flags
-from outcore.serve import ServeSettings
+from outcore.serve import ServeSettings, listen
 from outcore.serve.handover import handover_of
 from outcore.serve.handover.environment import ensure_environment
 from outcore.serve.handover.process import Care
@@ -65,11 +64,17 @@ class Served:
 
     def __init__(self, model: Path, executable: Path, **behaviour):
         self.model = model_in(model, **behaviour)
-        port = free_port()
+        listening = listen("127.0.0.1", 0)
+        port = listening.getsockname()[1]
         self.settings = ServeSettings(port=port, api_keys=("a-long-key",), name="m", logs=self.model / "logs/serve")
         self.why: list[str] = []
         work = handover(flags_of(self.model, executable), self.settings)
-        self.thread = threading.Thread(target=lambda: self.why.append(run_handover(work, self.settings, print, QUICK)))
+
+        def run() -> None:
+            with listening:
+                self.why.append(run_handover(work, self.settings, listening, print, QUICK))
+
+        self.thread = threading.Thread(target=run)
         self.thread.start()
         url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=url, headers={"Authorization": "Bearer a-long-key"}, timeout=120)
@@ -190,7 +195,7 @@ def test_what_stops_coming_up_ends_the_hand_over_with_the_reason(served):
 def test_when_vllm_does_not_come_up_our_own_engine_serves_with_a_warning(tmp_path, executable, capfd, monkeypatch):
     model = model_in(tmp_path / "model", good_starts=0)
     served = []
-    monkeypatch.setattr("outcore.serve.main._serve", lambda args, settings, additions: served.append(settings.name))
+    monkeypatch.setattr("outcore.serve.main._serve", lambda args, settings, *more: served.append(settings.name))
     assert main(flags_of(model, executable, "--log_dir", str(tmp_path / "logs"))) == 0
     assert served == [str(model)]
     told = capfd.readouterr().err

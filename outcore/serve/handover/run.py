@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING
 
 from outcore.common.diagnostics import DiagnosticLog
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 
 
 def run_handover(
-    handover: Handover, settings: ServeSettings, say: Callable[[str], None], care: Care | None = None
+    handover: Handover,
+    settings: ServeSettings,
+    listening: socket,
+    say: Callable[[str], None],
+    care: Care | None = None,
 ) -> str:
-    """Serve until the process is told to end; '' then. Where vLLM does not come up, or fails for good, why."""
+    """Serve at `listening`, which stays open, until the process is told to end; '' then. Where vLLM does not come up,
+    or fails for good, why."""
     # Here, because the command's flags are read also where the packages for serving are missing.
     import uvicorn
 
@@ -50,14 +56,11 @@ def run_handover(
             process.bring_up()
             records = Records(settings.logs, _header(handover, settings, executable), with_text=settings.record_text)
             app = create_proxy(Forwarder(process, key, settings, RequestMetrics(), records), _launch(handover))
-            config = uvicorn.Config(
-                app, settings.host, settings.port, log_level="warning", timeout_graceful_shutdown=5
-            )  # fmt: skip
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
             process.watch(lambda: setattr(server, "should_exit", True))
             say(f"records: {records.path}")
-            say(f"listening on http://{settings.host}:{settings.port}/v1 as {settings.name!r}")
-            server.run()
+            say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {settings.name!r}")
+            server.run(sockets=[listening.dup()])  # uvicorn closes what it is given
             return process.why if process.state == "failed" else ""
         finally:
             process.stop()
