@@ -80,9 +80,6 @@ def find_stack(decoder: nn.Module, inputs: dict[str, Any]) -> tuple[str, list[nn
         raise StreamUnsupported(f"its decoder ({type(decoder).__name__}) has no list of layers")
     path = next(iter(found)) if len(found) == 1 else _first_reached(decoder, found, inputs)
     layers = list(found[path])
-    if len({type(layer) for layer in layers}) > 1:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise StreamUnsupported(f"its layers are of several classes ({kinds})")
     if len({id(layer) for layer in layers}) < len(layers):
         first = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
         index, layer = next((i, layer) for i, layer in enumerate(layers) if first[id(layer)] != i)

@@ -22,9 +22,9 @@ FIELDS = {
     "granitemoehybrid": MIXED,
     "lfm2": CONV,
 }
-STATES = ["mamba2", "qwen3_next", "lfm2"]
+STATES = ["mamba2", "qwen3_next", "lfm2", "olmo_hybrid"]
 MORE_STATES = ["bamba", "granitemoehybrid", "falcon_h1", "qwen3_5_text", "kimi_linear", "bailing_hybrid", "lfm3"]
-STEPS = ["mamba"]
+STEPS = ["mamba", "jamba"]
 MORE_STEPS = ["falcon_mamba", "nemotron_h"]
 ALONE = ("mamba", "mamba2", "falcon_mamba")
 COUNT = 14
