@@ -125,11 +125,12 @@ def on_targets(
     )
 
 
-def shape_from_config(name: str, config: Any) -> ModelShape:
-    """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
+def shape_from_config(name: str, config: Any, *, adapts: bool = True) -> ModelShape:
+    """Count a transformers config on the meta device. `adapts` False: without adapters, which only peft knows, whose
+    import takes seconds. ValueError when its layers cannot be found."""
     from outcore.model.facts import ConfigKey, model_class_of
 
-    shape = _counted(ConfigKey.about(config))
+    shape = _counted(ConfigKey.about(config), adapts)
     if shape is None:
         found = model_class_of(config).__name__
         raise ValueError(f"{name}: no stack of layers was found in {found}, so it cannot be planned.")
@@ -137,7 +138,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
 
 
 @lru_cache(64)
-def _counted(asked: Any) -> ModelShape | None:
+def _counted(asked: Any, adapts: bool) -> ModelShape | None:
     from outcore.model.facts import model_class_of, model_facts, resolve_attention, skeleton_and_tied
     from outcore.model.source import max_positions
     from outcore.model.states import state_numels
@@ -188,7 +189,7 @@ def _counted(asked: Any) -> ModelShape | None:
         tied_numels=tied_numels,
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
-        adapters=_adapters(model, layers),
+        adapters=_adapters(model, layers) if adapts else (),
         matrices=_by_layer(layers, _matrices(layers)),
         windows=_windows(text, len(layers)),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
@@ -197,12 +198,12 @@ def _counted(asked: Any) -> ModelShape | None:
 
 
 def _layer_stacks(model: Any) -> list[Any]:
-    """Outermost module lists of one class each: the decoder's layers, or encoder's and decoder's."""
+    """Outermost module lists: the decoder's layers, or encoder's and decoder's."""
     from torch import nn
 
     found: list[tuple[str, Any]] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not len(module) or len({type(m) for m in module}) != 1:
+        if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         if any(name.startswith(f"{outer}.") for outer, _ in found):
             continue

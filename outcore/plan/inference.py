@@ -309,7 +309,7 @@ def plan_inference(
 
 def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:
     """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
-    shape = shape_from_config(name, config)
+    shape = shape_from_config(name, config, adapts=False)
     return InferencePlan(shape, hardware, placement, kv_of(shape, itemsize), itemsize)
 
 

@@ -1,6 +1,7 @@
 """A model opened by name: wherever its weights live and however it is adapted, it says what the whole model says."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.commands.options import settings_of
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.opening.model import find_place
+from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
 from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of
 
@@ -46,6 +48,17 @@ def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
 
     small = {"ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}
     assert answers(tiny_folder[0], check=check, after=waited, nvme_path=(tmp_path,), **small) == expected
+
+
+def test_a_model_without_adapters_does_not_wait_for_peft(tiny_folder, expected, monkeypatch):
+    """Its import takes seconds, and has a library beside it complain of what is not installed."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    def planned(opened):
+        loaded, hardware = opened.found.loaded, load_hardware("rtx4070-laptop")
+        assert plan_of("tiny", loaded.config, hardware, opened.placement, 4).tokens_per_s(1, 64) > 0
+
+    assert answers(tiny_folder[0], check=planned) == expected
 
 
 def test_keys_and_values_in_8_bits_are_close(tiny_folder, expected):

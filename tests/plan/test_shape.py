@@ -168,6 +168,11 @@ def test_layers_stay_eager_where_the_engine_finds_random_numbers(family):
     assert shape_from_config(family, loaded.config).stays_eager == draws_random_numbers(discover_units(loaded))
 
 
+def test_layers_of_several_classes_are_counted():
+    shape = shape_from_config("jamba", tiny_loaded("jamba").config)
+    assert shape.num_layers == 5 and len(set(shape.layer_params)) > 1
+
+
 def test_layers_stay_eager_with_a_balancing_loss_and_with_dropout_of_adapters():
     eager = [name for name in PRESETS if preset_shape(name).stays_eager and not preset_shape(name).is_encoder_decoder]
     assert eager == ["tiny-moe", "gpt2", "moe-small", "qwen3-30b-a3b"]

@@ -127,7 +127,7 @@ def runs_graphs(settings: InferSettings) -> bool:
 def shape_of(found: FoundModel) -> ModelShape | None:
     """Count the model's layers; None where they cannot be."""
     try:
-        return shape_from_config(found.words, found.loaded.config)
+        return shape_from_config(found.words, found.loaded.config, adapts=False)
     except (ValueError, RuntimeError):
         return None
 
