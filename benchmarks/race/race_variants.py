@@ -242,8 +242,9 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         | {"cap_gib": 0.95},
         "ours-64k-layer": ours(own("64k-layer"), tokens or "1k-one", 0, "fp24_m8", **in_ram) | {"cap_gib": 6.5},
     }
+    all_pinned = {"staging_bytes": (1 if shape == "tiny" else 16) << 30}  # as a run takes by itself with this much RAM
     muon = {
-        f"ours-{states}-{optimizer}{suffix}": ours(shape, t16, clip, states, optimizer=optimizer)
+        f"ours-{states}-{optimizer}{suffix}": ours(shape, t16, clip, states, optimizer=optimizer, **all_pinned)
         for clip, suffix in ((1, "-clip"), (0, ""))
         for states in ("split", "fp32")
         for optimizer in ("adamw", "muon")
