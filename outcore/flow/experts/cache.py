@@ -174,7 +174,8 @@ class ExpertCache:
         part, form = self.parts[key[0]], self.forms[key[0]]
         after = self._over.get(place, self._since)
         out = self.memory[place, : form.size_bytes].view(part.layout.dtype)
-        arriving = self._ranges.submit(part, key[1] * len(out), (key[1] + 1) * len(out), out, after=after)
+        start, numel = key[1] * out.numel(), out.numel()
+        arriving = self._ranges.submit(part, start, start + numel, out, after=after)
         self.counts.read_bytes += form.size_bytes
         return arriving
 

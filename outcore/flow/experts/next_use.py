@@ -23,11 +23,16 @@ class NextUses:
 
     def __init__(self, num_slots: int, num_experts: Mapping[int, int]) -> None:
         self._rank = {layer: rank for rank, layer in enumerate(sorted(num_experts))}
-        self._chosen = np.zeros((2, len(num_experts), max(num_experts.values())))
-        """Moving averages of whether an expert was asked for: [lately and often, layers, experts]."""
-        self._layer, self._expert = np.zeros((2, num_slots), dtype=np.int64)
-        self._is_used = np.zeros(num_slots, dtype=bool)
-        self._in_pass = np.zeros(max(num_experts.values()), dtype=bool)
+        self._width = max(num_experts.values())
+        self._chosen = np.zeros((len(num_experts), 2, self._width))
+        """Moving averages of whether an expert was asked for: [layers, lately and often, experts]."""
+        self._passes = np.full(len(num_experts) * self._width + 1, np.inf)
+        """Passes from one request for an expert to the next, [layers * experts], and of nothing behind them."""
+        self._ahead = np.zeros(len(num_experts))
+        """Share of a pass until each layer asks again."""
+        self._layer, self._place = np.full(num_slots, -1), np.full(num_slots, len(self._passes) - 1)
+        """Layer of what lies in a slot, and where its passes stand."""
+        self._in_pass = np.zeros(self._width, dtype=bool)
         """Which experts of the layer that asks now it has asked for in this pass."""
         self._now, self._calls = len(num_experts), 0
         self._expected_calls: float = np.inf
@@ -46,28 +51,31 @@ class NextUses:
             self._expected_calls = self._calls if rank > self._now else np.inf
             self._now, self._calls = rank, 1
             self._in_pass[:] = False
+            self._ahead = ((np.arange(len(self._ahead)) - rank - 1) % len(self._ahead) + 1) / len(self._ahead)
         self._in_pass[experts] = True
-        for averages, weight in zip(self._chosen, (LATELY, OFTEN), strict=True):
-            averages[rank] *= 1 - weight
-            averages[rank, experts] += weight
+        for averages, weight in zip(self._chosen[rank], (LATELY, OFTEN), strict=True):
+            averages *= 1 - weight
+            averages[experts] += weight
+        share = self._chosen[rank].mean(axis=0)
+        self._passes[rank * self._width : (rank + 1) * self._width] = 1 / np.maximum(share, 1e-9)
 
     def put(self, slot: int, layer: int, expert: int) -> None:
         """The expert lies there from now on."""
-        self._layer[slot], self._expert[slot], self._is_used[slot] = self._rank[layer], expert, True
+        self._layer[slot] = self._rank[layer]
+        self._place[slot] = self._rank[layer] * self._width + expert
 
     def clear(self, slot: int) -> None:
         """Nothing of use lies there."""
-        self._is_used[slot] = False
+        self._layer[slot], self._place[slot] = -1, len(self._passes) - 1
 
     def latest(self, count: int, kept: Collection[int]) -> list[int]:
         """Find `count` slots: empty ones first, then those that will be asked for latest; none of `kept`."""
         if not count:
             return []
-        ahead = (self._layer - self._now - 1) % len(self._rank) + 1
-        often = self._chosen[:, self._layer, self._expert].mean(axis=0)
-        when = np.where(self._is_used, ahead / len(self._rank) + 1 / np.maximum(often, 1e-9), np.inf)
+        when = self._passes.take(self._place) + self._ahead.take(self._layer)
         if not self.is_last_call:  # the next call is likely to ask again
-            when[self._is_used & (self._layer == self._now) & self._in_pass[self._expert]] = 0
+            own = np.flatnonzero(self._layer == self._now)
+            when[own[self._in_pass[self._place[own] % self._width]]] = 0
         when[list(kept)] = -1
         found = np.argpartition(when, len(when) - count)[len(when) - count :]
         return found[np.argsort(-when[found], kind="stable")].tolist()
