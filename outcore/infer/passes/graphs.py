@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.layers import GraphPool
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
+from outcore.infer.passes.pieces import LayerInPieces
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
@@ -44,9 +46,9 @@ class _Segment:
 
     uses: range
     is_on_cpu: bool = False
-    """Whether the CPU computes it, which no graph can hold."""
+    """Whether the CPU computes it, which no single graph can hold."""
     addresses: tuple[int, ...] = ()
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: torch.cuda.CUDAGraph | LayerInPieces | None = None
 
 
 class Handed:
@@ -91,9 +93,14 @@ class SlotPass:
         """Whether graphs run all of it."""
         return all(segment.graph is not None or segment.is_on_cpu for segment in self.segments)
 
-    def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
+    def run(
+        self,
+        capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None,
+        cut: Callable[[Callable[[], None]], LayerInPieces | None] = lambda function: None,
+    ) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
-        by ordinary launches, unless there are graphs already."""
+        by ordinary launches, unless there are graphs already. `cut`: runs a function in pieces that the CPU has a part
+        in; None where that cannot be, and then it has not run."""
         arrival = self.flow.arrival
         replays = self.is_captured
         try:
@@ -105,12 +112,18 @@ class SlotPass:
                 replays = replays and addresses == segment.addresses
                 if not replays:
                     segment.graph, segment.addresses = None, addresses
-                if capture is not None and segment.graph is None and not segment.is_on_cpu:
-                    segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
-                if segment.graph is not None:
+                compute = partial(self._compute, segment, slabs)
+                if segment.graph is None and capture is not None and segment.is_on_cpu:
+                    segment.graph = cut(compute)
+                    if segment.graph is None:
+                        compute()
+                elif segment.graph is None and capture is not None:
+                    segment.graph = capture(compute)
+                    segment.graph.replay()
+                elif segment.graph is not None:
                     segment.graph.replay()
                 else:
-                    self._compute(segment, slabs)
+                    compute()
                 for at in segment.uses:
                     arrival.release(at)
         except BaseException as error:
@@ -176,6 +189,8 @@ class SmallPasses:
         self.capture_s = 0.0
         """Seconds that captures have taken."""
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
+        self._runs_whole = device.type != "cuda"
+        """Whether layers that the CPU computes run by ordinary launches always."""
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool = GraphPool(device)
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
@@ -194,7 +209,7 @@ class SmallPasses:
         slot = self._slot(size)
         slot.tables.fill(rows_of(works))
         try:
-            logits = slot.run(self._capture if self._is_captured and slot.runs else None)
+            logits = slot.run(self._capture if self._is_captured and slot.runs else None, self._cut)
         except _CaptureFailed as error:
             self._give_up(str(error))
             return None
@@ -241,6 +256,20 @@ class SmallPasses:
             raise _CaptureFailed(line_of(error)) from error
         self.capture_s += time.perf_counter() - began
         return graph
+
+    def _cut(self, function: Callable[[], None]) -> LayerInPieces | None:
+        products = self.flow.runner.weights.products
+        if products is None or self._runs_whole:
+            return None
+        began = time.perf_counter()
+        try:
+            found = LayerInPieces(function, products, self._pool)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            logger.warning("layers that the CPU computes run without CUDA graphs: %s", line_of(error))
+            self._runs_whole = True
+            return None
+        self.capture_s += time.perf_counter() - began
+        return found
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason
