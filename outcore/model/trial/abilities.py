@@ -111,7 +111,7 @@ def check_abilities(
     trust_remote_code: bool = False,
     build: Callable[..., nn.Module] | None = None,
 ) -> Abilities:
-    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no. ConfigKey
+    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no. Asked
     again about an equal config a process answers from memory: data, weights and engine of one start ask.
 
     `build`: what makes the model from a config, where that is not the config's own class."""
