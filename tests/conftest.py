@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from a second thread, and beside another test process on the same cores they lose much:
     # an operation of microseconds then waits a millisecond for a thread that is not running. Children inherit it.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Where a machine asks for no compiled files, each of the many children would compile the package again, 1 s.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import torch
     from hypothesis import settings
 
