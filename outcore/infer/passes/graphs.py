@@ -192,7 +192,7 @@ class SmallPasses:
         self._runs_whole = device.type != "cuda"
         """Whether layers that the CPU computes run by ordinary launches always."""
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
-        self._pool = GraphPool(device)
+        self._pool, self._pool_of_pieces = GraphPool(device), GraphPool(device)  # one that fails would spoil the other
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
@@ -263,7 +263,7 @@ class SmallPasses:
             return None
         began = time.perf_counter()
         try:
-            found = LayerInPieces(function, products, self._pool)
+            found = LayerInPieces(function, products, self._pool_of_pieces)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             logger.warning("layers that the CPU computes run without CUDA graphs: %s", line_of(error))
             self._runs_whole = True
