@@ -21,6 +21,10 @@ COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 
 
+BLOCK_TILES = 4
+"""Tiles of long rows that cross the link together: each copy takes the host time that launches need, too."""
+
+
 def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
     """Chunks so that one chunk's fp32 logits stay within `chunk_bytes` (at least 16 tokens a chunk)."""
     tokens_per_chunk = max(16, chunk_bytes // (4 * max(vocab_size, 1)))

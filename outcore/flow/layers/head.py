@@ -5,13 +5,14 @@ The logits of one chunk are all that is ever held; over a vocabulary in tiles (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from outcore.flow.layers.runner import HeadInput, PartRunner
 from outcore.flow.layers.tiled_head import TiledHead
 from outcore.flow.layers.unit_weights import in_place
-from outcore.flow.parts import StreamUnsupported
+from outcore.flow.parts import LayerCall, StreamUnsupported
 from outcore.model import HeadLoss, summed_loss
 from outcore.model.forward import IGNORE, shifted_targets
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS, auto_num_chunks
@@ -29,7 +30,7 @@ class Head:
         logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
         head_loss: HeadLoss | None = None,
     ) -> None:
-        self.units, self.weights, tiles = runner.units, runner.weights, runner.tiles
+        self.runner, self.units, self.weights, tiles = runner, runner.units, runner.weights, runner.tiles
         self.vocab_size, self.logits_chunk_bytes, self.head_loss = vocab_size, logits_chunk_bytes, head_loss
         is_tiled = tiles is not None and self.units.head in tiles
         self.tiled = TiledHead(self.units, tiles, logits_chunk_bytes) if tiles is not None and is_tiled else None
@@ -41,11 +42,13 @@ class Head:
 
     def finish(self, slab: torch.Tensor, item: HeadInput) -> torch.Tensor:
         """[B, T, H'], what the decoder makes of its last layer's output."""
+        item = self.on_device(item)
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             return self.units.finish(item.hidden, item.batch, item.log)
 
     def logits(self, slab: torch.Tensor, item: HeadInput, positions: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [n, V] of the tokens at these places among N; None: of the last token of each row."""
+        item = self.on_device(item, only_last=positions is None)
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)
             flat = final[:, -1] if positions is None else final.reshape(-1, final.shape[-1])[positions]
@@ -57,12 +60,33 @@ class Head:
         """(fp32 sum of the loss, tokens that count) of each batch, one after another as they are asked for; in tiles
         all at once with the first."""
         if self.tiled is not None:
-            yield from self.tiled.losses(slab, inputs)
+            yield from self.tiled.losses(slab, map(self.on_device, inputs))
             return
         for item in inputs:
-            found = self._loss(slab, item)
+            found = [self._loss(slab, piece) for _, piece in self.pieces(item)]
             del item  # its hidden states are not needed any more
-            yield found
+            ce_sum, n_tokens = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+            yield ce_sum, n_tokens
+
+    def pieces(self, item: HeadInput) -> Iterator[tuple[slice, HeadInput]]:
+        """All of it, or on long rows some tokens after others, whose hidden states come from RAM."""
+        long_rows = self.runner.takes_long(item.hidden)
+        if long_rows is None:
+            yield slice(None), item
+            return
+        targets = shifted_targets(item.batch["labels"])
+        for tile in long_rows.tiles(LayerCall((), {}), item.hidden):
+            yield tile.tokens, item.cut(tile.tokens, tile.hidden, targets)
+
+    def on_device(self, item: HeadInput, *, only_last: bool = False) -> HeadInput:
+        """The same, with hidden states whole on the device, or there `only_last` of each row, wherever they live."""
+        long_rows = self.runner.takes_long(item.hidden)
+        if long_rows is None:
+            return item
+        if only_last:
+            length = item.hidden.shape[1]
+            return item.cut(slice(length - 1, length), long_rows.homes.up(item.hidden[:, -1:]))
+        return replace(item, hidden=long_rows.homes.up(item.hidden))
 
     def logprobs(
         self, slab: torch.Tensor, item: HeadInput, num_top: int = 1
@@ -71,8 +95,8 @@ class Head:
         theirs [B, T, num_top]; chunk by chunk. StreamUnsupported where the vocabulary comes in tiles."""
         if self.tiled is not None:
             raise StreamUnsupported("log-probabilities need all logits of a token, and the head is computed in tiles")
-        labels = item.batch["labels"]
-        targets = shifted_targets(labels).reshape(-1)
+        item, labels = self.on_device(item), item.batch["labels"]
+        targets = item.flat_targets()
         logprobs = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
         top_logprobs = logprobs.new_zeros((len(targets), num_top))
         top_ids = torch.zeros_like(top_logprobs, dtype=torch.long)
@@ -98,7 +122,7 @@ class Head:
         )
 
     def _loss(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
-        targets = shifted_targets(item.batch["labels"]).reshape(-1)
+        targets = item.flat_targets()
         n_tokens = (targets != IGNORE).sum()
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)

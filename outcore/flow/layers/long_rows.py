@@ -3,15 +3,16 @@
 Apart from attention a layer treats each token by itself, whatever its code is. So its own code runs twice on each tile:
 first up to its attention, which gives the tile's queries, keys and values; then with attention's result for the tile
 in attention's place. Between the two, attention runs over whole rows, one group of heads after another: those that
-share keys and values, whose results no other group's depend on. What is held of a whole row is the layer's input and
-output, queries, keys, values and attention's result; everything else is a tile's. Whether a model's layers are like
-that is tried on a tiny copy (`engine/stream/check`). Cost: the projections to queries, keys and values are computed
-twice. Legend: B rows, T tokens, H heads, D width of a head."""
+share keys and values, whose results no other group's depend on. Whatever is held of a whole row (the layer's input and
+output, queries, keys, values and attention's result) has its home in RAM (`row_homes`); the device has some tiles of
+it, or one group of heads. Whether a model's layers are like that is tried on a tiny copy (`engine/stream/check`). Cost:
+the projections to queries, keys and values are computed twice, and all of this crosses the link (`sizing.activations`).
+Legend: B rows, T tokens, t tokens of a tile, G groups, H heads, D width of a head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,17 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from outcore.flow.layers.compiled import CompiledLayers, LayerForward, Role
+from outcore.flow.layers.head_groups import Attending, Attention, AttentionCall, Heads
+from outcore.flow.layers.row_homes import RowHomes, RowWriter
 from outcore.flow.layers.unit_weights import in_place
 from outcore.flow.parts import LayerCall, ModelParts, StreamUnsupported
 from outcore.model.packed import are_borders
+from outcore.sizing.activations import BLOCK_TILES
 
 NAME = "outcore_long_rows"
 """Stand-in among transformers' attention implementations."""
 BEFORE, AFTER = "before attention", "after attention"
 """Roles of layers' code on a tile."""
-
-Attention = Callable[..., tuple[torch.Tensor, Any]]
 
 
 class _AttentionReached(Exception):
@@ -77,44 +79,21 @@ class Tile:
 
     tokens: slice
     hidden: torch.Tensor
+    more: list[torch.Tensor]
+    """The same tokens of other rows [..., t, width]."""
     call: LayerCall
     whole: dict[int, Any]
     """What an argument of the call was cut from, by the id of the cut one."""
 
 
-@dataclass
-class HeadGroup:
-    """Heads that share keys and values. Whoever goes back puts gradients in the place of what they are of."""
-
-    query: torch.Tensor
-    """[B, H, T, D]"""
-    key: torch.Tensor
-    value: torch.Tensor
-    result: torch.Tensor | None = None
-    """[B, T, H, D]: what attention gave."""
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """How the layer's code calls its attention."""
-
-    function: Attention
-    module: nn.Module
-    mask: Any
-    more: dict[str, Any]
-
-    def of(self, group: HeadGroup) -> torch.Tensor:
-        """Attention's result [B, T, H, D] of a group."""
-        return self.function(self.module, group.query, group.key, group.value, self.mask, **self.more)[0]
-
-
 class LongRows:
-    """Runs layers on tiles. `tile_tokens`: of a tile, over all rows of a micro-batch; rows of no more
-    tokens are left alone. `compiled`: runs tiles where it can. StreamUnsupported where a layer's code is otherwise than
-    is said above."""
+    """Runs layers on tiles. `tile_tokens`: of a tile, over all rows of a micro-batch; `homes`: where whole rows live;
+    `compiled`: runs tiles where it can. StreamUnsupported where a layer's code is otherwise than is said above."""
 
-    def __init__(self, units: ModelParts, tile_tokens: int, compiled: CompiledLayers | None = None) -> None:
-        self.units, self.tile_tokens, self.compiled, self.seat = units, tile_tokens, compiled, Seat()
+    def __init__(
+        self, units: ModelParts, tile_tokens: int, homes: RowHomes, compiled: CompiledLayers | None = None
+    ) -> None:
+        self.units, self.tile_tokens, self.homes, self.compiled, self.seat = units, tile_tokens, homes, compiled, Seat()
         from transformers import AttentionInterface  # late: it imports the compiler
 
         AttentionInterface.register(NAME, _stand_in)
@@ -129,66 +108,91 @@ class LongRows:
                 compiled.register(name, role)
 
     def takes(self, hidden: torch.Tensor) -> bool:
-        """Whether this micro-batch [B, T, hidden] is one of long rows."""
-        return hidden.ndim == 3 and hidden.shape[0] * hidden.shape[1] > self.tile_tokens and hidden.shape[1] > 1
+        """Whether hidden states [B, T, hidden] live in RAM: all of more than a token, however short their rows are."""
+        return hidden.ndim == 3 and hidden.shape[1] > 1
 
     @torch.no_grad()
     def forward(
         self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
     ) -> torch.Tensor:
-        """The layer's output [B, T, hidden]; nothing is kept for a backward. `tensors`: its parameters."""
-        groups, asked = self.before_attention(index, tensors, hidden, call)
-        for group in groups:
-            group.result = asked.of(group)
-            del group.query, group.key, group.value
-        output = torch.empty_like(hidden)
-        for tile in self.tiles(hidden, call):
-            result = self.results_of(groups, tile.tokens)
-            made = self.run_compiled(AFTER, index, tile, tensors, result)
-            output[:, tile.tokens] = self.after(index, tile, tensors, result) if made is None else made
+        """The layer's output [B, T, hidden] for its input, both in RAM; nothing is kept for a backward. `tensors`: its
+        parameters."""
+        found = self.before_attention(index, tensors, hidden, call)
+        with self.homes.sending() as leaving:
+            for group, (rows,) in enumerate(self.homes.arriving([one] for one in found.rows)):
+                result = found.asked.of(*found.heads.of_group(rows))
+                leaving.send(result.flatten(2).contiguous(), found.results[group])
+                del rows, result
+        output = self.homes.room(hidden.shape, hidden.dtype)
+        with self.writer(output) as written:
+            for tile in self.tiles(call, hidden, found.results):
+                result = found.heads.result(*tile.more)
+                made = self.run_compiled(AFTER, index, tile, tensors, result)
+                written.put(tile.tokens, self.after(index, tile, tensors, result) if made is None else made)
         return output
 
-    def tiles(self, hidden: torch.Tensor, call: LayerCall) -> Iterator[Tile]:
-        """The micro-batch's tokens in order, with what the layer is called with for them."""
+    def writer(self, home: torch.Tensor) -> RowWriter:
+        """For rows that tiles give, in order."""
+        return self.homes.writer(home, BLOCK_TILES * self._step(home.shape[-3]))
+
+    def _step(self, rows: int) -> int:
+        return max(1, self.tile_tokens // rows)
+
+    def tiles(self, call: LayerCall, hidden: torch.Tensor, *more: torch.Tensor) -> Iterator[Tile]:
+        """The micro-batch's tokens in order: of its hidden states and other rows in RAM, on the device, with what the
+        layer is called with for them."""
         rows, length = hidden.shape[:2]
-        step = max(1, self.tile_tokens // rows)
-        for start in range(0, length, step):
-            tokens = slice(start, min(start + step, length))
-            whole: dict[int, Any] = {}
+        step = self._step(rows)
+        block = BLOCK_TILES * step
+        starts = range(0, length, block)
+        wanted = ([home[..., at : at + block, :] for home in (hidden, *more)] for at in starts)
+        for at, pieces in zip(starts, self.homes.arriving(wanted), strict=True):
+            for start in range(at, min(at + block, length), step):
+                tokens = slice(start, min(start + step, length))
+                own, *others = (piece[..., start - at : tokens.stop - at, :] for piece in pieces)
+                cut, whole = self._cut(call, tokens, length)
+                yield Tile(tokens, own, others, cut, whole)
 
-            def cut(value: Any, tokens: slice = tokens, whole: dict[int, Any] = whole) -> Any:
-                if not isinstance(value, torch.Tensor) or are_borders(value):
-                    return value
-                if value.ndim in (2, 3) and value.shape[1] == length:
-                    piece = value[:, tokens]
-                elif value.ndim == 1 and value.shape[0] == length:
-                    piece = value[tokens]
-                else:
-                    return value
-                whole[id(piece)] = value
-                return piece
+    @staticmethod
+    def _cut(call: LayerCall, tokens: slice, length: int) -> tuple[LayerCall, dict[int, Any]]:
+        """(the call for some tokens, what its arguments were cut from by their id)."""
+        whole: dict[int, Any] = {}
 
-            yield Tile(tokens, hidden[:, tokens], call.mapped(lambda value: tree_map(cut, value)), whole)
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or are_borders(value):
+                return value
+            if value.ndim in (2, 3) and value.shape[1] == length:
+                piece = value[:, tokens]
+            elif value.ndim == 1 and value.shape[0] == length:
+                piece = value[tokens]
+            else:
+                return value
+            whole[id(piece)] = value
+            return piece
+
+        return call.mapped(lambda value: tree_map(cut, value)), whole
 
     @torch.no_grad()
     def before_attention(
         self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
-    ) -> tuple[list[HeadGroup], AttentionCall]:
-        """Queries, keys and values of the whole rows, group by group, and how attention is asked for: the first tile
-        runs by the layer's own code, which tells."""
-        groups: list[HeadGroup] = []
-        asked: AttentionCall | None = None
-        for tile in self.tiles(hidden, call):
-            made = self.run_compiled(BEFORE, index, tile, tensors) if asked is not None else None
-            parts, asked = self.before(index, tile, tensors) if made is None else (made, asked)
-            if not groups:
-                groups = _empty_groups(parts, hidden.shape[1])
-            pieces = [part.chunk(len(groups), dim=1) for part in parts]
-            for group, query, key, value in zip(groups, *pieces, strict=True):
-                for home, piece in ((group.query, query), (group.key, key), (group.value, value)):
-                    home[:, :, tile.tokens] = piece
-        assert asked is not None
-        return groups, asked
+    ) -> Attending:
+        """Queries, keys and values of the whole rows, and how attention is asked for: the first tile runs by the
+        layer's own code, which tells."""
+        found: Attending | None = None
+        with ExitStack() as ends:
+            for tile in self.tiles(call, hidden):
+                made = self.run_compiled(BEFORE, index, tile, tensors) if found is not None else None
+                parts, asked = (made, None) if made is not None else self.before(index, tile, tensors)
+                if found is None:
+                    assert asked is not None
+                    heads, shape = Heads.of(parts), hidden.shape[:2]
+                    rows = self.homes.room((heads.groups, *shape, sum(heads.widths)), parts[0].dtype)
+                    results = self.homes.room((heads.groups, *shape, heads.result_width), parts[0].dtype)
+                    found = Attending(heads, asked, rows, results)
+                    written = ends.enter_context(self.writer(rows))
+                written.put(tile.tokens, found.heads.packed(parts))
+        assert found is not None
+        return found
 
     def before(
         self, index: int, tile: Tile, tensors: Sequence[torch.Tensor]
@@ -221,11 +225,6 @@ class LongRows:
             return None
         with self._standing_in(index):
             return self.compiled.run(role, index, tensors, tile.hidden, tile.call, *more)
-
-    @staticmethod
-    def results_of(groups: Sequence[HeadGroup], tokens: slice) -> torch.Tensor:
-        """Attention's result [B, t, H, D] for some tokens, all heads together."""
-        return torch.cat([group.result[:, tokens] for group in groups if group.result is not None], dim=2)
 
     def _role_before(self, forward: LayerForward, trainable: Sequence[bool]) -> Callable[..., list[torch.Tensor]]:
         seat = self.seat
@@ -276,19 +275,6 @@ class LongRows:
             for config in configs.values():
                 config.__dict__["_attn_implementation_internal"] = name
             seat.given, seat.parts = None, []
-
-
-def _empty_groups(parts: Sequence[torch.Tensor], length: int) -> list[HeadGroup]:
-    """Room for whole rows, in as many groups as there are heads of keys; one where these are not those of values, too,
-    or do not divide the queries'."""
-    query, key, value = parts
-    heads = key.shape[1]
-    count = heads if value.shape[1] == heads and query.shape[1] % heads == 0 else 1
-
-    def room(part: torch.Tensor) -> torch.Tensor:
-        return part.new_empty((part.shape[0], part.shape[1] // count, length, part.shape[3]))
-
-    return [HeadGroup(*(room(part) for part in parts)) for _ in range(count)]
 
 
 def _attending_config(module: nn.Module) -> Any:

@@ -21,6 +21,7 @@ from outcore.flow.layers.unit_weights import PartWeights, in_place, is_in_place
 from outcore.flow.parts import CallLog, LayerCall, ModelParts, StreamUnsupported
 from outcore.flow.tiles import TiledParts
 from outcore.flow.weights import InPlaceProducts
+from outcore.model.forward import shifted_targets
 
 
 class RouterTaps:
@@ -73,16 +74,34 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass
 class HeadInput:
-    """What the parts below the head leave for it, of one batch."""
+    """What the parts below the head leave for it, of one batch or, of long rows, of some tokens of it."""
 
     hidden: torch.Tensor
     batch: Batch
     log: CallLog
+    targets: torch.Tensor | None = None
+    """[B, T]: what each token is to predict; None: as the batch's labels say."""
+
+    def flat_targets(self) -> torch.Tensor:
+        """[B x T]"""
+        targets = shifted_targets(self.batch["labels"]) if self.targets is None else self.targets
+        return targets.reshape(-1)
+
+    def cut(self, tokens: slice, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> HeadInput:
+        """For some tokens, whose hidden states are given. `targets` [B, T]: of all."""
+        length, num = self.hidden.shape[1], hidden.shape[1]
+        shapes = {
+            path: torch.Size(num if at < 2 and size == length else size for at, size in enumerate(shape))
+            for path, shape in self.log.shapes.items()
+        }
+        batch = {name: tensor[:, tokens] for name, tensor in self.batch.items()}
+        return HeadInput(hidden, batch, CallLog(shapes=shapes), None if targets is None else targets[:, tokens])
 
 
 class PartRunner:
     """Forward of a model's parts. `tiles`: parts in tiles; `taps`: see the routers' logits as layers run;
-    `in_place`: computes with packed parts that are not expanded; `long_rows`: takes micro-batches of long rows."""
+    `in_place`: computes with packed parts that are not expanded; `long_rows`: runs layers on long rows, whose hidden
+    states are in RAM from the embedding to the head."""
 
     def __init__(
         self,
@@ -104,6 +123,8 @@ class PartRunner:
         with in_place(self.units.embed, self.weights.tensors(self.units.embed, slab)):
             log = self.units.record(batch, inputs=inputs)
         log.first = log.hidden.detach()
+        if (long_rows := self.takes_long(log.first)) is not None:
+            log.first = long_rows.homes.down(log.first)
         return log
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from outcore.engine.stream.backward.tiled_head import TiledHeadGradient
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import Batch, Head, HeadInput, in_place
 from outcore.model import summed_loss
-from outcore.model.forward import IGNORE, shifted_targets
+from outcore.model.forward import IGNORE
 from outcore.sizing.activations import EAGER_CHUNKS
 
 logger = logging.getLogger(__name__)
@@ -146,10 +146,11 @@ class StreamedHeadGradient:
             def hidden_only() -> Iterator[HeadInput]:
                 for item, routers in inputs:
                     kept.append((item.batch, routers))
-                    yield item
+                    yield self.head.on_device(item)
 
             for row, (batch, routers) in zip(self._tiled.run(slab, hidden_only(), grad_scale, into), kept, strict=True):
-                found = HeadResult(row.ce_sum, row.n_tokens, row.grad_hidden)
+                long_rows, grad = self.head.runner.takes_long(row.grad_hidden), row.grad_hidden
+                found = HeadResult(row.ce_sum, row.n_tokens, grad if long_rows is None else long_rows.homes.down(grad))
                 if routers:
                     found.aux_tokens = aux_tokens
                     self._router_loss(found, row.flat[None], batch, routers, grad_scale)
@@ -170,9 +171,30 @@ class StreamedHeadGradient:
         into: GradAccumulator | None = None,
         aux_tokens: torch.Tensor | None = None,
     ) -> HeadResult:
-        """Loss and gradients of one micro-batch."""
+        """Loss and gradients of one micro-batch. On long rows the gradient takes the home of the hidden states."""
+        if (long_rows := self.head.runner.takes_long(item.hidden)) is None:
+            return self._of(slab, item, routers, grad_scale=grad_scale, into=into, aux_tokens=aux_tokens)
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with long_rows.writer(item.hidden) as written:
+            for tokens, piece in self.head.pieces(item):
+                found = self._of(slab, piece, grad_scale=grad_scale, into=into)
+                written.put(tokens, found.grad_hidden)
+                sums.append((found.ce_sum, found.n_tokens))
+        ce_sum, n_tokens = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+        return HeadResult(ce_sum, n_tokens, item.hidden)
+
+    def _of(
+        self,
+        slab: torch.Tensor,
+        item: HeadInput,
+        routers: Sequence[torch.Tensor] = (),
+        *,
+        grad_scale: float,
+        into: GradAccumulator | None = None,
+        aux_tokens: torch.Tensor | None = None,
+    ) -> HeadResult:
         leaves, trainable = self.weights.leaves(self.units.head, slab)
-        targets = shifted_targets(item.batch["labels"]).reshape(-1)
+        targets = item.flat_targets()
         n_tokens = (targets != IGNORE).sum()
         x = item.hidden.detach().requires_grad_()
         with torch.enable_grad(), in_place(self.units.head, leaves):

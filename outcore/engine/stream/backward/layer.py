@@ -66,9 +66,13 @@ class BackwardRunner:
             hidden = self.units.record(batch, with_masks=False).hidden
         if not hidden.requires_grad:  # where only a tied head's own parameters are trained
             return
+        edge = torch.autograd.graph.get_gradient_edge(hidden)
+        if (long_rows := self.runner.takes_long(hidden)) is not None:
+            del hidden  # its numbers are not needed, and the gradient takes as much
+            grad = long_rows.homes.up(grad)
         tiles = self.weights.tiles_of(self.units.embed)
         anchors = [] if tiles is None else tiles.anchors(self.units.embed)
-        found = torch.autograd.grad(hidden, [*anchors, *trainable], grad, allow_unused=True)
+        found = torch.autograd.grad(edge, [*anchors, *trainable], grad, allow_unused=True)
         into.add(found[len(anchors) :])
 
     def layer(

@@ -11,10 +11,11 @@ from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.check import Batch, Trial, slab_of, try_tiny_copy, why_config_not_streamed, why_not_streamed
-from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RouterTaps
+from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model import LoadedModel
 from outcore.model.forward import IGNORE
+from outcore.staging.pool import HostMemory
 
 
 def run_units(
@@ -25,7 +26,8 @@ def run_units(
     units = discover_units(loaded)
     aux_coefficient = loaded.token_loss().aux_coefficient
     runner = PartRunner(units, compiled=compiled, taps=RouterTaps(units) if aux_coefficient else None)
-    runner.long_rows = LongRows(units, tile_tokens, compiled) if tile_tokens else None
+    if tile_tokens:
+        runner.long_rows = LongRows(units, tile_tokens, RowHomes(HostMemory()), compiled)
     backward = BackwardRunner(runner)
     head = Head(
         runner,
