@@ -85,15 +85,48 @@ def long_tile_tokens(shape: ModelShape, e: int, tile_bytes: int) -> int:
 
 
 def long_layer_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -> int:
-    """Alive at the peak of a layer's backward on rows of `tokens` tokens in all, in tiles of `tile_tokens`, beside its
-    input and the gradient of its output, whose memory that of its input takes.
+    """Alive at the peak of a layer's backward on rows of `tokens` tokens in all, in tiles of `tile_tokens`.
 
-    Per token: queries, keys, values, attention's result, that result's gradient (e(3q + 2kv)). Of one group of heads:
-    gradients of queries, in fp32 as the flash kernel sums them and as it gives them, of keys and values. Of a tile: a
-    whole layer's activations."""
+    Of whole rows, for each head what the flash kernel keeps (4 bytes a token); and of one group of heads: its queries,
+    keys and values three times, attention's result and its gradient twice (one here, one coming, one leaving), and
+    gradients of queries, keys and values, in fp32 those of queries as the kernel sums them. Otherwise of a tile: a whole
+    layer's activations, with blocks of `BLOCK_TILES` tiles that come (three of each) and leave (two)."""
+    h, q, qkv = _widths(shape)
+    group = (e * (3 * qkv + 4 * q) + e * qkv + 4 * q) // max(1, shape.num_kv_heads)
+    block = min(tokens, BLOCK_TILES * tile_tokens)
+    in_tiles = block * e * (8 * h + max(5 * q, 3 * qkv)) + layer_activation_bytes(shape, e, 0, tile_tokens)
+    return tokens * 4 * shape.num_heads + max(tokens * group, in_tiles)
+
+
+def long_head_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -> int:
+    """Alive beside logits at the head of long rows: blocks of hidden states that come and of gradients that leave, a
+    tile's last norm."""
+    block = min(tokens, BLOCK_TILES * tile_tokens)
+    return shape.hidden_size * (5 * e * block + (4 + 4 * e) * tile_tokens)
+
+
+def long_ram_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int) -> int:
+    """RAM of long rows' homes: every layer's input and the last one's output, whose place its gradient takes; of one
+    layer queries, keys, values, attention's result and its gradient."""
+    h, q, qkv = _widths(shape)
+    return e * tokens * (accumulation * (shape.num_layers + 1) * h + qkv + 2 * q)
+
+
+def long_link_bytes(shape: ModelShape, e: int, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((up, down) in forward, (up, down) in backward) of long rows over the link, all layers.
+
+    Forward: up the input twice, queries, keys and values, attention's result; down these and the output. Backward: up
+    the input three times, the others as in forward, and once more for attention's backward with its result's gradient,
+    which came down, as the gradients of queries, keys and values do; that of the output up and down twice."""
+    h, q, qkv = _widths(shape)
+    row = shape.num_layers * e * tokens
+    return (row * (2 * h + qkv + q), row * (h + qkv + q)), (row * (5 * h + 3 * qkv + 3 * q), row * 2 * (h + qkv + q))
+
+
+def _widths(shape: ModelShape) -> tuple[int, int, int]:
+    """(hidden width, queries' width, that of queries, keys and values)."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    group = ((4 + e) * q + 2 * e * kv) // max(1, shape.num_kv_heads)
-    return tokens * (e * (3 * q + 2 * kv) + group) + layer_activation_bytes(shape, e, 0, tile_tokens)
+    return shape.hidden_size, q, q + 2 * kv
 
 
 def forward_bytes(shape: ModelShape, e: int, tokens: int) -> int:

@@ -83,12 +83,16 @@ class TilingWork:
     tiled_head: int
     evaluation: int
     """All that an evaluation needs, instead of the others; its head untiled."""
+    at_embedding: int = 0
+    """Hidden states of whole rows at the embedding and their copy, where elsewhere there are only tiles of them."""
     tile_tokens: int = 0
     """Tokens of a tile where rows are long; 0: they cannot be cut."""
-    long_layer: int = 0
-    """Activations of a layer's backward, rows cut."""
-    long_masks: int = 0
-    """What attention over packed rows takes then."""
+    long: TilingWork | None = None
+    """The same where rows are long."""
+
+    def of(self, holding: Holding) -> TilingWork:
+        """What is needed where the device holds units so."""
+        return self.long if holding.tile_tokens and self.long is not None else self
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,13 @@ def held_bytes(model: Model, holding: Holding, tile_bytes: int = 0) -> HeldBytes
 
 def needed_bytes(model: Model, holding: Holding, work: TilingWork, tile_bytes: int) -> int:
     """The most that a step or an evaluation holds on the device."""
-    held = held_bytes(model, holding, tile_bytes)
+    held, work = held_bytes(model, holding, tile_bytes), work.of(holding)
     some_layer_tiled = any(unit.is_layer and unit.index in holding.tiled for unit in model.units)
-    whole_rows, masks = (work.long_layer, work.long_masks) if holding.tile_tokens else (work.layer, work.masks)
-    layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else whole_rows)
+    layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else work.layer)
     head = held.made_by_ends + (work.tiled_head if model.ends & holding.tiled else work.head)
-    step = work.checkpoints + work.between + max(layer, head)
-    return held.buffers + masks + max(step, work.evaluation)
+    embedding = max(work.at_embedding, work.at_embedding // 2 + held.made_by_ends)
+    step = work.checkpoints + work.between + max(layer, head, embedding)
+    return held.buffers + work.masks + max(step, work.evaluation)
 
 
 def choose_holding(

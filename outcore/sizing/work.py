@@ -12,6 +12,7 @@ from outcore.sizing.activations import (
     compiled_activation_bytes,
     layer_activation_bytes,
     logits_bytes,
+    long_head_bytes,
     long_layer_bytes,
     long_tile_tokens,
     mask_bytes,
@@ -69,6 +70,21 @@ def step_work(
         packed = border_bytes(shape, tokens) if shape.fused_attention else 0
     together = min(EVAL_GROUP, -(-EVAL_TOKENS // tokens))
     tile_tokens = long_tile_tokens(shape, e, tile_bytes)
+    head = logits_bytes(shape, tokens, alive, 1 if compiled else EAGER_CHUNKS)
+    evaluation = logits_bytes(shape, tokens, EVAL_LOGITS_ALIVE)
+    long_head = long_head_bytes(shape, e, tokens, tile_tokens)
+    tiled_head = of_tile + 4 * tokens * accumulation * hidden
+    long = TilingWork(
+        checkpoints=0,
+        between=0,
+        masks=packed if masks else packed // max(1, shape.num_kv_heads),  # the kernel's: of a group of heads
+        layer=long_layer_bytes(shape, e, tokens, tile_tokens),
+        tiled_layer=0,
+        head=head + long_head,
+        tiled_head=tiled_head + 4 * batch_hidden,  # which has all rows whole, and an fp32 copy for their norm
+        evaluation=evaluation + long_head,
+        at_embedding=2 * tokens * hidden * e,
+    )
     return TilingWork(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
@@ -76,10 +92,9 @@ def step_work(
         layer=compiled_activation_bytes(shape, e, seq_length, tokens) if compiled else eager,
         # Tiled layers are eager, and their MLP takes tokens in chunks.
         tiled_layer=eager if chunk_bytes is None else eager - mlp + min(mlp, chunk_bytes),
-        head=logits_bytes(shape, tokens, alive, 1 if compiled else EAGER_CHUNKS),
-        tiled_head=of_tile + 4 * tokens * accumulation * hidden,
-        evaluation=logits_bytes(shape, tokens, EVAL_LOGITS_ALIVE) + 2 * together * tokens * hidden * e,
+        head=head,
+        tiled_head=tiled_head,
+        evaluation=evaluation + 2 * together * tokens * hidden * e,
         tile_tokens=tile_tokens if tile_tokens < tokens else 0,
-        long_layer=long_layer_bytes(shape, e, tokens, tile_tokens),
-        long_masks=packed if masks else packed // max(1, shape.num_kv_heads),  # the kernel's: of a group of heads
+        long=long,
     )

@@ -92,7 +92,9 @@ def draw_blueprint(
     )
     compiled = _compiled(loaded, units, settings, device, aux_coefficient)
     tile_plan = _tile_plan(loaded, units, settings, device, compiled=not compiled.why_not)
-    if tile_plan.holding.tile_tokens and (why := _why_rows_are_whole(loaded, units, aux_coefficient, trial=trial)):
+    if tile_plan.holding.tile_tokens and (
+        why := _why_rows_are_whole(loaded, units, settings, aux_coefficient, trial=trial)
+    ):
         if settings.tiling == "tokens":
             raise StreamUnsupported(f"tiling tokens: {why}")
         logger.warning("rows stay whole, although they do not fit: %s", why)
@@ -196,8 +198,12 @@ def _compiled(
     return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
 
 
-def _why_rows_are_whole(loaded: LoadedModel, units: ModelParts, aux_coefficient: float, *, trial: bool) -> str:
+def _why_rows_are_whole(
+    loaded: LoadedModel, units: ModelParts, settings: StreamSettings, aux_coefficient: float, *, trial: bool
+) -> str:
     """Why layers cannot run on tiles of tokens, in words; '' when they can."""
+    if settings.activations == "nvme":
+        return "hidden states of long rows wait in RAM, and activations nvme asks for the drive"
     if aux_coefficient:
         return "the routers' balancing loss needs the logits of all tokens"
     if draws_random_numbers(units):

@@ -44,7 +44,7 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
-from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps
+from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
@@ -116,7 +116,7 @@ def build_stream_engine(
         residents = open_residents(plan, homes, saved)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
-        flow = _flow(plan, traffic)
+        flow = _flow(plan, ground, traffic)
         schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena), saved)
         parts = EngineParts(
             units=plan.units,
@@ -363,10 +363,11 @@ def _traffic(
     return _Traffic(tiles.arrival, whole(shipping), tiles.parts, also_closed)
 
 
-def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
+def _flow(plan: Blueprint, ground: _Ground, traffic: _Traffic) -> Flow:
     taps = RouterTaps(plan.units) if plan.aux_coefficient else None
     tile_tokens = plan.tile_plan.holding.tile_tokens
-    long_rows = LongRows(plan.units, tile_tokens, plan.compiled) if tile_tokens else None
+    row_homes = RowHomes(ground.memory, (ground.upload, ground.download), plan.device)
+    long_rows = LongRows(plan.units, tile_tokens, row_homes, plan.compiled) if tile_tokens else None
     runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps, long_rows=long_rows)
     head = Head(
         runner,
@@ -400,9 +401,12 @@ def _schedule(
 
 
 def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
-    """Home in which checkpoints wait; on NVMe with the space that the settings say a step needs."""
+    """Home in which checkpoints wait; on NVMe with the space that the settings say a step needs. Those of long rows
+    have homes in RAM already."""
     num_layers = len(plan.units.layers)
     where = plan.settings.activations_on(plan.device)
+    if plan.tile_plan.holding.tile_tokens:
+        return DeviceActivations()
     if where == "ram":
         lend = lender(plan.units, arena, plan.tile_plan.indices, plan.place.rank, plan.place.world_size)
         return RamActivations(ground.memory, ground.upload, ground.download, num_layers, lend=lend)

@@ -1,12 +1,14 @@
-"""What a step needs on the device beside units' buffers, counted from the model's configuration as the planner does."""
+"""What a step needs beside units' buffers, counted from the model's configuration as the planner does."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model import LoadedModel, shape_from_config
-from outcore.sizing.activations import has_masks
+from outcore.sizing.activations import has_masks, long_ram_bytes
 from outcore.sizing.tiles import TilingWork
 from outcore.sizing.work import step_work
 
@@ -28,7 +30,7 @@ def work_of_step(
         shape = shape_from_config("model", loaded.config)
     except ValueError:
         return None
-    tokens = max(settings.step_tokens)
+    tokens, accumulation = _micro_batches(settings.step_tokens)
     home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
     itemsize = next(loaded.model.parameters()).dtype.itemsize
     return step_work(
@@ -36,10 +38,22 @@ def work_of_step(
         itemsize,
         settings.row_tokens or tokens,
         tokens,
-        -(-sum(settings.step_tokens) // tokens),
+        accumulation,
         checkpoints_home=home,
         compiled=compiled,
         tile_bytes=tile_bytes,
         chunk_bytes=chunk_bytes,
         masks=has_masks(settings.packed_attention, itemsize),
     )
+
+
+def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int) -> int:
+    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut)."""
+    assert settings.step_tokens
+    return long_ram_bytes(shape_from_config("model", loaded.config), itemsize, *_micro_batches(settings.step_tokens))
+
+
+def _micro_batches(step_tokens: Sequence[int]) -> tuple[int, int]:
+    """(tokens of the largest micro-batch, as how many of these a step counts)."""
+    tokens = max(step_tokens)
+    return tokens, -(-sum(step_tokens) // tokens)

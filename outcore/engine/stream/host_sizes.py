@@ -9,6 +9,7 @@ import torch
 from outcore.common.quantities import GIB, round_up
 from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.blueprint import Blueprint
+from outcore.engine.stream.device_work import long_rows_ram_bytes
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
@@ -55,9 +56,11 @@ def rank_pool_bytes(shared_bytes: int, settings: StreamSettings, kept_bytes: int
 
 
 def checkpoint_bytes(plan: Blueprint) -> int:
-    """RAM for activation checkpoints beyond what layers' gradients lend; 0 where they wait elsewhere, or a step's
-    tokens are not known."""
+    """RAM for activation checkpoints beyond what layers' gradients lend, or of long rows for all of them; 0 where they
+    wait elsewhere, or a step's tokens are not known."""
     settings, place, ends = plan.settings, plan.place, _checkpoint_ends(plan)
+    if plan.tile_plan.holding.tile_tokens:
+        return long_rows_ram_bytes(plan.loaded, settings, plan.dtype.itemsize)
     if plan.settings.activations_on(plan.device) != "ram" or not ends:
         return 0
     has_homes = plan.is_deferred or not place.is_alone or arena_bytes(plan.units, settings) is None
@@ -81,7 +84,7 @@ def weights_from(plan: Blueprint) -> dict[int, int]:
     (`sizing.streaming.waits_from`), at the beginning of a chunk."""
     found: dict[int, int] = {}
     ends, num_layers = _checkpoint_ends(plan), len(plan.units.layer_units)
-    lends = plan.settings.activations_on(plan.device) == "ram"
+    lends = plan.settings.activations_on(plan.device) == "ram" and not plan.tile_plan.holding.tile_tokens
     for number, unit in enumerate(plan.units.layer_units):
         layout, itemsize, lent = unit.layout, unit.layout.dtype.itemsize, 0
         if lends and number < num_layers - STAY_LAYERS:

@@ -17,7 +17,12 @@ from outcore.plan.stream.tiles import Tiling, device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.work import device_bytes, step_flops
-from outcore.sizing.activations import compiled_activation_bytes, forward_bytes, layer_activation_bytes
+from outcore.sizing.activations import (
+    compiled_activation_bytes,
+    forward_bytes,
+    layer_activation_bytes,
+    long_ram_bytes,
+)
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.residents import DeviceUse, num_resident, num_saved, resident_bytes
 from outcore.sizing.shape import ModelShape
@@ -49,6 +54,7 @@ SAVED = "what the last layers keep for their backward"
 ONE_MATRIX = "Muon's update of one matrix"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
 BEYOND = "activation checkpoints beyond gradients' homes"
+LONG_ROWS = "rows that the device has tiles of"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
@@ -79,15 +85,17 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
         tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
-    )  # fmt: skip
-    whole_rows, masks = (needs.long_layer, needs.long_masks) if tiling.tile_tokens else (needs.layer, needs.masks)
-    layer_peak = (needs.tiled_layer if tiling.layers else whole_rows, e * of_layer)
-    head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
-    work, gradients = max(layer_peak, head_peak, key=sum)
+    ).of(holding)  # fmt: skip
+    peaks = {
+        "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer),
+        "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, e * of_ends),
+        "hidden states at the embedding": (needs.at_embedding, 0),
+        "their gradient at the embedding": (needs.at_embedding // 2, e * of_ends if needs.at_embedding else 0),
+    }
+    name, (work, gradients) = max(peaks.items(), key=lambda peak: sum(peak[1]))
     # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
     in_step = work + gradients + needs.checkpoints + needs.between
     beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
-    name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
         Item("vram", PARAMETERS, buffers),
         Item("vram", TILES, tiling.held_tile_bytes),
@@ -96,7 +104,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         Item("vram", "activation checkpoints", needs.checkpoints),
         Item("vram", "activations and gradients between units", needs.between),
         Item("vram", name, work),
-        Item("vram", MASKS if case.masks else BORDERS, masks),
+        Item("vram", MASKS if case.masks else BORDERS, needs.masks),
         Item("vram", EVALUATION, beyond),
         Item("vram", ONE_MATRIX, max((muon_device_bytes(*sides) for sides in case.muon), default=0)),
         Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
@@ -212,7 +220,10 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dic
     if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
-    if layout.checkpoints_home == "ram":
+    if tiling.tile_tokens:
+        rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation)
+        fixed.append(Item("ram", LONG_ROWS, ranks * rows))
+    elif layout.checkpoints_home == "ram":
         fixed.append(Item("ram", BEYOND, _beyond(case)))
     parts = [Item("ram", name, size) for name, size in sizes.items()] + fixed
     return [*parts, Item("ram", SLOTS, ranks * _pinned_memory(case, parts).lane_bytes)], sizes
@@ -296,7 +307,7 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-CROSSING = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND)
+CROSSING = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND, LONG_ROWS)
 """Homes in RAM that cross to the device, in the order in which they are pinned."""
 
 

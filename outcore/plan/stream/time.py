@@ -18,7 +18,7 @@ from outcore.plan.terms.case import Case
 from outcore.plan.terms.rates import Rates, overlapped_s
 from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.traffic import Pass, Traffic
-from outcore.sizing.activations import mlp_activation_bytes
+from outcore.sizing.activations import long_link_bytes, mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
 from outcore.sizing.streaming import STAY_LAYERS, lent_bytes, waits_from
@@ -129,7 +129,9 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     first_bytes = 0 if tiling.ends else case.element_bytes * shape.embedding_params
     first_updated = 0 if shape.lora_r else shape.embedding_params
     first = Pass(h2d_bytes=first_bytes, copied_bytes=ranks * ring * first_bytes, updated_params=first_updated)
-    up_forward = links.up_forward - first_bytes
+    rows_forward, rows_backward = links.rows
+    up_forward = links.up_forward - first_bytes + rows_forward[0]
+    moved = links.moved + rows_forward[1]
     forward = Pass(
         flops=case.flops.forward - head + unused,
         attention_flops=case.flops.attention_forward,
@@ -138,24 +140,25 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         + placed.stay.trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
         launched_layers=calls * per_call[0],
         h2d_bytes=up_forward + links.tiles_forward,
-        d2h_bytes=links.moved,
+        d2h_bytes=moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
-        copied_bytes=ranks * ring * (up_forward + links.moved + links.tiles_forward) + through_drive,
+        copied_bytes=ranks * ring * (up_forward + moved + links.tiles_forward) + through_drive,
         updated_params=shape.trainable_params - placed.stay.trained - first_updated,
         awaited_read_bytes=links.weights_forward if waits else None,
     )
     forward = _with_muon(case, forward)
     # Nothing comes up beside the head: the layers that backward starts with are still in their buffers.
     at_head = Pass(flops=head + head_back + again, device_bytes=case.device_bytes[1])  # again: logits of tiles
-    back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
+    up_backward, down = links.up_backward + links.moved + rows_backward[0], links.down + rows_backward[1]
+    back = up_backward + down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
         flops=case.flops.backward - head_back + projected + unused - spared * (case.flops.forward - head),
         attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
         device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],
-        h2d_bytes=links.up_backward + links.moved + links.tiles_backward,
-        d2h_bytes=links.down + links.tiles.gradients,
+        h2d_bytes=up_backward + links.tiles_backward,
+        d2h_bytes=down + links.tiles.gradients,
         read_bytes=links.backward_read,
         copied_bytes=ranks * ring * back + added_up + links.backward_read,
         awaited_read_bytes=links.weights_backward if waits else None,
@@ -220,7 +223,16 @@ class _Links:
         """Activation checkpoints, each way; the last layers' stay."""
         layers = self.case.shape.num_layers
         leaving = max(0, layers - STAY_LAYERS) * self.placed.checkpoint_bytes // (layers + 1)
-        return leaving if self.case.layout.checkpoints_home != "vram" else 0
+        in_vram = self.case.layout.checkpoints_home == "vram" or self.placed.tiling.tile_tokens
+        return 0 if in_vram else leaving
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Long rows, ((up, down) in forward, (up, down) in backward)."""
+        case = self.case
+        if not self.placed.tiling.tile_tokens:
+            return (0, 0), (0, 0)
+        return long_link_bytes(case.shape, case.element_bytes, case.micro_tokens * case.layout.accumulation)
 
     @property
     def down(self) -> int:
@@ -272,7 +284,7 @@ class _Links:
         waiting = 0.0
         for layer, params in enumerate(shape.layer_params):
             home_bytes = case.element_bytes * params
-            lends = case.layout.checkpoints_home == "ram" and layer < shape.num_layers - STAY_LAYERS
+            lends = self.moved > 0 and case.layout.checkpoints_home == "ram" and layer < shape.num_layers - STAY_LAYERS
             waiting += home_bytes - waits_from(
                 home_bytes,
                 0 if shape.lora_r else home_bytes,

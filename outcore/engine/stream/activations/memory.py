@@ -54,7 +54,7 @@ class Activations(Protocol):
 
 
 class DeviceActivations:
-    """They stay where they are."""
+    """They stay where they are: on the device, or those of long rows in RAM."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
