@@ -9,7 +9,7 @@ from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.backward.long_rows import AFTER_BACK, BEFORE_BACK
 from outcore.engine.stream.check.gradients import gradient_difference, run_units, why_not_in_tiles_of_tokens
 from outcore.flow.check import slab_of
-from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, LongRows, PartRunner
+from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, LongRows, PartRunner, RowHomes
 from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model import LoraSettings, preset_shape, shape_from_config
 from outcore.model.adapters import apply_lora
@@ -19,6 +19,7 @@ from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.activations import long_layer_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.tiles import Model, TilingWork, UnitSize, choose_holding
+from outcore.staging.pool import HostMemory
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, fixtures, weights_of
 from tests.flow.models import FAMILIES, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
@@ -114,9 +115,10 @@ WIDTHS |= {"head_dim": 16, "max_position_embeddings": 8192}
 
 
 def _peak_bytes(units, tokens, tile_tokens):
-    backward = BackwardRunner(PartRunner(units, long_rows=LongRows(units, tile_tokens) if tile_tokens else None))
-    log = backward.runner.embed(slab_of(units.embed), plain_batch(1, tokens))
-    slab, hidden, grad = slab_of(units.layer_units[0]), log.hidden.clone(), torch.randn_like(log.hidden)
+    homes = RowHomes(HostMemory())
+    runner = PartRunner(units, long_rows=LongRows(units, tile_tokens, homes) if tile_tokens else None)
+    backward, log = BackwardRunner(runner), runner.embed(slab_of(units.embed), plain_batch(1, tokens))
+    slab, hidden, grad = slab_of(units.layer_units[0]), log.hidden, torch.randn_like(log.hidden)
     return peak_bytes(lambda: backward.layer(0, slab, hidden, log.call(0), grad, (), None))
 
 
@@ -129,7 +131,8 @@ def _peak_bytes(units, tokens, tile_tokens):
     ],
 )
 def test_counted_bytes_hold_a_layers_backward(model, fields, repeated):
-    """Of a layer whose weights have no gradients, as with adapters; its input and the gradient are there before."""
+    """Of a layer whose weights have no gradients, as with adapters; its input and the gradient are there before. Homes
+    of whole rows are not torch's memory."""
     tokens, tile_tokens = 1024, 64
     loaded = tiny_loaded(model, **{**WIDTHS, **fields})
     for parameter in loaded.model.parameters():
@@ -144,8 +147,8 @@ def test_counted_bytes_hold_a_layers_backward(model, fields, repeated):
 
 def test_rows_are_cut_only_where_nothing_else_fits():
     units = tuple(UnitSize(n, 0 < n < 9, 100, 10, True) for n in range(10))
-    work = TilingWork(100, 100, 0, layer=5000, tiled_layer=4000, head=50, tiled_head=20, evaluation=0,
-                      tile_tokens=64, long_layer=500)  # fmt: skip
+    work = TilingWork(100, 100, 0, layer=5000, tiled_layer=4000, head=50, tiled_head=20, evaluation=0)
+    work = replace(work, tile_tokens=64, long=replace(work, layer=500))
     model = Model(units, 2)
 
     def chosen(device_bytes, **more):
