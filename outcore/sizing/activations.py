@@ -89,8 +89,8 @@ def long_layer_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -
 
     Of whole rows, for each head what the flash kernel keeps (4 bytes a token); and of one group of heads: its queries,
     keys and values three times, attention's result and its gradient twice (one here, one coming, one leaving), and
-    gradients of queries, keys and values, in fp32 those of queries as the kernel sums them. Otherwise of a tile: a whole
-    layer's activations, with blocks of `BLOCK_TILES` tiles that come (three of each) and leave (two)."""
+    gradients of queries, keys and values, in fp32 those of queries as the kernel sums them. Otherwise of a tile: a
+    whole layer's activations, with blocks of `BLOCK_TILES` tiles that come (three of each) and leave (two)."""
     h, q, qkv = _widths(shape)
     group = (e * (3 * qkv + 4 * q) + e * qkv + 4 * q) // max(1, shape.num_kv_heads)
     block = min(tokens, BLOCK_TILES * tile_tokens)

@@ -12,7 +12,7 @@ Legend: B rows, T tokens, t tokens of a tile, G groups, H heads, D width of a he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,21 +178,19 @@ class LongRows:
     ) -> Attending:
         """Queries, keys and values of the whole rows, and how attention is asked for: the first tile runs by the
         layer's own code, which tells."""
-        found: Attending | None = None
-        with ExitStack() as ends:
-            for tile in self.tiles(call, hidden):
-                made = self.run_compiled(BEFORE, index, tile, tensors) if found is not None else None
-                parts, asked = (made, None) if made is not None else self.before(index, tile, tensors)
-                if found is None:
-                    assert asked is not None
-                    heads, shape = Heads.of(parts), hidden.shape[:2]
-                    rows = self.homes.room((heads.groups, *shape, sum(heads.widths)), parts[0].dtype)
-                    results = self.homes.room((heads.groups, *shape, heads.result_width), parts[0].dtype)
-                    found = Attending(heads, asked, rows, results)
-                    written = ends.enter_context(self.writer(rows))
-                written.put(tile.tokens, found.heads.packed(parts))
-        assert found is not None
-        return found
+        tiles = self.tiles(call, hidden)
+        first = next(tiles)
+        parts, asked = self.before(index, first, tensors)
+        heads, shape, dtype = Heads.of(parts), hidden.shape[:2], parts[0].dtype
+        rows = self.homes.room((heads.groups, *shape, sum(heads.widths)), dtype)
+        with self.writer(rows) as written:
+            written.put(first.tokens, heads.packed(parts))
+            del first, parts  # the block that it came in
+            for tile in tiles:
+                made = self.run_compiled(BEFORE, index, tile, tensors)
+                written.put(tile.tokens, heads.packed(self.before(index, tile, tensors)[0] if made is None else made))
+        results = self.homes.room((heads.groups, *shape, heads.result_width), dtype)
+        return Attending(heads, asked, rows, results)
 
     def before(
         self, index: int, tile: Tile, tensors: Sequence[torch.Tensor]

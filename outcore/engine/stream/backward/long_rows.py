@@ -1,9 +1,9 @@
 """Backward of a layer on rows so long that all but its attention goes in tiles of tokens (`flow/layers/long_rows`).
 
-The layer is recomputed up to its attention in tiles, and attention once, group by group of heads; of that autograd keeps
-what has no home in RAM. Then back: each tile from attention's result on, which gives that result's gradient; each group
-of heads through its attention, whose queries, keys and values make room for their gradients; each tile from those to
-its input. Parameters' gradients are added up over tiles."""
+The layer is recomputed up to its attention in tiles, and attention once, group by group of heads; of that autograd
+keeps what has no home in RAM. Then back: each tile from attention's result on, which gives that result's gradient; each
+group of heads through its attention, whose queries, keys and values make room for their gradients; each tile from those
+to its input. Parameters' gradients are added up over tiles."""
 
 from __future__ import annotations
 

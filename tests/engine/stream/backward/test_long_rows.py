@@ -5,18 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.backward.long_rows import AFTER_BACK, BEFORE_BACK
 from outcore.engine.stream.check.gradients import gradient_difference, run_units, why_not_in_tiles_of_tokens
 from outcore.flow.check import slab_of
-from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, LongRows, PartRunner, RowHomes
+from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, Head, HeadInput, LongRows, PartRunner, RowHomes
 from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model import LoraSettings, preset_shape, shape_from_config
 from outcore.model.adapters import apply_lora
 from outcore.plan import RunRequest, load_hardware
 from outcore.plan.hardware import Overrides
 from outcore.plan.stream.forecast import plan_stream
-from outcore.sizing.activations import long_layer_bytes
+from outcore.sizing.activations import long_head_bytes, long_layer_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.tiles import Model, TilingWork, UnitSize, choose_holding
 from outcore.staging.pool import HostMemory
@@ -110,6 +111,25 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(build):
         build("llama", replace(TOKENS, step_tokens=None))
 
 
+def test_counted_bytes_hold_the_head():
+    """Neither the last hidden states nor their gradient, nor any norm of them, are ever whole on the device."""
+    tokens, tile_tokens = 4096, 64
+    loaded = tiny_loaded("llama", **WIDTHS)
+    for parameter in loaded.model.parameters():
+        parameter.requires_grad_(False)
+    units = discover_units(loaded)
+    runner = PartRunner(units, long_rows=LongRows(units, tile_tokens, RowHomes(HostMemory())))
+    batch, slab = plain_batch(1, tokens), slab_of(units.head)
+    log = runner.embed(slab_of(units.embed), batch)
+    head = Head(runner, vocab_size=loaded.facts.vocab_size, logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size)
+    item, found = HeadInput(log.hidden, batch, log), []
+    peak = peak_bytes(lambda: found.append(StreamedHeadGradient(head).one(slab, item, grad_scale=1.0)))
+    shape, logits = shape_from_config("llama", loaded.config), 4 * head.logits_chunk_bytes
+    counted = long_head_bytes(shape, 4, tokens, tile_tokens) + logits
+    assert 0.6 * counted < peak < 1.05 * counted < log.hidden.nbytes, (peak, counted)
+    assert found[0].grad_hidden is item.hidden  # in its place
+
+
 WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDTHS |= {"head_dim": 16, "max_position_embeddings": 8192}
 
@@ -161,18 +181,24 @@ def test_rows_are_cut_only_where_nothing_else_fits():
     assert choose_holding(model, 2000, 1, work=replace(work, tile_tokens=0)).tile_tokens == 0
 
 
-def _plan(preset, lora, length, tiling="auto", vram_gib=6.5):
+def _plan(preset, lora, length, tiling="auto", vram_gib=6.5, quantize=None):
     shape = replace(preset_shape(preset), max_positions=None)
-    shape = shape.with_lora(lora) if lora else shape
+    shape = (shape.with_lora(lora) if lora else shape).packed(quantize)
     hardware = load_hardware("rtx4070-laptop", Overrides(vram_gib=vram_gib))
     layout = StreamLayout(1, 1, "ram", tiling=tiling)
     return plan_stream(shape, RunRequest(seq_length=length), hardware, length, layout)
 
 
-def test_the_plan_has_32k_tokens_of_8b_adapters_under_6_5_gib():
+def test_the_plan_has_rows_of_32k_to_256k_tokens_under_6_5_gib():
+    """Whole rows wait in RAM, which 128K tokens of 8 B fill; what the device holds of them hardly grows."""
+    for quantize, ram_gib in (None, 56.9), ("nf4", 47.5):
+        longest = _plan("llama-8b", 16, 131072, quantize=quantize)
+        assert longest.fits and longest.tiers[2].used_bytes == pytest.approx(ram_gib * 2**30, rel=5e-3)
+    assert _plan("llama-1b", 0, 262144).fits and _plan("llama-8b", 16, 65536).fits
+    assert not _plan("llama-8b", 16, 262144).fits
     cut, whole = _plan("llama-8b", 16, 32768), _plan("llama-8b", 16, 32768, tiling="off")
     assert cut.fits and not whole.fits and any("tiles of 1024 tokens" in note for note in cut.notes)
-    assert cut.tiers[0].used_bytes < 6.1 * 2**30 and whole.tiers[0].used_bytes > 9 * 2**30
+    assert cut.tiers[0].used_bytes < 4.6 * 2**30 and whole.tiers[0].used_bytes > 9 * 2**30
     assert cut.part_bytes("vram", "attention over packed rows") < whole.part_bytes("vram", "attention over packed rows")
     short = _plan("llama-8b", 16, 2048)
     assert short.fits and not any("tokens" in note for note in short.notes)
