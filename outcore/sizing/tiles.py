@@ -205,17 +205,23 @@ def choose_holding(
     `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device.
     `cuts_rows`: whether layers run on tiles of tokens; None: where nothing else fits."""
     share = WEIGHTS_SHARE if work is None else USABLE_SHARE
-    ways = [] if cuts_rows else list(_ways(model, layer_buffers, may_tile))
-    if work is not None and work.tile_tokens and cuts_rows is not False:
-        whole = (way for way in _ways(model, layer_buffers, may_tile) if way.tiled <= model.ends)
-        ways += [replace(way, tile_tokens=work.tile_tokens) for way in whole]
-    needed = [
-        held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes) for way in ways
-    ]
-    for way, n_bytes in zip(ways, needed, strict=True):
-        if n_bytes <= device_bytes * share // 100:
-            return way
-    return ways[needed.index(min(needed))]
+
+    def best(ways: list[Holding]) -> tuple[Holding, int]:
+        needed = [
+            held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes) for way in ways
+        ]
+        fitting = (at for at, n_bytes in enumerate(needed) if n_bytes <= device_bytes * share // 100)
+        at = next(fitting, needed.index(min(needed)))
+        return ways[at], needed[at]
+
+    ways = list(_ways(model, layer_buffers, may_tile))
+    found, n_bytes = best(ways)
+    if work is None or not work.tile_tokens or cuts_rows is False:
+        return found
+    if cuts_rows is None and n_bytes <= device_bytes:  # closely, but rows in RAM cost more than that risk
+        return found
+    cut, n_cut_bytes = best([replace(way, tile_tokens=work.tile_tokens) for way in ways if way.tiled <= model.ends])
+    return cut if cuts_rows or n_cut_bytes < n_bytes else found
 
 
 def _ways(model: Model, layer_buffers: int, may_tile: bool) -> Iterator[Holding]:

@@ -230,5 +230,5 @@ def _tile_plan(
         settings.num_layer_buffers,
         sum_itemsize,
         partial(work_of_step, loaded, settings, device, compiled=compiled),
-        may_cut_rows,
+        may_cut_rows and settings.activations_on(device) == "ram",  # where hidden states of long rows are
     )

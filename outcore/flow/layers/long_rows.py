@@ -30,8 +30,6 @@ from outcore.sizing.activations import BLOCK_TILES
 
 NAME = "outcore_long_rows"
 """Stand-in among transformers' attention implementations."""
-BEFORE, AFTER = "before attention", "after attention"
-"""Roles of layers' code on a tile."""
 
 
 class _AttentionReached(Exception):
@@ -80,7 +78,7 @@ class Tile:
     tokens: slice
     hidden: torch.Tensor
     more: list[torch.Tensor]
-    """The same tokens of other rows [..., t, width]."""
+    """Other rows [..., t, width], at the same tokens."""
     call: LayerCall
     whole: dict[int, Any]
     """What an argument of the call was cut from, by the id of the cut one."""
@@ -89,6 +87,9 @@ class Tile:
 class LongRows:
     """Runs layers on tiles. `tile_tokens`: of a tile, over all rows of a micro-batch; `homes`: where whole rows live;
     `compiled`: runs tiles where it can. StreamUnsupported where a layer's code is otherwise than is said above."""
+
+    BEFORE, AFTER = "before attention", "after attention"
+    """Roles of layers' code on a tile."""
 
     def __init__(
         self, units: ModelParts, tile_tokens: int, homes: RowHomes, compiled: CompiledLayers | None = None
@@ -101,7 +102,7 @@ class LongRows:
             for module in layer.modules():
                 if _attending_config(module) is not None:
                     module.__dict__["outcore_seat"] = self.seat
-        self.roles: dict[str, Role] = {BEFORE: self._role_before, AFTER: self._role_after}
+        self.roles: dict[str, Role] = {self.BEFORE: self._role_before, self.AFTER: self._role_after}
         """What layers' code does on a tile, to be compiled."""
         if compiled is not None:
             for name, role in self.roles.items():
@@ -127,7 +128,7 @@ class LongRows:
         with self.writer(output) as written:
             for tile in self.tiles(call, hidden, found.results):
                 result = found.heads.result(*tile.more)
-                made = self.run_compiled(AFTER, index, tile, tensors, result)
+                made = self.run_compiled(self.AFTER, index, tile, tensors, result)
                 written.put(tile.tokens, self.after(index, tile, tensors, result) if made is None else made)
         return output
 
@@ -187,7 +188,7 @@ class LongRows:
             written.put(first.tokens, heads.packed(parts))
             del first, parts  # the block that it came in
             for tile in tiles:
-                made = self.run_compiled(BEFORE, index, tile, tensors)
+                made = self.run_compiled(self.BEFORE, index, tile, tensors)
                 written.put(tile.tokens, heads.packed(self.before(index, tile, tensors)[0] if made is None else made))
         results = self.homes.room((heads.groups, *shape, heads.result_width), dtype)
         return Attending(heads, asked, rows, results)

@@ -81,7 +81,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     device_bytes = device_bytes_of(case.hardware, layout)
     if device_bytes is not None and shape.quantize:  # one layer at a time is expanded beside the buffers
         device_bytes -= e * max(shape.layer_params)
-    holding = Holding(layer_buffers=layout.layer_buffers)
+    holding, in_ram = Holding(layer_buffers=layout.layer_buffers), layout.checkpoints_home == "ram"
     if device_bytes is None and layout.tiling not in ("on", "tokens"):
         return Tiling(holding=holding)
     tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
@@ -101,7 +101,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
         holding = choose_holding(
             model, device_bytes, tile_bytes,
             layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling != "off",
-            cuts_rows={"tokens": True, "off": False}.get(layout.tiling),
+            cuts_rows={"tokens": True, "off": False}.get(layout.tiling, None if in_ram else False),
         )  # fmt: skip
     ends = frozenset(unit.index for unit in units if not unit.is_layer)
     layers = frozenset(index - 1 for index in holding.tiled - ends)

@@ -18,6 +18,7 @@ from tests.staging.fakes import LateEvent, LateStreams
 DEFERRED = replace(TINY_SETTINGS, staging_bytes=4 * MIB, activations="ram")
 IMMEDIATE = replace(DEFERRED, max_grad_norm=0.0, update="immediate")
 TILED = replace(DEFERRED, tiling="on", tile_bytes=10_000)
+LONG = replace(DEFERRED, tiling="tokens", tile_bytes=1, step_tokens=(128,), row_tokens=64)
 
 
 class DeviceStreams(LateStreams):
@@ -61,7 +62,7 @@ def build(monkeypatch):
             if pinned is not None:
 
                 def open_late(device: torch.device, count: int) -> DeviceStreams:
-                    delay_s = 0.001 if settings.tiling == "on" else 0.03  # tiles are many
+                    delay_s = 0.001 if settings.tiling != "auto" else 0.03  # tiles are many
                     streams.append(DeviceStreams(delay_s, all_pinned=pinned))
                     return streams[-1]
 
@@ -94,8 +95,10 @@ def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
     [
         ("llama", DEFERRED, 1, True, False), ("gpt2", DEFERRED, 3, False, False), ("gpt2", IMMEDIATE, 3, True, False),
         ("llama", IMMEDIATE, 3, True, True), pytest.param("gpt2", TILED, 3, True, False, marks=pytest.mark.slow),
+        ("llama", LONG, 1, True, False), ("llama", LONG, 1, False, True),
     ],
-    ids=["one batch", "tied, pageable", "tied, immediate", "frozen base", "tied, in tiles"],
+    ids=["one batch", "tied, pageable", "tied, immediate", "frozen base", "tied, in tiles", "long rows",
+         "long rows, pageable"],
 )  # fmt: skip
 def test_results_do_not_depend_on_when_copies_end(build, model, settings, count, pinned, lora):
     at_once = run(build(model, settings, None, lora=lora)[0], count)

@@ -15,7 +15,7 @@ import torch
 from torch.func import vjp
 
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers import AFTER, BEFORE, Attending, LayerForward, LongRows, Role
+from outcore.flow.layers import Attending, LayerForward, LongRows, Role
 from outcore.flow.parts import LayerCall
 
 BEFORE_BACK, AFTER_BACK = "before attention, backward", "after attention, backward"
@@ -25,7 +25,7 @@ def register_backward(rows: LongRows) -> None:
     """Have tiles' backward compiled: gradients by the input and, after attention, by its result; those of the trained
     parameters are added to sums."""
     assert rows.compiled is not None
-    for role, back_role in ((BEFORE, BEFORE_BACK), (AFTER, AFTER_BACK)):
+    for role, back_role in ((rows.BEFORE, BEFORE_BACK), (rows.AFTER, AFTER_BACK)):
         rows.compiled.register(back_role, partial(_backward_of, rows.roles[role]))
 
 
@@ -204,8 +204,8 @@ class _Kept:
 
 
 class _Enter(torch.autograd.Function):
-    """The same tensors, for autograd to go back to: their gradients are put into `grads`. As leaves of its graph they
-    would stay in memory as long as the graph does."""
+    """Give the tensors back as such that autograd goes back to: their gradients are put into `grads`. As leaves of its
+    graph they would stay in memory as long as the graph does."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor | None], anchor: torch.Tensor, *parts: torch.Tensor) -> Any:

@@ -10,7 +10,7 @@ from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.backward.long_rows import AFTER_BACK, BEFORE_BACK
 from outcore.engine.stream.check.gradients import gradient_difference, run_units, why_not_in_tiles_of_tokens
 from outcore.flow.check import slab_of
-from outcore.flow.layers import AFTER, BEFORE, CompiledLayers, Head, HeadInput, LongRows, PartRunner, RowHomes
+from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RowHomes
 from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model import LoraSettings, preset_shape, shape_from_config
 from outcore.model.adapters import apply_lora
@@ -51,7 +51,7 @@ def test_compiled_tiles_give_the_same_gradients():
     compiled = CompiledLayers(discover_units(loaded), "on", backend="aot_eager")
     found, gradients = run_units(loaded, batch, compiled, tile_tokens=16)
     roles = {role for role, _, _ in compiled._functions}
-    assert roles == {BEFORE, AFTER, BEFORE_BACK, AFTER_BACK} and not compiled.why_not
+    assert roles == {LongRows.BEFORE, LongRows.AFTER, BEFORE_BACK, AFTER_BACK} and not compiled.why_not
     assert float(found) == pytest.approx(float(objective), rel=1e-6)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert all(float((gradients[n] - one).abs().max()) < 1e-6 * largest for n, one in expected.items())
