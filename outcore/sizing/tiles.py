@@ -88,7 +88,7 @@ class TilingWork:
     tile_tokens: int = 0
     """Tokens of a tile where rows are long; 0: they cannot be cut."""
     long: TilingWork | None = None
-    """The same where rows are long."""
+    """Needs where rows are long."""
 
     def of(self, holding: Holding) -> TilingWork:
         """What is needed where the device holds units so."""

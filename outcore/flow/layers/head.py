@@ -79,7 +79,7 @@ class Head:
             yield tile.tokens, item.cut(tile.tokens, tile.hidden, targets)
 
     def on_device(self, item: HeadInput, *, only_last: bool = False) -> HeadInput:
-        """The same, with hidden states whole on the device, or there `only_last` of each row, wherever they live."""
+        """Have hidden states whole on the device, or there `only_last` of each row, wherever they live."""
         long_rows = self.runner.takes_long(item.hidden)
         if long_rows is None:
             return item

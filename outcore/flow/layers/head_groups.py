@@ -24,8 +24,8 @@ class Heads:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> Heads:
-        """As many groups as there are heads of keys; one where these are not those of values, too, or do not divide
-        the queries'. `parts`: queries, keys, values [B, H, t, D]."""
+        """Make as many groups as there are heads of keys; one where these are not those of values, too, or do not
+        divide the queries'. `parts`: queries, keys, values [B, H, t, D]."""
         query, key, value = parts
         heads = key.shape[1]
         groups = heads if value.shape[1] == heads and query.shape[1] % heads == 0 else 1

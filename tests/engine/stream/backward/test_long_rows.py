@@ -1,6 +1,7 @@
 """Rows so long that all of a layer but attention goes in tiles of tokens: the same training, in the bytes counted."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,10 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(build):
         build("llama", replace(TOKENS, step_tokens=None))
 
 
+WIDTHS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "head_dim": 16}
+WIDTHS |= {"num_key_value_heads": 2, "max_position_embeddings": 8192}
+
+
 def test_counted_bytes_hold_the_head():
     """Neither the last hidden states nor their gradient, nor any norm of them, are ever whole on the device."""
     tokens, tile_tokens = 4096, 64
@@ -128,10 +133,6 @@ def test_counted_bytes_hold_the_head():
     counted = long_head_bytes(shape, 4, tokens, tile_tokens) + logits
     assert 0.6 * counted < peak < 1.05 * counted < log.hidden.nbytes, (peak, counted)
     assert found[0].grad_hidden is item.hidden  # in its place
-
-
-WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
-WIDTHS |= {"head_dim": 16, "max_position_embeddings": 8192}
 
 
 def _peak_bytes(units, tokens, tile_tokens):
