@@ -1,0 +1,54 @@
+"""Whole rows in RAM: their memory is used again, blocks make them up whatever their length, a lost copy is told."""
+
+import pytest
+import torch
+
+from outcore.flow.layers import RowHomes
+from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane
+from outcore.staging.pool import HostMemory
+from tests.staging.fakes import LateStreams
+
+CPU = torch.device("cpu")
+
+
+def test_memory_is_used_again_and_makes_room_for_longer_rows():
+    memory = HostMemory()
+    homes = RowHomes(memory)
+    first = homes.room((1, 8, 4), torch.float32)
+    address = first.data_ptr()
+    other = homes.room((1, 8, 4), torch.float32)
+    assert other.data_ptr() != address
+    del first
+    assert homes.room((1, 3, 4), torch.float32).data_ptr() == address  # and nobody has it after this line
+    del other
+    longer = homes.room((1, 64, 4), torch.float32)
+    assert longer.shape == (1, 64, 4) and memory.pageable_bytes == (8 + 64) * 4 * 4  # one of the short ones is gone
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 13])
+def test_blocks_make_up_rows_of_any_length(length):
+    homes, rows = RowHomes(HostMemory()), torch.randn(2, 3, length, 5)
+    home = homes.room(rows.shape, rows.dtype)
+    with homes.writer(home, 6) as written:
+        for start in range(0, length, 2):
+            tokens = slice(start, min(start + 2, length))
+            written.put(tokens, rows[..., tokens, :])
+    assert torch.equal(home, rows)
+    wanted = ([home[..., at : at + 6, :], home[..., at : at + 6, :]] for at in range(0, length, 6))
+    found = [torch.cat(parts) for parts in homes.arriving(wanted)]
+    assert torch.equal(torch.cat(found, dim=2), torch.cat([rows, rows]))
+    assert torch.equal(homes.up(homes.down(rows[0])), rows[0])
+
+
+def test_a_lost_copy_is_told_before_the_rows_are_used():
+    streams = LateStreams()
+    with PinnedPool(1 << 20, device=CPU, probe=False) as pool:
+        up = UploadLane(pool, None, CPU, LaneSettings(1 << 16, 2))
+        down = DownloadLane(pool, None, CPU, LaneSettings(1 << 16, 2), streams=streams)
+        with up, down:
+            homes = RowHomes(HostMemory(pool), (up, down))
+            streams.fail_next = OSError("the link is gone")
+            with pytest.raises(OSError, match="the link is gone"):
+                homes.down(torch.ones(1, 4, 4))
+            rows = torch.randn(1, 4, 4)
+            assert torch.equal(homes.up(homes.down(rows)), rows)
