@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 
@@ -287,3 +288,13 @@ def test_soft_caps_cost_scores_and_passes_over_the_logits():
     tiles = {"tile_bytes": 1 << 20, "chunk_bytes": None, "masks": False}
     works = [step_work(s, 2, seq, 8192, 1, compiled=True, checkpoints_home="vram", **tiles) for s in (shape, plain)]
     assert works[0].head == 2 * works[1].head and works[0].layer > works[1].layer
+
+
+def test_a_config_that_was_changed_is_counted_again():
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64)
+    config.num_hidden_layers = 2
+    first, same = shape_from_config("first", config), shape_from_config("same", copy.deepcopy(config))
+    config.num_hidden_layers = 3
+    other = shape_from_config("other", config)
+    assert [len(shape.layer_params) for shape in (first, same, other)] == [2, 2, 3]
+    assert (first.name, same.name, other.name) == ("first", "same", "other")
