@@ -50,6 +50,14 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def nearest_existing(path: Path | str) -> Path:
+    """The path, or the nearest above it that exists: what lies there decides for a folder that is not made yet."""
+    current = Path(path).absolute()
+    while not current.exists() and current != current.parent:
+        current = current.parent
+    return current
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and those above it that are missing; each new name is brought to the drive. Raises OSError."""
     if path.is_dir():

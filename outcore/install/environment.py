@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from outcore.common.files import write_json
 from outcore.install.bootstrap import environment_python
 from outcore.install.errors import InstallError
 from outcore.install.requirement_set import RequirementSet, normalise
@@ -93,9 +94,7 @@ class Environment:
 
     def write_stamp(self, content: Mapping[str, object]) -> None:
         """Atomically, last of all."""
-        aside = self.stamp_path.with_suffix(".tmp")
-        aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, self.stamp_path)
+        write_json(self.stamp_path, content)
 
     def remove_stamp(self) -> None:
         self.stamp_path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from outcore.common.files import nearest_existing
 from outcore.machine.disks import Disk, block_dir, describe_disk, read_text, whole_disks
 from outcore.machine.mounts import Mount, mount_of, read_mounts
 from outcore.machine.records import Drive
@@ -38,7 +39,7 @@ def drive_of(path: str | os.PathLike[str], *, sys_root: str | Path = "/", usage:
     asked = os.fspath(path)
     if not str(asked).strip():
         raise ValueError("no path given: name the folder whose drive is meant")
-    existing = _nearest_existing(Path(asked))
+    existing = nearest_existing(os.path.realpath(asked))
     total_bytes, free_bytes = (usage or _usage)(str(existing))
     root = Path(sys_root)
     mounts = read_mounts(root)
@@ -174,13 +175,6 @@ def _drive_without_mount(asked: str, existing: Path) -> Drive:
         mount_point=existing.anchor or "/",
         filesystem="unknown",
     )
-
-
-def _nearest_existing(path: Path) -> Path:
-    current = Path(os.path.realpath(path))
-    while not os.path.exists(current) and current != current.parent:
-        current = current.parent
-    return current
 
 
 def _usage(path: str) -> tuple[int, int]:

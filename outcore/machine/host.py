@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,41 +120,36 @@ def memlock_limit_bytes() -> int | None:
     return None if capabilities and int(capabilities[1], 16) & CAP_IPC_LOCK else soft
 
 
-def _control_group_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, what is left of it) of this process's control group and all those around it, of versions 2 and 1."""
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and of those around it, of versions 2 and 1."""
     groups = dict(re.findall(r"^\d+:([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.M))
-    v1_path = next((path for names, path in groups.items() if "memory" in names.split(",")), "/")
-    found: list[tuple[int, int]] = []
-    for base, path, limit_name, usage_name in (
-        (root / _CGROUPS, groups.get("", "/"), "memory.max", "memory.current"),
-        (root / _CGROUPS / "memory", v1_path, "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    v1_path = next((path for names, path in groups.items() if controller in names.split(",")), "/")
+    for base, path in ((root / _CGROUPS, groups.get("", "/")), (root / _CGROUPS / controller, v1_path)):
         own = base / path.lstrip("/")
-        for group in (own, *own.parents):
-            if not group.is_relative_to(base):
-                break
-            limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
-            if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:
-                used_bytes = int(usage or 0) - _page_cache_bytes(_text(group / "memory.stat"))
-                found.append((int(limit), max(0, int(limit) - max(0, used_bytes))))
+        yield from (group for group in (own, *own.parents) if group.is_relative_to(base))
+
+
+def _control_group_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, what is left of it) of each control group's memory."""
+    found: list[tuple[int, int]] = []
+    for group in _control_groups(root, "memory"):
+        limit = (_text(group / "memory.max") or _text(group / "memory.limit_in_bytes")).strip()
+        usage = (_text(group / "memory.current") or _text(group / "memory.usage_in_bytes")).strip()
+        if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:
+            used_bytes = int(usage or 0) - _page_cache_bytes(_text(group / "memory.stat"))
+            found.append((int(limit), max(0, int(limit) - max(0, used_bytes))))
     return found
 
 
 def _cpu_quotas(root: Path) -> list[float]:
-    """Cores that this process's control group and those around it may keep busy, of versions 2 and 1."""
-    groups = dict(re.findall(r"^\d+:([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.M))
-    v1_path = next((path for names, path in groups.items() if "cpu" in names.split(",")), "/")
+    """Cores that each control group may keep busy."""
     found: list[float] = []
-    for base, path in ((root / _CGROUPS, groups.get("", "/")), (root / _CGROUPS / "cpu", v1_path)):
-        own = base / path.lstrip("/")
-        for group in (own, *own.parents):
-            if not group.is_relative_to(base):
-                break
-            quota, _, period = _text(group / "cpu.max").strip().partition(" ")
-            quota = quota or _text(group / "cpu.cfs_quota_us").strip()  # "max", or -1: no limit
-            period = period or _text(group / "cpu.cfs_period_us").strip()
-            if quota.isdigit() and period.isdigit() and int(period):
-                found.append(int(quota) / int(period))
+    for group in _control_groups(root, "cpu"):
+        quota, _, period = _text(group / "cpu.max").strip().partition(" ")
+        quota = quota or _text(group / "cpu.cfs_quota_us").strip()  # "max", or -1: no limit
+        period = period or _text(group / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            found.append(int(quota) / int(period))
     return found
 
 

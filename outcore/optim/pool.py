@@ -31,7 +31,6 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -250,9 +249,7 @@ class OptimizerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         self.close(cancel=kind is not None)
 
     def _submit(

@@ -11,9 +11,10 @@ from typing import Any
 
 import psutil
 
+from outcore.common.files import nearest_existing
 from outcore.common.quantities import GIB, MIB, format_gb, format_gib
 from outcore.machine import Machine
-from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe, nearest_existing
+from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import nearest_existing, write_atomic
 from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig
 from outcore.machine import Machine, detect_machine
-from outcore.monitor.sensors import nearest_existing
 from outcore.performance.against_plan import compare, project
 from outcore.performance.findings import Check, Findings
 from outcore.performance.health import before_the_trial, during_the_trial
@@ -252,9 +252,7 @@ def write(found: Findings, folder: Path) -> list[Path]:
     paths = []
     for ending, text in texts.items():
         path = folder / f"performance_report.{ending}"
-        aside = path.with_suffix(f".{ending}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        write_atomic(path, text)
         paths.append(path)
     return paths
 

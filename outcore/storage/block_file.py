@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outcore.common.closing import Closing
 from outcore.common.quantities import format_gb, format_s, round_up
 from outcore.storage.block_spans import BlockSpans
 from outcore.storage.descriptor import Descriptor, Mode
@@ -31,7 +32,7 @@ from outcore.storage.page_cache import WriteBehind
 TIMEOUT_S = 600.0
 
 
-class BlockFile:
+class BlockFile(Closing):
     """One file of a drive, read and written at byte offsets from and into host memory. Safe from many threads.
 
     `mode`: "r" reads an existing file, "rw" reads and writes an existing file, "create" makes or empties it.
@@ -289,12 +290,6 @@ class BlockFile:
                 raise StorageError("close", path=self.path, errno=error.errno) from error
             finally:
                 self._descriptor.close()
-
-    def __enter__(self) -> BlockFile:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self._closed:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.monitor.sensors.block_device import BlockDevice, nearest_existing
+from outcore.common.files import nearest_existing
+from outcore.monitor.sensors.block_device import BlockDevice
 from outcore.monitor.sensors.drive import DriveSensor, free_bytes, run_json_command
 from outcore.monitor.sensors.sensor import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat

@@ -116,13 +116,13 @@ def test_trackio_without_a_header_starts_at_the_first_step(monkeypatch: pytest.M
 
 def test_a_logger_that_fails_is_off_and_said_once() -> None:
     class Failing(Logger):
-        def log_step(self, record: dict) -> None:
+        def log(self, group: str, record: dict) -> None:
             raise ConnectionError("no network")
 
     seen: list[dict] = []
 
     class Keeping(Logger):
-        def log_step(self, record: dict) -> None:
+        def log(self, group: str, record: dict) -> None:
             seen.append(record)
 
     said: list[str] = []
@@ -163,9 +163,9 @@ def test_prometheus_gets_the_latest_figures() -> None:
     assert server.is_serving and f"127.0.0.1:{server.port}" in said[0] and "anyone" not in said[0]
     assert fetch(server.port) == "\n" or "outcore" not in fetch(server.port)
     server.log_header({"run": 'a "b"'})
-    server.log_step({**RECORD, "nvme_read_bytes": 10, "nvme_write_bytes": None})
-    server.log_step({**RECORD, "step": 2, "loss": math.nan, "nvme_read_bytes": 5})
-    server.log_eval({"step": 2, "eval_loss": math.inf})
+    server.log("train", {**RECORD, "nvme_read_bytes": 10, "nvme_write_bytes": None})
+    server.log("train", {**RECORD, "step": 2, "loss": math.nan, "nvme_read_bytes": 5})
+    server.log("eval", {"step": 2, "eval_loss": math.inf})
     text = fetch(server.port)
     assert 'outcore_step{run="a \\"b\\""} 2' in text
     assert 'outcore_nvme_read_bytes_total{run="a \\"b\\""} 15' in text
@@ -190,7 +190,7 @@ def test_a_port_that_is_taken_is_said_and_the_run_goes_on() -> None:
         server = MetricsServer(taken.getsockname()[1], say=said.append)
         assert not server.is_serving
         assert len(said) == 1 and "another --metrics_port" in said[0] and "Training goes on" in said[0]
-        server.log_step(RECORD)
+        server.log("train", RECORD)
         server.close()
 
 

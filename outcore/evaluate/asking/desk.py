@@ -103,7 +103,8 @@ class Desk:
             first.setdefault(key, number)
         unique = [questions[number] for number in first.values()]
         counter = _Counter(keys, self.tell)
-        counter.add({key for key in first if key in self._known and self._stays(questions[first[key]])}, "")
+        written = {question.key for question in unique if isinstance(question, WriteQuestion)}  # scores: by portions
+        counter.add(written & self._known.keys(), "")
         for stage, kind, answer in (("scoring", ScoreQuestion, self._score), ("writing", WriteQuestion, self._write)):
             of_kind = [question for question in unique if isinstance(question, kind)]
             for portion in self._portions(of_kind):
@@ -115,10 +116,6 @@ class Desk:
                 answer(portion, counter, stage)
                 self.asking_s += time.monotonic() - began_s
         return [self._known[key] for key in keys]
-
-    def _stays(self, question: Question) -> bool:
-        """Whether a known answer is taken by itself; scores are taken by portions."""
-        return isinstance(question, WriteQuestion)
 
     def _portions(self, questions: Sequence[Any]) -> list[list[Any]]:
         if questions and isinstance(questions[0], WriteQuestion):  # each is noted by itself, as it ends

@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from outcore.evaluate.asking import PORTION_TOKENS, Desk, EngineAnswerer, Question, ScoreQuestion, WriteQuestion
+from outcore.evaluate.asking import PORTION_TOKENS, Desk, EngineAnswerer, ScoreQuestion, WriteQuestion
 from outcore.evaluate.settings import EvaluationError
 from outcore.infer.opening import InferSettings, OpenedModel, open_engine
 from outcore.infer.requests import derived_seed, seed_of
@@ -76,7 +76,7 @@ class OutcoreLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        answers = self._ask(
+        answers = self.desk.ask(
             [ScoreQuestion(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         )
         found = [(float(logprob), bool(likeliest)) for logprob, likeliest in answers]
@@ -96,7 +96,7 @@ class OutcoreLM(TemplateLM):
         documents = _documents(requests)
         self._starting("tokenizing", [documents[number] for number, _ in windows])
         totals = [0.0] * len(requests)
-        for (number, _), (logprob, _) in zip(windows, self._ask([q for _, q in windows]), strict=True):
+        for (number, _), (logprob, _) in zip(windows, self.desk.ask([q for _, q in windows]), strict=True):
             totals[number] += logprob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -116,7 +116,7 @@ class OutcoreLM(TemplateLM):
             stops.append(until)
         texts = [
             postprocess_generated_text(text, stop=until, think_end_token=None)
-            for text, until in zip(self._ask(questions), stops, strict=True)
+            for text, until in zip(self.desk.ask(questions), stops, strict=True)
         ]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -137,9 +137,6 @@ class OutcoreLM(TemplateLM):
         sampling |= {"max_tokens": int(given["max_gen_toks"]), "stop": list(until[:MAX_STOPS])}
         sampling["seed"] = derived_seed(seed_of(f"{self.seed} {prompt}"), repeat)
         return WriteQuestion(tokens, sampling, repeat)
-
-    def _ask(self, questions: Sequence[Question]) -> list[Any]:
-        return self.desk.ask(questions)
 
 
 def infer_settings(given: Mapping[str, Any]) -> InferSettings:

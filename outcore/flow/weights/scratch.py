@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from outcore.common.closing import Closing
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.errors import EngineError
 from outcore.optim import DigestFound, find_digest
@@ -89,7 +90,7 @@ def _opened(how: DriveAccess) -> StorageEngine:
         raise EngineError(f"{asked}: {error}. Leave it out, or {sure}.") from error
 
 
-class Scratch:
+class Scratch(Closing):
     """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one as `storage`
     says. `checksums`: whether what comes back is verified (`choose_verification`). `rank`: each of the host's
     `num_ranks` has folders of its own; rank 0 removes what a killed run with more ranks left.
@@ -173,12 +174,6 @@ class Scratch:
     def size_bytes(self) -> int:
         """Bytes reserved on all drives together."""
         return sum(store.total_bytes for store in self._stores.values())
-
-    def __enter__(self) -> Scratch:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Wait for what is under way and remove everything; safe to call twice.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -10,13 +11,15 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from outcore.common.quantities import GB, GIB, MIB, format_gb, format_gib
+from outcore.common.files import nearest_existing
+from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.install.environment import SUPPORTED_PYTHON, Environment
 from outcore.install.extensions import find_nvcc, has_header
 from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 from outcore.install.verify.wsl import wsl_memory_row
 from outcore.machine import Drive, Machine, Runner, drive_of
+from outcore.machine.offload import write_and_read_back
 
 # Below this torch, DeepSpeed and one of its compilers (2 GiB each) leave no room for a model.
 MIN_RAM_BYTES = 4 * GIB
@@ -194,8 +197,10 @@ def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Rep
     """Whether the folder that training offloads to takes a file, and what kind of drive it lies on."""
     needed = "a writable folder, best on an NVMe drive"
     try:
-        folder = _nearest_folder(path)
-        _write_and_read(folder)
+        folder = nearest_existing(path.expanduser())
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
+        write_and_read_back(folder)
     except OSError as error:
         why = f"{path}: {error.strerror or error}"
         fix = "give another folder: --nvme_offload_path DIR (RAM offload works without)"
@@ -254,27 +259,3 @@ def _has_nvidia_card(pci_root: Path) -> bool:
         except OSError:
             continue  # the device went away while we looked
     return False
-
-
-def _nearest_folder(path: Path) -> Path:
-    current = path.expanduser().absolute()
-    while not current.exists() and current != current.parent:
-        current = current.parent
-    if not current.is_dir():
-        raise NotADirectoryError(20, f"{current} is not a folder")
-    return current
-
-
-def _write_and_read(folder: Path) -> None:
-    """1 MiB there and back; OSError when the drive refuses."""
-    target = folder / f".outcore-write-test-{os.getpid()}"
-    content = os.urandom(MIB)
-    try:
-        with target.open("xb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        if target.read_bytes() != content:
-            raise OSError(5, "what was written reads back differently")
-    finally:
-        target.unlink(missing_ok=True)

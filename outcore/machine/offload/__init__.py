@@ -12,4 +12,5 @@ from outcore.machine.offload.folder import (
     slow_drive_warning,
     temporary_file,
     validate_nvme_path,
+    write_and_read_back,
 )

@@ -117,7 +117,7 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
     created: list[Path] = []
     try:
         created = _make_folder(folder)
-        _write_and_read_back(folder)
+        write_and_read_back(folder)
         free_bytes = shutil.disk_usage(folder).free
     except (OSError, ValueError) as error:
         _remove_folders(created)
@@ -180,8 +180,8 @@ def slow_drive_warning(path: str | os.PathLike[str], read_gb_per_s: float, write
     )
 
 
-def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO_STEP_BYTES) -> tuple[bool, str]:
-    """Does the drive take O_DIRECT transfers whose size is a multiple of `step_bytes` but not of 4 KiB?
+def check_direct_io(path: str | os.PathLike[str]) -> tuple[bool, str]:
+    """Does the drive take O_DIRECT transfers whose size is a multiple of 1 KiB but not of 4 KiB?
 
     Stock DeepSpeed makes such transfers and ignores their result. The folder must exist.
 
@@ -191,7 +191,7 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
     folder = resolve_nvme_path(path)
     if flag is None:
         return False, "this operating system has no O_DIRECT, which DeepSpeed's drive transfers need"
-    n_bytes = 4096 + step_bytes
+    n_bytes = 4096 + DEEPSPEED_IO_STEP_BYTES
     with temporary_file(folder) as file, mmap.mmap(-1, 8192) as page_aligned:
         page_aligned[:n_bytes] = secrets.token_bytes(n_bytes)
         written = bytes(page_aligned[:n_bytes])
@@ -209,7 +209,7 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False, (
-                    f"the file system at {folder} refuses direct transfers in steps of {step_bytes} bytes "
+                    f"the file system at {folder} refuses direct transfers in steps of {DEEPSPEED_IO_STEP_BYTES} bytes "
                     "(a RAM disk, a network or Windows-drive mount, or a drive with 4 KiB sectors)"
                 )
             return False, f"a direct transfer at {folder} failed: {error.strerror} (errno {error.errno})"
@@ -244,7 +244,8 @@ def temporary_file(folder: Path) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
 
 
-def _write_and_read_back(folder: Path) -> None:
+def write_and_read_back(folder: Path) -> None:
+    """Write a few MiB into the folder, read them back, remove them. OSError when the drive refuses or changes them."""
     data = secrets.token_bytes(TEST_FILE_BYTES)
     with temporary_file(folder) as file:
         with open(file, "wb") as handle:

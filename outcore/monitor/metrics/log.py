@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import fsync_folder
+from outcore.common.closing import Closing
 from outcore.monitor.sensors import describe
 
 FSYNC_INTERVAL_S = 30.0
@@ -49,7 +50,7 @@ class MetricsLogError(OSError):
         return self._message
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writer of one run's metrics.jsonl.
 
     Args:
@@ -154,12 +155,6 @@ class MetricsLog:
             raise MetricsLogError(self.path, "sync", error) from error
         finally:
             os.close(fd)
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         line = encode_line(record)

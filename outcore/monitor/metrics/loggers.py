@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from outcore.common.words import nearest
+from outcore.common.words import did_you_mean
 from outcore.monitor.sensors import describe
 
 INSTALL_HINTS = {
@@ -34,9 +34,8 @@ class Logger(Protocol):
 
     def log_header(self, header: dict[str, Any]) -> None: ...
 
-    def log_step(self, record: dict[str, Any]) -> None: ...
-
-    def log_eval(self, record: dict[str, Any]) -> None: ...
+    def log(self, group: str, record: dict[str, Any]) -> None:
+        """Take a step's record (group "train") or an evaluation's ("eval")."""
 
     def close(self) -> None: ...
 
@@ -62,16 +61,10 @@ class TensorBoardLogger:
     def log_header(self, header: dict[str, Any]) -> None:
         """Do nothing: TensorBoard has no place for it that people look at."""
 
-    def log_step(self, record: dict[str, Any]) -> None:
-        self._add("train", record)
-
-    def log_eval(self, record: dict[str, Any]) -> None:
-        self._add("eval", record)
-
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, group: str, record: dict[str, Any]) -> None:
+    def log(self, group: str, record: dict[str, Any]) -> None:
         summary = self._summaries.Summary
         values = [summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record, group)]
         if values:
@@ -93,18 +86,12 @@ class TrackerLogger:
         if self._run is None:
             self._run = self._module.init(config=header, **self._settings)
 
-    def log_step(self, record: dict[str, Any]) -> None:
-        self._log("train", record)
-
-    def log_eval(self, record: dict[str, Any]) -> None:
-        self._log("eval", record)
-
     def close(self) -> None:
         if self._run is not None:
             self._run = None
             self._module.finish()
 
-    def _log(self, group: str, record: dict[str, Any]) -> None:
+    def log(self, group: str, record: dict[str, Any]) -> None:
         self.log_header({})
         self._module.log(dict(scalars(record, group)), step=record["step"])
 
@@ -125,18 +112,12 @@ class MlflowLogger:
         said = {name: str(value)[:MLFLOW_VALUE_CHARS] for name, value in (header.get("config") or {}).items()}
         self._module.log_params(said)
 
-    def log_step(self, record: dict[str, Any]) -> None:
-        self._log("train", record)
-
-    def log_eval(self, record: dict[str, Any]) -> None:
-        self._log("eval", record)
-
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
             self._module.end_run()
 
-    def _log(self, group: str, record: dict[str, Any]) -> None:
+    def log(self, group: str, record: dict[str, Any]) -> None:
         self.log_header({})
         self._module.log_metrics(dict(scalars(record, group)), step=record["step"])
 
@@ -165,10 +146,10 @@ class LoggerGroup:
         self._each(lambda logger: logger.log_header(header))
 
     def log_step(self, record: dict[str, Any]) -> None:
-        self._each(lambda logger: logger.log_step(record))
+        self._each(lambda logger: logger.log("train", record))
 
     def log_eval(self, record: dict[str, Any]) -> None:
-        self._each(lambda logger: logger.log_eval(record))
+        self._each(lambda logger: logger.log("eval", record))
 
     def close(self) -> None:
         self._each(lambda logger: logger.close())
@@ -201,8 +182,7 @@ def check_report_to(report_to: str | Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in INSTALL_HINTS if _is_installed(name))
     for name in names:
         if name not in INSTALL_HINTS:
-            near = nearest(name, [*INSTALL_HINTS, "all", "none"])
-            meant = f" Did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(name, [*INSTALL_HINTS, "all", "none"], 1)
             raise ValueError(f"report_to has no {name!r}; it knows {', '.join(INSTALL_HINTS)}, all and none.{meant}")
         if not _is_installed(name):
             hint = INSTALL_HINTS[name]

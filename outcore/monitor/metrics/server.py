@@ -79,17 +79,14 @@ class MetricsServer:
         """Takes the run's name for the label, if none was given."""
         self._run = self._run or str(header.get("run") or "")
 
-    def log_step(self, record: dict[str, Any]) -> None:
-        """The step's metrics line becomes what is served."""
+    def log(self, group: str, record: dict[str, Any]) -> None:
+        """The figures of a metrics line become what is served; the step's number is that of the last step."""
         with self._lock:
-            for name in _SUMMED:
-                total = self._figures.get(f"{name}_total", 0) + (record.get(name) or 0)
-                self._figures[f"{name}_total"] = total
+            if group == "eval":
+                record = {name: value for name, value in record.items() if name != "step"}
+            for name in _SUMMED if group == "train" else ():
+                self._figures[f"{name}_total"] = self._figures.get(f"{name}_total", 0) + (record.get(name) or 0)
             self._figures.update({name: value for name, value in record.items() if name not in _SUMMED})
-
-    def log_eval(self, record: dict[str, Any]) -> None:
-        with self._lock:
-            self._figures.update({name: value for name, value in record.items() if name != "step"})
 
     def render(self) -> str:
         """Prometheus' text format, version 0.0.4; figures that are not known are left out."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import IO, Any
 
+from outcore.common.closing import Closing
 from outcore.common.quantities import format_count, format_s
 from outcore.monitor.screen.tiers import tier_words
 
@@ -20,7 +21,7 @@ SPEED_WINDOW_STEPS = 50
 """Steps over which speed and time left are averaged (their median, so that a checkpoint's pause does not count)."""
 
 
-class RunProgress:
+class RunProgress(Closing):
     """Shows how the run goes.
 
     Args:
@@ -111,12 +112,6 @@ class RunProgress:
         elif self._enabled and self._record and self._shown_step != self._record["step"]:
             self._show_plain(time.monotonic())
         self._enabled = False
-
-    def __enter__(self) -> RunProgress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def step_s(self) -> float | None:
         """Median seconds per step of late."""

@@ -55,11 +55,3 @@ class BlockDevice:
             in_flight += int(fields[8])
             queue_ms += int(fields[10])
         return BlockCounters(read_sectors * SECTOR_BYTES, write_sectors * SECTOR_BYTES, in_flight, queue_ms)
-
-
-def nearest_existing(path: Path | str) -> Path:
-    """`path`, or its nearest parent that exists (an offload folder may not be there yet)."""
-    current = Path(path).absolute()
-    while not current.exists() and current != current.parent:
-        current = current.parent
-    return current

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.monitor.sensors.block_device import BlockCounters, BlockDevice, nearest_existing
+from outcore.common.files import nearest_existing
+from outcore.monitor.sensors.block_device import BlockCounters, BlockDevice
 from outcore.monitor.sensors.sensor import SensorBoard, describe
 
 TEMPERATURE_INTERVAL_S = 5.0

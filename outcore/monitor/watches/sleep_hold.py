@@ -13,9 +13,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from outcore.common.closing import Closing
 from outcore.machine import detect_os
 from outcore.monitor.sensors import describe
 
@@ -31,7 +31,7 @@ _POWERSHELL = (
 )
 
 
-class SleepHold:
+class SleepHold(Closing):
     """Sleep is held off until `close()`, if `held`.
 
     Attributes:
@@ -55,14 +55,6 @@ class SleepHold:
         if kernel is not None:
             kernel.SetThreadExecutionState(_ES_CONTINUOUS)
         self.held = False
-
-    def __enter__(self) -> SleepHold:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def hold_off_sleep(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.files import nearest_existing
 from outcore.common.quantities import format_gb
-from outcore.monitor.sensors import describe, nearest_existing
+from outcore.monitor.sensors import describe
 from outcore.monitor.sensors.drive import free_bytes
 
 LOW_FACTOR = 2.0

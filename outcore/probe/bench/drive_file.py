@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from outcore.common.closing import Closing
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.storage import BlockFile, PosixEngine, StorageError, aligned_bytes
 
@@ -88,7 +89,7 @@ def sweep(directory: Path) -> list[Path]:
     return removed
 
 
-class TestFile:
+class TestFile(Closing):
     """A filled file in `directory`; a context manager that removes it.
 
     `wanted_bytes` is cut to what fits with a margin. `fill` writes it and may stop early on a slow drive; `size_bytes`
@@ -158,12 +159,6 @@ class TestFile:
         else:
             self.path.unlink(missing_ok=True)
             os.close(fd)
-
-    def __enter__(self) -> TestFile:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _free_bytes(directory: Path) -> int:

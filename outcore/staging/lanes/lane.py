@@ -23,7 +23,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -182,9 +181,7 @@ class Lane:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(cancel=error is not None)
 
     # ------------------------------------------------------------------ submitting, on callers' threads

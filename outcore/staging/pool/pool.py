@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from types import TracebackType
 
 import torch
 
@@ -252,9 +251,7 @@ class PinnedPool:
     def __enter__(self) -> PinnedPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or not self._leases:
             self.close()
 

@@ -11,6 +11,7 @@ import heapq
 import os
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from outcore.common.quantities import format_s
@@ -25,49 +26,25 @@ ROOM_TIMEOUT_S = 600.0
 """How long a submission waits for one of the queued requests to be begun."""
 
 
+@dataclass(slots=True, eq=False)
 class IoRequest:
     """A submitted transfer and how far its pieces are; guarded by the queue's lock.
 
     `view`: anything with `nbytes` and byte-wise slicing (a numpy or torch uint8 vector). `before`: called once by each
     piece's thread before it moves bytes (waiting for a CUDA event, for instance)."""
 
-    __slots__ = (
-        "before",
-        "error",
-        "file",
-        "in_flight",
-        "kind",
-        "next",
-        "offset",
-        "piece_bytes",
-        "started_s",
-        "transfer",
-        "view",
-    )
-
-    def __init__(
-        self,
-        kind: Kind,
-        file: BlockFile,
-        offset: int,
-        view: Any,
-        *,
-        piece_bytes: int,
-        transfer: Transfer,
-        before: Any = None,
-    ) -> None:
-        self.kind: Kind = kind
-        self.file = file
-        self.offset = offset
-        self.view = view
-        self.piece_bytes = piece_bytes
-        self.transfer = transfer
-        self.before = before
-        self.next = 0
-        self.in_flight = 0
-        self.started_s = 0.0
-        """When a thread took its first piece, on the clock of time.perf_counter."""
-        self.error: BaseException | None = None
+    kind: Kind
+    file: BlockFile
+    offset: int
+    view: Any
+    piece_bytes: int = field(kw_only=True)
+    transfer: Transfer = field(kw_only=True)
+    before: Any = field(default=None, kw_only=True)
+    next: int = 0
+    in_flight: int = 0
+    started_s: float = 0.0
+    """When a thread took its first piece, on the clock of time.perf_counter."""
+    error: BaseException | None = None
 
     @property
     def all_taken(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from outcore.common.closing import Closing
 from outcore.common.quantities import MIB, format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine, open_engine
@@ -52,7 +53,7 @@ from outcore.storage.transfer import Transfer
 STRIPE_BYTES = 8 * MIB  # a request of one stripe reaches a drive's full rate (measured: 99 % from 8 MiB on)
 
 
-class TensorStore:
+class TensorStore(Closing):
     """Made by `create` or `open`. Safe from several threads; `close` and `delete` wait for transfers under way."""
 
     def __init__(
@@ -338,12 +339,6 @@ class TensorStore:
             for lock in self._locks:
                 lock.release(remove=remove)
         return True
-
-    def __enter__(self) -> TensorStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return (

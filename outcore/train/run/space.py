@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from outcore.checkpoint import SPACE_MARGIN_BYTES
+from outcore.common.files import nearest_existing
 from outcore.common.quantities import ELEMENT_BYTES, format_gb
 from outcore.config import TrainConfig
-from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import SpaceWatch
 from outcore.plan import Plan
 from outcore.runs import RunFolder

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import nearest_existing
 from outcore.common.quantities import format_gib
 from outcore.machine import detect_machine, drive_of, local_drives
 from outcore.machine.offload import MIN_GB_PER_S, describe_folder, resolve_nvme_path, validate_nvme_path
@@ -78,9 +79,8 @@ def _speed() -> str:
 
 def folders_in(path: str = "") -> dict[str, Any]:
     """Folders below a path (below the nearest one that exists), and the drives of this machine to begin at."""
-    folder = Path(os.path.abspath(Path(path.strip() or "~").expanduser()))
-    while not folder.is_dir():
-        folder = folder.parent
+    folder = nearest_existing(os.path.abspath(Path(path.strip() or "~").expanduser()))
+    folder = folder if folder.is_dir() else folder.parent
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
