@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.race.race_common import memory_rate_bytes_per_s
 from outcore.common.quantities import GB
 from outcore.optim import (
     FORMATS,
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{backend.name}, {options.numel:,} parameters, {options.repeats} repeats, load {os.getloadavg()[0]:.1f}")
     rates: Samples = {}
     bytes_per_param: dict[str, float] = {"memory": 16.0}
-    measure_memory(options, backend, rates)
+    measure_memory(options, rates)
     for name, make in contestants(options, backend):
         for threads in options.threads:
             step, close, counted_bytes = make(threads)
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rates[name, threads] = [time_one(step) for _ in range(WARM_UPS + options.repeats)][WARM_UPS:]
             finally:
                 close()
-    measure_memory(options, backend, rates)
+    measure_memory(options, rates)
     print_table(options, rates, bytes_per_param)
     if options.out:
         options.out.write_text(json.dumps(report(options, backend.name, rates, bytes_per_param), indent=1) + "\n")
@@ -140,11 +141,11 @@ def floats(numel: int, dtype: torch.dtype, options: argparse.Namespace) -> torch
     return out
 
 
-def measure_memory(options: argparse.Namespace, backend: ExtensionBackend, rates: Samples) -> None:
+def measure_memory(options: argparse.Namespace, rates: Samples) -> None:
     """Adds samples to "memory": seconds that as many elements of 16 bytes would take."""
     for threads in options.threads:
         for _ in range(-(-options.repeats // 2)):
-            bytes_per_s = backend.memory_rate_bytes_per_s(threads, max(1 << 22, options.numel // threads // 4))
+            bytes_per_s = memory_rate_bytes_per_s(threads, max(1 << 22, options.numel // threads // 4))
             rates.setdefault(("memory", threads), []).append(16.0 * options.numel / bytes_per_s)
 
 

@@ -147,3 +147,20 @@ def finish(result: dict[str, Any]) -> None:
         result["torch_reserved_bytes"] = torch.cuda.max_memory_reserved()
     result |= {"rss": rss_bytes(), "time": time.time()}
     print("RESULT " + json.dumps(result), flush=True)
+
+
+def memory_rate_bytes_per_s(num_threads: int, numel: int = 1 << 24, rounds: int = 6) -> float:
+    """Rate of main memory as the CPU optimizer sees it, three streams read and one of them written: a += b * c over
+    `numel` elements a thread (16 bytes each), well above its share of the caches. torch's thread count is as before
+    afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        a, b, c = (torch.full((num_threads * numel,), 0.5) for _ in range(3))
+        a.addcmul_(b, c)
+        began_s = time.perf_counter()
+        for _ in range(rounds):
+            a.addcmul_(b, c)
+        return 16.0 * a.numel() * rounds / (time.perf_counter() - began_s)
+    finally:
+        torch.set_num_threads(before)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from race_common import SHAPES, cap_allocator, synchronize, token_batches
+from race_common import SHAPES, cap_allocator, memory_rate_bytes_per_s, synchronize, token_batches
 from race_ours import random_model
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -42,7 +42,6 @@ from outcore.machine import usable_cores
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
-from outcore.optim.extension import ExtensionBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_RAM_BYTES = 8e9
@@ -234,7 +233,7 @@ def main() -> int:
         return 0
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "case": options.case}
-    dram_gb_per_s = ExtensionBackend().memory_rate_bytes_per_s(usable_cores(), 1 << 22) / 1e9
+    dram_gb_per_s = memory_rate_bytes_per_s(usable_cores(), 1 << 22) / 1e9
     table |= {"tokens": options.micro_batches * options.mb * options.seq, "dram_gb_per_s": dram_gb_per_s, "runs": []}
     problems = []
     for world_size in options.ranks:

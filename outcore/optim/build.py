@@ -41,7 +41,6 @@ SOURCES = (
     "pool.h",
     "kernels.cpp",
     "pool.cpp",
-    "memory_rate.cpp",
     "digest.cpp",
     "api.cpp",
     "products.h",
@@ -180,7 +179,7 @@ def _build_into(folder: Path, compiler: str) -> None:
             ("product_kernels.cpp", f"product_{name}", (*flags, f"-DOUTCORE_VARIANT={name}"))
             for name, flags in product_variants().items()
         ]
-        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "digest", "api", "products")]
+        units += [(f"{name}.cpp", name, ()) for name in ("pool", "digest", "api", "products")]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             compiling = []
             for source, name, flags in units:

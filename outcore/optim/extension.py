@@ -121,7 +121,6 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("sum_squares", ctypes.c_int, (i32, i32, p, i64, i32, p, p)),
         ("expand", ctypes.c_int, (i32, i32, i64, p, p, p)),
         ("compress", ctypes.c_int, (i32, i32, i64, p, p, p)),
-        ("memory_rate", f64, (i32, i64, i32)),
         ("digest", ctypes.c_int, (p, i64, i64, p)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
@@ -212,18 +211,6 @@ class ExtensionBackend:
                 self.variant_code, state_format.code, numel, state.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
             )
         )
-
-    def memory_rate_bytes_per_s(self, num_threads: int, numel: int = 1 << 24, rounds: int = 6) -> float:
-        """Rate of main memory with this many threads: three streams read, one of them written back.
-
-        Each thread takes 12 x `numel` bytes, which must be well above its share of the caches. About 0.1 s of setting
-        up and 0.1 s of measuring by default. RuntimeError or MemoryError when it cannot be had.
-        """
-        if num_threads < 1 or numel < 1 or rounds < 1:
-            raise ValueError(f"needs at least one thread, element and round, got {num_threads}, {numel}, {rounds}")
-        rate = self.library.outcore_optim_memory_rate(num_threads, numel, rounds)
-        raise_errno(int(-rate) if rate < 0 else 0)
-        return rate
 
     @property
     def has_digest(self) -> bool:

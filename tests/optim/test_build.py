@@ -166,13 +166,6 @@ def test_variants_of_this_processor():
         ExtensionBackend("avx10")  # pyright: ignore[reportArgumentType]
 
 
-def test_rate_of_memory():
-    assert extension().memory_rate_bytes_per_s(2, numel=1 << 18, rounds=2) > 1e8
-    refused(ValueError, "at least one thread", lambda: extension().memory_rate_bytes_per_s(0))
-    with pytest.raises(MemoryError):
-        extension().memory_rate_bytes_per_s(1, numel=1 << 44)
-
-
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "build_extension", lambda: tmp_path / LIBRARY_NAME)
     assert command.main() == 0
