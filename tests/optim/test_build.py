@@ -44,7 +44,7 @@ def test_built_once_per_source_flags_and_compiler(tmp_path, monkeypatch):
     library = build_extension(tmp_path / "env", compiler)
     assert library.read_text() == "built\n"
     assert library.parent.parent == tmp_path / "env" / "torch_extensions" / "outcore_optim"
-    num_commands = len(variants()) + len(product_variants()) + 6
+    num_commands = len(variants()) + len(product_variants()) + 5
     assert len(calls(tmp_path)) == num_commands
     assert all("-ffp-contract=off" in call and "-march" not in call for call in calls(tmp_path)[:-1])
     assert build_extension(tmp_path / "env", compiler) == library
@@ -70,7 +70,7 @@ def test_several_builders_at_once_build_once(tmp_path):
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 4
-    assert len(calls(tmp_path)) == len(variants()) + len(product_variants()) + 6
+    assert len(calls(tmp_path)) == len(variants()) + len(product_variants()) + 5
 
 
 def test_waiting_for_another_builder_is_bounded(tmp_path):
