@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import write_atomic
-from outcore.monitor.metrics.reader import Metrics, read_metrics
+from outcore.monitor.metrics.reader import Metrics, numbers, read_metrics
 
 MAX_POINTS = 4000
 RAW_COLOUR, SMOOTH_COLOUR, EVAL_COLOUR, RATE_COLOUR = "#9ec5f4", "#1f5fbf", "#d9480f", "#868e96"
@@ -35,7 +35,7 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | No
         FileNotFoundError: no metrics.jsonl.
         OSError: the picture cannot be written."""
     metrics = read_metrics(metrics_path)
-    points = [(step["step"], step["loss"]) for step in metrics.steps if isinstance(step.get("loss"), (int, float))]
+    points = numbers(metrics.steps, "loss")
     if not points:
         return False
     figure = _draw(metrics, points, title or _title(metrics))
@@ -114,7 +114,7 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
 
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
-    rates = [(step["step"], step["lr"]) for step in metrics.steps if isinstance(step.get("lr"), (int, float))]
+    rates = numbers(metrics.steps, "lr")
     axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[6, 1]) if rates else (figure.subplots(), None)
     steps, losses = [step for step, _ in points], [loss for _, loss in points]
     smoothed = smooth(losses, max(5, len(losses) // 40))
@@ -123,9 +123,7 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
     if len(points) >= 10:
         line = _line(list(zip(steps, smoothed, strict=True)))
         axes.plot(*line, color=SMOOTH_COLOUR, linewidth=2.2, label="smoothed")
-    evals = [(e["step"], e["eval_loss"]) for e in metrics.evals if isinstance(e.get("eval_loss"), (int, float))]
-    evals += [(s["step"], s["eval_loss"]) for s in metrics.steps if isinstance(s.get("eval_loss"), (int, float))]
-    evals = sorted(dict(evals).items())
+    evals = sorted(dict(numbers([*metrics.evals, *metrics.steps], "eval_loss")).items())
     if evals:
         xs, ys = zip(*evals, strict=True)
         axes.plot(

@@ -7,10 +7,16 @@ from its start. Torn and damaged lines are skipped and counted. Cost: one pass o
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from outcore.monitor.metrics.log import parse_line
+
+
+def numbers(records: Iterable[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, figure) of the records in which `key` is a figure."""
+    return [(record.get("step", 0), record[key]) for record in records if isinstance(record.get(key), (int, float))]
 
 
 class Metrics:

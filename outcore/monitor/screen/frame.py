@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outcore.common.quantities import GB, format_count, format_gb, format_s
-from outcore.monitor.metrics import Metrics
+from outcore.monitor.metrics import Metrics, numbers
 from outcore.monitor.metrics.loss_plot import smooth
 from outcore.monitor.screen.live import bar
 from outcore.monitor.screen.tiers import tiers_of
@@ -61,8 +61,11 @@ class RunFrame:
 
     def step_s(self) -> float | None:
         """Median seconds per step of late."""
-        known = [step["step_s"] for step in self._recent if isinstance(step.get("step_s"), (int, float))]
+        known = self._of_late("step_s")
         return statistics.median(known) if known else None
+
+    def _of_late(self, field: str) -> list[float]:
+        return [value for _, value in numbers(self._recent, field)]
 
     def time_left_s(self) -> float | None:
         total, step_s = self._metrics.total_steps, self.step_s()
@@ -81,15 +84,14 @@ class RunFrame:
         return Text.assemble((head + " ", "bold"), bar(self._last["step"] / total, cells), tail, no_wrap=True)
 
     def _loss(self, width: int) -> RenderableType:
-        losses = [step["loss"] for step in self._metrics.steps if isinstance(step.get("loss"), (int, float))]
+        losses = [loss for _, loss in numbers(self._metrics.steps, "loss")]
         finite = [loss for loss in losses if math.isfinite(loss)]
         if not finite:
             return Text("loss: none that is finite", style="red")
         smoothed = [loss for loss in smooth(losses, max(1, len(losses) // 40)) if math.isfinite(loss)]
         text = f"loss {smoothed[0]:.3f} → {smoothed[-1]:.3f}"
-        evals = [each for each in self._metrics.evals if isinstance(each.get("eval_loss"), (int, float))]
-        if evals:
-            text += f"   evaluation {evals[-1]['eval_loss']:.3f} at step {evals[-1]['step']:,}"
+        for step, loss in numbers(self._metrics.evals, "eval_loss")[-1:]:
+            text += f"   evaluation {loss:.3f} at step {step:,}"
         if len(finite) < len(losses):
             text += f"   not finite: {len(losses) - len(finite)} steps"
         spark = Text(sparkline(smoothed, width), style="cyan", no_wrap=True)
@@ -116,7 +118,7 @@ class RunFrame:
 
     def _speed(self) -> str:
         words = []
-        rates = [step["tokens_per_s"] for step in self._recent if isinstance(step.get("tokens_per_s"), (int, float))]
+        rates = self._of_late("tokens_per_s")
         if rates:
             words.append(f"{format_count(statistics.median(rates))} tokens/s")
         step_s = self.step_s()
@@ -143,22 +145,18 @@ class RunFrame:
 
     def _link_rows(self, cells: int) -> list[tuple[str, Text]]:
         links = self._metrics.machine.get("links") or {}
+        seconds = sum(step.get("step_s") or 0.0 for step in self._recent)
         rows = []
         for name, field, limit in (
             ("PCIe in", "pcie_rx_gb_per_s", "h2d_gb_per_s"),
             ("PCIe out", "pcie_tx_gb_per_s", "d2h_gb_per_s"),
-        ):
-            rates = [step[field] for step in self._recent if isinstance(step.get(field), (int, float))]
-            if rates:
-                rows.append((name, _rate(sum(rates) / len(rates), links.get(limit), cells)))
-        seconds = sum(step.get("step_s") or 0.0 for step in self._recent)
-        for name, field, limit in (
             ("reads", "nvme_read_bytes", "drive_read_gb_per_s"),
             ("writes", "nvme_write_bytes", "drive_write_gb_per_s"),
         ):
-            moved = [step[field] for step in self._recent if isinstance(step.get(field), (int, float))]
-            if moved and seconds:
-                rows.append((name, _rate(sum(moved) / seconds / GB, links.get(limit), cells).append(" (drive)")))
+            found, is_drive = self._of_late(field), field.endswith("_bytes")
+            if found and (seconds or not is_drive):
+                rate = sum(found) / seconds / GB if is_drive else sum(found) / len(found)
+                rows.append((name, _rate(rate, links.get(limit), cells).append(" (drive)" if is_drive else "")))
         return rows
 
     def _machine_words(self) -> str:

@@ -81,7 +81,7 @@ class ChatPanel:
         try:
             names = self._names()
         except ClientError as error:
-            return gr.skip(), gr.skip(), draw.page(draw.paragraph(str(error), "bad")), ""
+            return gr.skip(), gr.skip(), draw.said(str(error), "bad"), ""
         name = names[0][1] if names else None
         chat, costs, links, _ = self.show(name)
         return gr.update(choices=names, value=name), chat, costs, links
@@ -93,7 +93,7 @@ class ChatPanel:
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return [], draw.page(draw.paragraph(str(error), "bad")), "", gr.skip()
+            return [], draw.said(str(error), "bad"), "", gr.skip()
         last = one["messages"][-1] if one["messages"] else {}
         return bubbles(one["messages"]), costs_of(last), self._links(name), one["system"]
 
@@ -131,7 +131,7 @@ class ChatPanel:
                     kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
                     names = gr.update(choices=self._names(), value=chosen)
                 if event["event"] == "error":
-                    yield bubbles(kept), draw.page(draw.paragraph(event["message"], "bad")), gr.skip(), names
+                    yield bubbles(kept), draw.said(event["message"], "bad"), gr.skip(), names
                     return
                 if event["event"] == "piece" and time.monotonic() - drawn_s < DRAW_EVERY_S:
                     continue
@@ -199,7 +199,7 @@ def costs_of(message: dict[str, Any]) -> str:
     ends = {"cancelled": "stopped", "length": "ended at max_tokens", "error": "broken off"}
     if message.get("finish") in ends:
         words.append(ends[message["finish"]])
-    return draw.page(draw.paragraph("; ".join(words), "dim"))
+    return draw.said("; ".join(words), "dim")
 
 
 def residency_of(times: dict[str, Any]) -> list[str]:

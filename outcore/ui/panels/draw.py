@@ -30,6 +30,11 @@ def paragraph(words: str, kind: str = "") -> str:
     return f'<p class="{kind}"{role}>{text(words)}</p>' if words else ""
 
 
+def said(words: str, kind: str = "") -> str:
+    """A panel's HTML that is one sentence."""
+    return page(paragraph(words, kind))
+
+
 def heading(words: str) -> str:
     return f"<h3>{text(words)}</h3>"
 

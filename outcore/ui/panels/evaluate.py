@@ -69,7 +69,7 @@ class EvaluatePanel:
             model = self.client.get("model")
             records = self.client.get("evaluations")["data"]
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), gr.skip(), gr.skip(), gr.skip()
+            return draw.said(str(error), "bad"), gr.skip(), gr.skip(), gr.skip()
         names = [(f"{one['id'][-6:]}  {', '.join(one['tasks'])}  {_when(one)}", one["id"]) for one in records]
         return model_state_of(model), progress_of(records), history_of(records), gr.update(choices=names)
 
@@ -81,20 +81,20 @@ class EvaluatePanel:
             num_fewshot=number_in("Examples before", shots),
             apply_chat_template=bool(template),
         )
-        return draw.page(draw.paragraph(f"{found['id']} has begun.", "good"))
+        return draw.said(f"{found['id']} has begun.", "good")
 
     def _cancel(self) -> str:
         running = [one for one in self.client.get("evaluations")["data"] if one["status"] in ("queued", "running")]
         if not running:
             raise ClientError("No evaluation is under way.")
         self.client.post("evaluations", running[0]["id"], "cancel")
-        return draw.page(draw.paragraph(f"{running[0]['id']} ends; what was answered is kept.", "good"))
+        return draw.said(f"{running[0]['id']} ends; what was answered is kept.", "good")
 
     def _resume(self, names: list[str]) -> str:
         if len(names or []) != 1:
             raise ClientError("Choose the one evaluation to go on with, in the list of the history.")
         self.client.post("evaluations", names[0], "resume")
-        return draw.page(draw.paragraph(f"{names[0]} goes on.", "good"))
+        return draw.said(f"{names[0]} goes on.", "good")
 
     def _look(self, names: list[str]) -> str:
         if not names:
@@ -131,7 +131,7 @@ def progress_of(records: list[dict[str, Any]]) -> str:
 def history_of(records: list[dict[str, Any]]) -> str:
     """Every evaluation with its scores."""
     if not records:
-        return draw.page(draw.paragraph("Nothing was evaluated yet.", "dim"))
+        return draw.said("Nothing was evaluated yet.", "dim")
     rows = []
     for one in records[:40]:
         scores = ", ".join(f"{s['metric']} {draw.number(float(s['value']), 4)}" for s in one["scores"][:4])

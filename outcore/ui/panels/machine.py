@@ -59,7 +59,7 @@ class MachinePanel:
         try:
             found, limits = self.client.get("machine"), self.client.get("machine", "thresholds")
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), "", *[gr.skip()] * len(THRESHOLDS)
+            return draw.said(str(error), "bad"), "", *[gr.skip()] * len(THRESHOLDS)
         return facts_of(found), setup_of(found) + probe_of(found["probe"]), *(limits[name] for name, _ in THRESHOLDS)
 
     def refresh(self) -> tuple[str, str, str]:
@@ -67,12 +67,12 @@ class MachinePanel:
         try:
             live, serving = self.client.get("machine", "live"), self.client.get("model", "live")
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), "", ""
+            return draw.said(str(error), "bad"), "", ""
         return alerts_of({"alerts": live["alerts"] + serving["alerts"]}), graphs_of(live), serving_of(serving)
 
     def _save(self, *values: float) -> str:
         self.client.put("machine", "thresholds", **dict(zip(self.limits, values, strict=True)))
-        return draw.page(draw.paragraph("Kept.", "good"))
+        return draw.said("Kept.", "good")
 
 
 def alerts_of(live: dict[str, Any]) -> str:
@@ -84,7 +84,7 @@ def graphs_of(live: dict[str, Any]) -> str:
     """The last quarter of an hour."""
     samples, limits = live["samples"], live["limits"]
     if len(samples) < 2:
-        return draw.page(draw.paragraph("Graphs begin in a few seconds.", "dim"))
+        return draw.said("Graphs begin in a few seconds.", "dim")
     now = samples[-1]["time"]
     xs = [round(one["time"] - now, 1) for one in samples]
 

@@ -81,7 +81,7 @@ class ModelBar:
         try:
             state = self.client.get("model")
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), gr.skip()
+            return draw.said(str(error), "bad"), gr.skip()
         launch = {key: state[key] for key in ("command", "settings", "launch") if key in state}
         return model_state_of(state), json.dumps(launch, indent=1) if launch else ""
 
@@ -105,9 +105,9 @@ def model_state_of(state: dict[str, Any]) -> str:
     """State in words; while it loads the last lines that it said."""
     kind = state["state"]
     if kind in ("none", "stopped"):
-        return draw.page(draw.paragraph("No model is loaded.", "dim"))
+        return draw.said("No model is loaded.", "dim")
     if kind == "failed":
-        return draw.page(draw.paragraph(f"{state['model']} is not there: {state['message']}", "bad"))
+        return draw.said(f"{state['model']} is not there: {state['message']}", "bad")
     if kind == "loading":
         words = f"Loading {state['model']}: {draw.seconds(state['seconds'])} so far."
         return draw.page(draw.paragraph(words, "note"), draw.console(state["lines"][-4:]))

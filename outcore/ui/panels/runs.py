@@ -60,20 +60,20 @@ class RunsPanel:
         try:
             rows = self.client.get("runs")["data"]
         except ClientError as error:
-            told = draw.page(draw.paragraph(str(error), "bad"))
+            told = draw.said(str(error), "bad")
             return told, *[gr.skip()] * 5
         names = [row["name"] for row in rows]
         name = name if name in names else (names[0] if names else None)
         listed = list_of(rows, name)
         chooser = gr.update(choices=names, value=name)
         if name is None:
-            empty = draw.page(draw.paragraph("No run here yet: start one in the Train panel.", "dim"))
+            empty = draw.said("No run here yet: start one in the Train panel.", "dim")
             return listed, chooser, empty, "", "", gr.update(choices=names)
         try:
             run, series = self.client.get("runs", name), self.client.get("runs", name, "series")
             lines = self.client.get("runs", name, "log")["lines"]
         except ClientError as error:
-            return listed, chooser, draw.page(draw.paragraph(str(error), "bad")), "", "", gr.skip()
+            return listed, chooser, draw.said(str(error), "bad"), "", "", gr.skip()
         log = draw.page(draw.console(lines[-40:]))
         return listed, chooser, state_of(run, series), log, more_of(run), gr.update(choices=names)
 
@@ -100,31 +100,31 @@ class RunsPanel:
 
     def _stop(self, name: str) -> str:
         self.client.post("runs", _named(name), "stop")
-        return draw.page(draw.paragraph(f"{name} finishes its step, saves and ends.", "good"))
+        return draw.said(f"{name} finishes its step, saves and ends.", "good")
 
     def _resume(self, name: str) -> str:
         self.client.post("runs", _named(name), "resume")
-        return draw.page(draw.paragraph(f"{name} goes on from its last checkpoint.", "good"))
+        return draw.said(f"{name} goes on from its last checkpoint.", "good")
 
     def _export(self, name: str) -> str:
         self.client.post("runs", _named(name), "export")
-        return draw.page(draw.paragraph(f"The model of {name} is being written; see Forecast, checkpoints.", "good"))
+        return draw.said(f"The model of {name} is being written; see Forecast, checkpoints.", "good")
 
     def _ask(self, name: str) -> tuple[Any, str]:
         run = self.client.get("runs", _named(name))
         words = (
             f"Delete {name} ({run['words']}, {draw.amount('nvme', run['size_bytes'])})? Checkpoints, logs and model go."
         )
-        return gr.update(visible=True), draw.page(draw.paragraph(words, "bad"))
+        return gr.update(visible=True), draw.said(words, "bad")
 
     def _delete(self, name: str) -> tuple[str, Any]:
         found = self.client.delete("runs", _named(name))
         words = f"{name} is deleted ({draw.amount('nvme', found['size_bytes'])})."
-        return draw.page(draw.paragraph(words, "good")), gr.update(visible=False)
+        return draw.said(words, "good"), gr.update(visible=False)
 
     def _compare(self, names: list[str]) -> str:
         if len(names or []) < 2:
-            return draw.page(draw.paragraph("Choose at least two.", "dim"))
+            return draw.said("Choose at least two.", "dim")
         found = self.client.get("run_comparison", names=",".join(names))
         series = {name: self.client.get("runs", name, "series") for name in names}
         return compared_of(found, series)

@@ -45,7 +45,7 @@ class TrainPanel:
                 self._form()
             with gr.Column(scale=2, min_width=300, elem_classes="oc-side"):
                 self.banner = gr.HTML()
-                self.forecast = gr.HTML(draw.page(draw.paragraph("Forecast: being made ...", "dim")))
+                self.forecast = gr.HTML(draw.said("Forecast: being made ...", "dim"))
                 with gr.Row(elem_classes="oc-actions"):
                     self.start = gr.Button("Start training", variant="primary", elem_id="start_training")
                     self.look = gr.Button("Look at the data")
@@ -134,7 +134,7 @@ class TrainPanel:
             try:
                 found = self.client.post("estimate", fields=fields(values))
             except ClientError as error:
-                return draw.page(draw.paragraph(str(error), "bad")), *[gr.skip()] * 5
+                return draw.said(str(error), "bad"), *[gr.skip()] * 5
             drawn = (banner_of(found), forecast_of(found), stages_of(found), space_of(found))
             return *drawn, found["command"], found["yaml"]
 
@@ -151,7 +151,7 @@ class TrainPanel:
         def begin(*values: Any) -> tuple[str, str]:
             job = self.client.post("runs", fields=fields(values))
             words = f"Run {job['run']} has begun. The Runs panel shows it."
-            return draw.page(draw.paragraph(words, "good")), job["run"]
+            return draw.said(words, "good"), job["run"]
 
         self.start.click(telling(begin), parts, [self.said, self.started], **SHOWN)
 
@@ -173,11 +173,11 @@ class TrainPanel:
         except ClientError:
             chooser = gr.skip()
         if not path:
-            return draw.page(draw.paragraph("Infinity needs a folder on a drive.", "note")), chooser
+            return draw.said("Infinity needs a folder on a drive.", "note"), chooser
         try:
             found = self.client.get("paths", "check", path=path)
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), chooser
+            return draw.said(str(error), "bad"), chooser
         kind = "bad" if not found["is_good"] else "note" if found["warning"] else "good"
         told = (draw.paragraph(found[key], "dim") for key in ("speed", "advice"))
         return draw.page(draw.paragraph(found["words"], kind), *told), chooser
@@ -186,7 +186,7 @@ class TrainPanel:
 def banner_of(found: dict[str, Any]) -> str:
     """What stands in the way, on top."""
     if found["problem"]:
-        return draw.page(draw.paragraph(f"No forecast: {found['problem']}", "note"))
+        return draw.said(f"No forecast: {found['problem']}", "note")
     if found["fits"]:
         return ""
     change = found["smallest_change"]
