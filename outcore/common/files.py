@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def fsync_file(path: Path) -> None:
@@ -68,12 +68,13 @@ def make_folder(path: Path) -> None:
         fsync_folder(path.parent)
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Replace a file: after a crash at any moment it holds the old bytes or the new ones. Raises OSError."""
     aside = path.with_name(f".{path.name}.part")
     try:
         with open(aside, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -86,9 +87,24 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     fsync_folder(path.parent)
 
 
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace a file by these bytes, `replacing` it. Raises OSError."""
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of a value as JSON."""
     write_atomic(path, json.dumps(value, indent=1))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A small JSON file's object; {} for one that is missing, damaged or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def publish_folder(aside: Path, final: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from outcore.common.files import write_json
+from outcore.common.files import read_object, write_json
 from outcore.install.bootstrap import environment_python
 from outcore.install.errors import InstallError
 from outcore.install.requirement_set import RequirementSet, normalise
@@ -86,11 +86,7 @@ class Environment:
 
     def read_stamp(self) -> dict[str, object]:
         """What the last complete set-up wrote; empty when there was none."""
-        try:
-            stamp = json.loads(self.stamp_path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            return {}
-        return stamp if isinstance(stamp, dict) else {}
+        return read_object(self.stamp_path)
 
     def write_stamp(self, content: Mapping[str, object]) -> None:
         """Atomically, last of all."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.files import read_object
 from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
@@ -123,7 +124,7 @@ def is_built(directory: Path, extension: Extension, key: Mapping[str, str]) -> b
     """Whether the shared object is there, made for this `key`, and no half-finished build is."""
     folder = directory / extension.name
     has_object = any(folder.glob(f"{extension.name}*.so"))
-    return has_object and not (folder / "lock").exists() and _built_for(folder) == dict(key)
+    return has_object and not (folder / "lock").exists() and read_object(folder / KEY_NAME) == dict(key)
 
 
 def missing_prerequisite(extension: Extension, accelerator: str) -> str:
@@ -186,7 +187,8 @@ def build_all(
             results.append(BuildResult(extension.name, False, reason))
             continue
         folder = directory / extension.name
-        if _built_for(folder) not in ({}, key):  # for another CPU, torch or Python: ninja would not notice the CPU
+        # Built for another CPU, torch or Python: ninja would not notice the CPU.
+        if read_object(folder / KEY_NAME) not in ({}, key):
             shutil.rmtree(folder)
         result = _build(environment, extension, environ, stream, progress, log_path)
         if result.built:
@@ -194,14 +196,6 @@ def build_all(
             (folder / KEY_NAME).write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
         results.append(result)
     return tuple(results)
-
-
-def _built_for(folder: Path) -> dict[str, str]:
-    try:
-        key = json.loads((folder / KEY_NAME).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return key if isinstance(key, dict) else {}
 
 
 def _build(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import read_object
 from outcore.performance.findings import SCHEMA_VERSION, Regression
 
 WORSE = 0.10
@@ -17,11 +17,8 @@ HIGHER_IS_BETTER = ("tokens_per_s", *MACHINE_RATES)
 
 def last_report(path: Path) -> dict[str, Any] | None:
     """The report that is there; None when there is none or it cannot be read."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and record.get("schema_version") == SCHEMA_VERSION else None
+    record = read_object(path)
+    return record if record.get("schema_version") == SCHEMA_VERSION else None
 
 
 def compared(

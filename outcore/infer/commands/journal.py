@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from outcore.common import file_errors
-from outcore.common.files import fsync_folder
+from outcore.common.files import replacing
 from outcore.common.journal import JournalHeld, JournalOfAnother, LineJournal, Place
 
 SYNC_BYTES = 1 << 16
@@ -59,14 +58,9 @@ class Journal:
         """Write the output in the input's order and drop the journal."""
         missing = [n for n in range(count) if n not in self.done]
         assert not missing, f"line {missing[0]} has no result"
-        aside = self.output.with_name(f".{self.output.name}.part")
-        with file_errors(self._phase), open(aside, "wb") as file:
+        with file_errors(self._phase), replacing(self.output) as file:
             for number in range(count):
                 file.write(self._lines.value_at(self.done[number])[1].encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.output)
-        fsync_folder(self.output.parent)
         self._lines.remove()
 
     def absorb(self, other: Journal) -> None:

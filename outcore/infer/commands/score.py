@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import replacing
 from outcore.common.output import say
 from outcore.config.commands import score_flags
 from outcore.infer.commands.options import settings_of, tell_plan
@@ -42,12 +43,10 @@ def _score(args: argparse.Namespace) -> int:
     opened = open_engine(args.model, settings_of(args).for_scoring(), say)
     told = against_plan(opened)
     total, count = 0.0, 0
-    aside = None if args.output is None else args.output.with_name(f".{args.output.name}.part")
     try:
         prompts = Prompts(opened.found.tokenizer)
         ids = [prompts.of_text(text) for text in texts]
-        file = None if aside is None else open(aside, "w", encoding="utf-8")  # noqa: SIM115
-        try:
+        with nullcontext() if args.output is None else replacing(args.output) as file:
             for group in _groups(ids):
                 began = time.perf_counter()
                 scores = opened.engine.score(group)
@@ -55,15 +54,10 @@ def _score(args: argparse.Namespace) -> int:
                 for logprobs in scores:
                     total, count = total + sum(logprobs), count + len(logprobs)
                     if file is not None:
-                        file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)) + "\n")
-        finally:
-            if file is not None:
-                file.close()
+                        file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)).encode() + b"\n")
         tell_plan(told, "score")
     finally:
         opened.close()
-    if aside is not None and args.output is not None:
-        os.replace(aside, args.output)
     summary = {
         "texts": len(texts),
         "tokens": count,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import shutil
@@ -11,7 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from outcore.common.files import nearest_existing
+from outcore.common.files import nearest_existing, read_object
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.install.environment import SUPPORTED_PYTHON, Environment
 from outcore.install.extensions import find_nvcc, has_header
@@ -220,10 +219,7 @@ def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Rep
 
 def configured_offload_path(repository: Path) -> Path:
     """Folder where deepspeed_config.json says to offload; the repository itself when it does not say."""
-    try:
-        config = json.loads((repository / "deepspeed_config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return repository
+    config = read_object(repository / "deepspeed_config.json")
     zero = config.get("zero_optimization", {})
     candidates = (
         config.get("outcore", {}).get("nvme_path"),

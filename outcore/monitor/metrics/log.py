@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outcore.common import fsync_folder
+from outcore.common import fsync_folder, replacing
 from outcore.common.closing import Closing
 from outcore.monitor.sensors import describe
 
@@ -267,15 +267,10 @@ def truncate_after(path: Path, step: int) -> tuple[int, int]:
             keep.add(number)
     if len(keep) == num_lines:
         return 0, 0
-    aside = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as file, open(aside, "wb") as out:
+    with open(path, "rb") as file, replacing(path) as out:
         for number, line in enumerate(file):
             if number in keep:
                 out.write(line)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, path)
-    fsync_folder(path.parent)
     return num_lines - len(keep), num_damaged
 
 

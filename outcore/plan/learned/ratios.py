@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import read_object
 from outcore.common.quantities import format_s
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
@@ -91,11 +92,8 @@ def keep(known: dict[str, Any], path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """{} for a file that is missing or damaged: it is written anew."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    is_whole = isinstance(known, dict) and all(isinstance(known.get(part, {}), dict) for part in ("ratios", "rates"))
+    known = read_object(path)
+    is_whole = all(isinstance(known.get(part, {}), dict) for part in ("ratios", "rates"))
     parts = {"ratios": "ratio", "rates": "part_s"} if is_whole else {}
     found = [(one, key) for part, key in parts.items() for one in known.get(part, {}).values()]
     return known if is_whole and all(key in one for one, key in found) else {}

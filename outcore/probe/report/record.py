@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import outcore
+from outcore.common.files import write_atomic
 from outcore.machine import Drive, LinkRates, Machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult, drive_rate
@@ -160,12 +159,7 @@ def _with_rates(findings: Measured) -> tuple[Drive, ...]:
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old or the new one, never half. Creates its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, text)
 
 
 def to_json(report: dict[str, Any]) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 
+from outcore.common import read_object
 from outcore.serve.additions import ApiError, bad
 from outcore.ui.api.model import ModelHost
-from outcore.ui.api.place import Place, read_json, write_json
+from outcore.ui.api.place import Place, write_json
 
 _ID = re.compile(r"^chat-[0-9a-f]{12}$")
 SAVE_EVERY_S = 2.0
@@ -39,7 +40,7 @@ class Conversations:
 
     def all(self) -> list[dict[str, Any]]:
         """The latest first, without their messages."""
-        found = [read_json(path) for path in self._folder.glob("chat-*.json")]
+        found = [read_object(path) for path in self._folder.glob("chat-*.json")]
         found = [{k: v for k, v in one.items() if k != "messages"} | {"turns": _turns(one)} for one in found if one]
         return sorted(found, key=lambda one: -one["changed_at"])
 
@@ -52,7 +53,7 @@ class Conversations:
     def get(self, name: str) -> dict[str, Any]:
         """One with its messages; 404 when there is none."""
         is_under_way = name in self._under_way  # asked before reading: what the answer kept last is in the file then
-        one = read_json(self._folder / f"{name}.json") if _ID.match(name) else {}
+        one = read_object(self._folder / f"{name}.json") if _ID.match(name) else {}
         if not one:
             raise ApiError(404, f"There is no conversation {name!r}.", param="id")
         return one | {"is_under_way": is_under_way}
@@ -162,7 +163,7 @@ class Conversations:
     def _keep(self, name: str, messages: list[dict[str, Any]]) -> None:
         """Write what an answer said so far; settings that changed meanwhile stay, a conversation removed stays so."""
         with self._lock:
-            if one := read_json(self._folder / f"{name}.json"):
+            if one := read_object(self._folder / f"{name}.json"):
                 self._save(one | {"messages": messages})
 
     def _save(self, one: dict[str, Any]) -> dict[str, Any]:

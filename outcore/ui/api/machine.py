@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from outcore.common import read_object
 from outcore.machine import Machine, detect_machine
 from outcore.monitor import Sampler
 from outcore.serve.additions import bad
-from outcore.ui.api.place import Place, read_json, write_json
+from outcore.ui.api.place import Place, write_json
 
 SAMPLE_EVERY_S = 2.0
 KEPT_SAMPLES = 450
@@ -75,8 +76,8 @@ class MachineWatch:
             "machine": asdict(detect_machine()),
             "profile": profile,
             "why_no_profile": why,
-            "setup": read_json(setup) or None,
-            "probe": read_json(self.place.logs / "gds_report.json") or None,
+            "setup": read_object(setup) or None,
+            "probe": read_object(self.place.logs / "gds_report.json") or None,
             "setup_at": setup.stat().st_mtime if setup.is_file() else None,
         }
 
@@ -93,7 +94,7 @@ class MachineWatch:
 
     def thresholds(self) -> dict[str, float]:
         """Thresholds by name; those that the user set over the usual ones."""
-        return DEFAULT_THRESHOLDS | {k: v for k, v in read_json(self._file).items() if k in DEFAULT_THRESHOLDS}
+        return DEFAULT_THRESHOLDS | {k: v for k, v in read_object(self._file).items() if k in DEFAULT_THRESHOLDS}
 
     def set_thresholds(self, body: Mapping[str, Any]) -> dict[str, float]:
         """Keep other thresholds. ApiError for a name or a number that cannot be."""

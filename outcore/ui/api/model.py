@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from outcore.common import read_object
 from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
 from outcore.machine import detect_machine
@@ -24,7 +25,7 @@ from outcore.machine.topology import detect_topology, lay_out
 from outcore.serve.additions import ApiError, bad
 from outcore.serve.handover import refuse_ours
 from outcore.ui.api.children import Child, complaint_of, lines_of
-from outcore.ui.api.place import Place, read_json, write_json
+from outcore.ui.api.place import Place, write_json
 
 FIELDS = (
     "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens",
@@ -153,7 +154,7 @@ class ModelHost:
         return self.place.own / "model" / "loaded.json"
 
     def _adopt(self) -> None:
-        note = read_json(self._file)
+        note = read_object(self._file)
         if not note or not _answers(note):
             return
         self._note = note

@@ -30,15 +30,6 @@ class Place:
         return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A small file's object; {} for one that is missing, damaged or something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def write_json(path: Path, value: Any) -> None:
     """Replace a small file whole. OSError when the drive does not take it."""
     path.parent.mkdir(parents=True, exist_ok=True)

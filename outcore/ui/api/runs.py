@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint import list_checkpoints
-from outcore.common import stats_below
+from outcore.common import read_object, stats_below
 from outcore.monitor import Metrics
 from outcore.runs import RunState, delete, list_runs
 from outcore.serve.additions import ApiError
 from outcore.ui.api.children import Child, complaint_of, lines_of
-from outcore.ui.api.place import Place, read_json
+from outcore.ui.api.place import Place
 from outcore.ui.api.training import Training
 
 SERIES = (
@@ -93,7 +93,7 @@ class Runs:
         path = self.training.log_of(name)
         lines = lines_of(path)
         if not lines:
-            plan = read_json(self.place.logs / name / "plan.json")
+            plan = read_object(self.place.logs / name / "plan.json")
             lines = [str(line) for line in plan.get("said", [])]
         return {"lines": lines[-200:]}
 

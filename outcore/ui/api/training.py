@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from outcore.common import read_object
 from outcore.config import FIELDS, ConfigError
 from outcore.monitor import read_metrics
 from outcore.runs import folder_of, holder_of, list_runs, lock_path, next_name
 from outcore.serve.additions import ApiError, bad
 from outcore.ui.api.children import Child, complaint_of
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said
-from outcore.ui.api.place import Place, read_json, write_json
+from outcore.ui.api.place import Place, write_json
 
 STOPPED = [code for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (128 + n, -n)]
 """Exit codes of a run that was told to stop; negative ones where it did not listen to signals yet."""
@@ -65,7 +66,7 @@ class Training:
 
     def settings_of(self, name: str) -> dict[str, Any]:
         """What a run was told, as far as it differs from the defaults. 404 when it left nothing."""
-        noted = read_json(self._note(name)).get("settings")
+        noted = read_object(self._note(name)).get("settings")
         if noted is None:
             try:
                 config = read_metrics(self.place.logs / name / "metrics.jsonl").header.get("config") or {}
@@ -91,7 +92,7 @@ class Training:
         """State of a start from here is: state, exit code, why it failed."""
         with self._noting:
             pid, child = self._pid(name), self._children.get(name)  # before the code: where nobody runs there is one
-            note = read_json(self._note(name))
+            note = read_object(self._note(name))
             if not note:
                 return {"run": name, "state": "running" if pid else "none", "message": ""}
             code = child.exit_code if child else note.get("exit_code")
