@@ -76,18 +76,13 @@ def plan_shards(
     return [(f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups)]
 
 
-def write_shard(
-    path: Path,
-    plans: Sequence[TensorPlan],
-    value: Callable[[str], torch.Tensor],
-    metadata: dict[str, str] | None = None,
-) -> int:
+def write_shard(path: Path, plans: Sequence[TensorPlan], value: Callable[[str], torch.Tensor]) -> int:
     """Write one safetensors file, asking `value(name)` for each tensor when its turn comes and the one before is gone;
     returns its CRC-32.
 
     The file appears under its name only when it is whole and on the drive.
     Raises FileError when the drive refuses, ValueError when a tensor is not as planned, and what `value` raises."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for plan in plans:
         header[plan.name] = {

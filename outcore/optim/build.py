@@ -149,9 +149,9 @@ def variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
     return VARIANTS_X86 if (machine or platform.machine()).lower() in ("x86_64", "amd64") else VARIANTS_OTHER
 
 
-def product_variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
+def product_variants() -> dict[str, tuple[str, ...]]:
     """`variants` for products of packed weights, which have instructions of their own."""
-    return PRODUCT_VARIANTS_X86 if variants(machine) is VARIANTS_X86 else VARIANTS_OTHER
+    return PRODUCT_VARIANTS_X86 if variants() is VARIANTS_X86 else VARIANTS_OTHER
 
 
 def _digest(*parts: str) -> str:

@@ -5,18 +5,16 @@ upload loses nothing: the model is in `final_model/`, and the message says how t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from outcore.config import ConfigError
 
 
-def check_login(repository: str, make_api: Callable[[], Any] | None = None) -> str:
+def check_login(repository: str) -> str:
     """The user's name at the hub. ConfigError without a token, or with one that the hub does not take."""
     import huggingface_hub
 
-    api = (make_api or huggingface_hub.HfApi)()
+    api = huggingface_hub.HfApi()
     if huggingface_hub.get_token() is None:
         raise ConfigError(
             f"push_to_hub {repository}: there is no token for the hub on this machine. Log in with `hf auth login` (or "
@@ -31,11 +29,11 @@ def check_login(repository: str, make_api: Callable[[], Any] | None = None) -> s
         ) from error
 
 
-def push(folder: Path, repository: str, run: str, make_api: Callable[[], Any] | None = None) -> str:
+def push(folder: Path, repository: str, run: str) -> str:
     """Upload an exported model; its address. RuntimeError that says where the model is, and how to send it."""
     import huggingface_hub
 
-    api = (make_api or huggingface_hub.HfApi)()
+    api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message=f"outcore run {run}")

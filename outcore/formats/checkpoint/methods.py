@@ -114,14 +114,10 @@ def _int4_entry(
     planes: Callable[[Parts], tuple[torch.Tensor, ...]],
     *,
     has_zero: bool,
-    why_not: str = "",
 ) -> Entry:
     block = shape[1] // groups
     name = f"int4_{block}_{SCALE_NAMES[parts['scale'].dtype]}{'_zero' if has_zero else ''}"
-    spec = PackedSpec(packed_format(name), shape)
-    if why_not:
-        return ExpandedEntry(shape, why_not, parts, lambda parts: spec.unpack(spec.assemble(planes(parts))))
-    return PackedEntry(spec, parts, planes)
+    return PackedEntry(PackedSpec(packed_format(name), shape), parts, planes)
 
 
 def awq(places: Places, config: dict[str, Any]) -> Found:

@@ -64,18 +64,16 @@ def family_shape(hidden: int) -> ModelShape:
     return shape_from_fields(f"llama-h{hidden}", "llama", fields)
 
 
-def largest_models(hardware: Hardware, request: RunRequest | None = None) -> list[Largest]:
+def largest_models(hardware: Hardware) -> list[Largest]:
     """One row per kind of training. Checkpoints are taken to go to another drive. Cost: about 60 plans a row."""
-    base = dataclasses.replace(request or RunRequest(), checkpoints_elsewhere=True)
-    return [Largest(words, _largest(hardware, base, how, fmt, rank)) for words, how, fmt, rank in KINDS]
+    return [Largest(words, _largest(hardware, how, fmt, rank)) for words, how, fmt, rank in KINDS]
 
 
-def _largest(hardware: Hardware, base: RunRequest, how: str, fmt: str | None, rank: int) -> Plan | None:
+def _largest(hardware: Hardware, how: str, fmt: str | None, rank: int) -> Plan | None:
     stream = how.startswith("stream")
     machine = dataclasses.replace(hardware, nvme_free_bytes=0) if how == "stream-ram" else hardware
-    request = dataclasses.replace(
-        base, engine="stream" if stream else "deepspeed", zero_stage=None if stream else how, state_format=fmt
-    )
+    engine, stage = ("stream", None) if stream else ("deepspeed", how)
+    request = RunRequest(engine=engine, zero_stage=stage, state_format=fmt, checkpoints_elsewhere=True)
 
     def plan(steps: int) -> Plan | None:
         shape = family_shape(STEP * steps)
