@@ -22,15 +22,8 @@ from outcore.probe.bench.measurement import Measurement
 from outcore.probe.report.record import Measured
 
 # Okabe and Ito's palette: told apart by people with colour-blindness too.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#777777",
-)
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
+SKY, GREY = "#56B4E9", "#777777"
 DRIVE_STYLES = {
     "drive_read": ("drive read", BLUE, "o"),
     "drive_write": ("drive write", ORANGE, "s"),
@@ -65,16 +58,11 @@ def save_plot(findings: Measured, path: Path) -> None:
 def _draw_drive(axes: Axes, findings: Measured) -> None:
     axes.set_title("Drive and lanes")
     main = findings.main_drive()
-    top = 0.0
-    for link, (label, color, marker) in DRIVE_STYLES.items():
-        points = _best_by_block(main.measurements if main else [], link)
-        if points:
-            axes.plot(list(points), list(points.values()), color=color, marker=marker, label=label, markersize=6)
-            top = max(top, *points.values())
+    for link, style in DRIVE_STYLES.items():
+        _curve(axes, (m for m in (main.measurements if main else ()) if m.link == link), *style)
     if main is not None and main.line_rate_gb_per_s:
         rate = main.line_rate_gb_per_s
         axes.axhline(rate, color="black", linestyle=":", linewidth=1.4, label=f"PCIe link of the drive: {rate:.1f}")
-        top = max(top, rate)
     staging = findings.staging
     for rate, label, color in (
         (staging.up_gb_per_s if staging else 0.0, _lane_label("drive to GPU", findings), GREEN),
@@ -82,31 +70,24 @@ def _draw_drive(axes: Axes, findings: Measured) -> None:
     ):
         if rate > 0:
             axes.axhline(rate, color=color, linewidth=1.6, linestyle="--", label=f"{label} through lanes: {rate:.2f}")
-            top = max(top, rate)
-    _finish(axes, top, "block size")
+    _finish(axes, "block size")
     if not axes.lines:
         _say(axes, "not measured")
 
 
 def _draw_copies(axes: Axes, findings: Measured) -> None:
     axes.set_title("Host and GPU")
-    top = 0.0
-    for (link, kind), (label, color, marker) in COPY_STYLES.items():
-        points = _best_by_block((m for m in findings.measurements if m.engine == kind), link)
-        if points:
-            axes.plot(list(points), list(points.values()), color=color, marker=marker, label=label, markersize=6)
-            top = max(top, *points.values())
+    for kind, style in COPY_STYLES.items():
+        _curve(axes, (m for m in findings.measurements if (m.link, m.engine) == kind), *style)
     two_way = [m.gb_per_s for m in findings.measurements if m.link == "both_ways"]
     if two_way:
         axes.axhline(max(two_way), color=GREEN, linestyle="--", linewidth=1.6, label=f"both ways: {max(two_way):.1f}")
-        top = max(top, *two_way)
     link = findings.pcie
     line_rate = pcie_gb_per_s(link.pcie_gen, link.pcie_width) if link else None
     if link is not None and line_rate:
         name = f"PCIe gen {link.pcie_gen} x{link.pcie_width} line rate: {line_rate:.1f}"
         axes.axhline(line_rate, color="black", linestyle=":", linewidth=1.4, label=name)
-        top = max(top, line_rate)
-    _finish(axes, top, "chunk size")
+    _finish(axes, "chunk size")
 
 
 def _draw_ram(axes: Axes, findings: Measured) -> None:
@@ -144,7 +125,7 @@ def _draw_latency(axes: Axes, findings: Measured) -> None:
     axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
 
 
-def _finish(axes: Axes, top: float, what: str) -> None:
+def _finish(axes: Axes, what: str) -> None:
     """Log sizes below, GB/s from zero at the left, room above the curves for the legend."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _size(size)))
@@ -152,19 +133,20 @@ def _finish(axes: Axes, top: float, what: str) -> None:
     axes.set_xlabel(what)
     axes.set_ylabel("GB/s")
     rows = len(axes.get_legend_handles_labels()[0])
-    axes.set_ylim(0, max(top, 0.1) * (1.12 + 0.075 * rows))
+    axes.set_ylim(0, max(axes.dataLim.y1, 0.1) * (1.12 + 0.075 * rows))
     axes.grid(alpha=0.3)
     if rows:
         axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
 
 
-def _best_by_block(measurements: Iterable[Measurement], link: str) -> dict[int, float]:
-    """The best rate at each block size, over engines and depths, by size."""
-    found: dict[int, float] = {}
+def _curve(axes: Axes, measurements: Iterable[Measurement], label: str, color: str, marker: str) -> None:
+    """The best rate at each block size, over engines and depths."""
+    best: dict[int, float] = {}
     for m in measurements:
-        if m.link == link:
-            found[m.block_bytes] = max(found.get(m.block_bytes, 0.0), m.gb_per_s)
-    return dict(sorted(found.items()))
+        best[m.block_bytes] = max(best.get(m.block_bytes, 0.0), m.gb_per_s)
+    if best:
+        sizes = sorted(best)
+        axes.plot(sizes, [best[size] for size in sizes], color=color, marker=marker, label=label, markersize=6)
 
 
 def _lane_label(words: str, findings: Measured) -> str:
