@@ -17,12 +17,12 @@ pytest.importorskip("gradio", reason="the panels' packages are not installed (re
 
 from starlette.testclient import TestClient
 
+from outcore.common import read_object
 from outcore.machine.topology import PlacedGpu, Topology
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
 from outcore.ui.api import conversations as conversations_module
 from outcore.ui.api import model as model_module
-from outcore.ui.api.place import read_json
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
@@ -174,13 +174,14 @@ def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
             assert sum(next(lines).startswith("data: ") for _ in range(10)) == 5
             assert "being written" in words_of(http.post(f"{path}/answer", json={"text": "and this"}), 409)
             http.patch(path, json={"title": "changed meanwhile"})
-            monkeypatch.setattr(conversations_module, "read_json", lambda file: (read_json(file), time.sleep(0.3))[0])
+            slow = lambda file: (read_object(file), time.sleep(0.3))[0]  # noqa: E731
+            monkeypatch.setattr(conversations_module, "read_object", slow)
         kept = until(lambda: not (found := http.get(path).json())["is_under_way"] and found)
         asked, answered = kept["messages"]
         assert kept["title"] == "changed meanwhile" and asked["content"] == "go on"
         assert answered["content"].startswith("word0 ")
         assert answered["finish"] == "cancelled" and answered["reasoning"] == "I think."
-        monkeypatch.setattr(conversations_module, "read_json", read_json)
+        monkeypatch.setattr(conversations_module, "read_object", read_object)
         http.patch(path, json={"sampling": {"max_tokens": 2}})
         again = http.post(f"{path}/answer", json={"regenerate": True}).text
         done = json.loads(again.strip().splitlines()[-1].removeprefix("data: "))
