@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.alike import same_named
 from outcore.config.commands import data_flags
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
@@ -39,25 +40,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _settings(args: argparse.Namespace) -> DataSettings:
-    return DataSettings(
-        dataset=args.dataset,
-        dataset_config=args.dataset_config,
-        dataset_split=args.dataset_split,
-        eval_fraction=0.0,
-        format=args.data_format,
-        text_column=args.text_column,
-        prompt_column=args.prompt_column,
-        completion_column=args.completion_column,
-        messages_column=args.messages_column,
-        seq_length=args.seq_length,
-        packing="off",
-        on_bad_row=args.on_bad_row,
-        long_rows=args.long_rows,
-        train_on_prompt=args.train_on_prompt == "true",
-        train_on_last_turn=args.train_on_last_turn == "true",
-        max_train_samples=args.max_rows,
-        cache_dir=args.data_cache_dir,
-    )
+    said = {
+        **same_named(DataSettings, args),
+        "eval_fraction": 0.0,
+        "format": args.data_format,
+        "packing": "off",
+        "train_on_prompt": args.train_on_prompt == "true",
+        "train_on_last_turn": args.train_on_last_turn == "true",
+        "max_train_samples": args.max_rows,
+        "cache_dir": args.data_cache_dir,
+    }
+    return DataSettings(**said)
 
 
 def _show(look: Look, tokenizer: Any, args: argparse.Namespace) -> None:

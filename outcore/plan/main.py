@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from outcore.common.alike import same_named
 from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
@@ -151,15 +152,7 @@ def _hardware(args: PlanConfig) -> Hardware:
 
 
 def _machine(args: PlanConfig) -> Hardware:
-    overrides = Overrides(
-        vram_gib=args.vram_gib,
-        ram_gib=args.ram_gib,
-        pinned_gib=args.pinned_gib,
-        nvme_free_gb=args.nvme_free_gb,
-        tflops=args.tflops,
-        num_gpus=args.num_gpus,
-        may_add_gpus=args.nominal,
-    )
+    overrides = Overrides(**same_named(Overrides, args), may_add_gpus=args.nominal)
     return load_hardware(args.machine, overrides, allow_nominal=args.nominal)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outcore.common.alike import same_named
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.output import say
 from outcore.config.commands import SAMPLING_FLAGS
@@ -16,39 +17,15 @@ from outcore.infer.requests import Sampling, own_defaults, sampling_of
 
 def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> InferSettings:
     """ValueError for what cannot be."""
-    return InferSettings(
-        preset=args.preset,
-        device=args.device,
-        precision=args.precision,
-        adapter=args.adapter,
-        quantize=args.quantize,
-        context=args.context,
-        max_sequences=args.max_sequences,
-        pass_tokens=args.pass_tokens,
-        chunk_tokens=args.chunk_tokens,
-        page_tokens=args.page_tokens,
-        kv_format=args.kv_format,
-        kv_home=args.kv_home,
-        kv_gib=args.kv_gib,
-        vram_gib=args.vram_gib,
-        ram_gib=args.ram_gib,
-        nvme_path=tuple(Path(path) for path in args.nvme_path),
-        pin_gib=args.pin_gib,
-        pin_memory=args.pin_memory == "true",
-        buffer_mib=args.buffer_mib,
-        num_layer_buffers=args.num_layer_buffers,
-        prefetch=args.prefetch,
-        compile=args.compile,
-        cpu_tokens=args.cpu_tokens,
-        expert_cache_gib=args.expert_cache_gib,
-        draft_model=args.draft_model,
-        draft_tokens=args.draft_tokens,
-        share_prefixes=not args.no_prefix_sharing,
-        prefix_path=None if args.prefix_path is None else Path(args.prefix_path),
-        prefix_gib=args.prefix_gib,
-        deterministic=deterministic,
-        trust_remote_code=args.trust_remote_code,
-    )
+    said = {
+        **same_named(InferSettings, args),
+        "nvme_path": tuple(Path(path) for path in args.nvme_path),
+        "pin_memory": args.pin_memory == "true",
+        "share_prefixes": not args.no_prefix_sharing,
+        "prefix_path": None if args.prefix_path is None else Path(args.prefix_path),
+        "deterministic": deterministic,
+    }
+    return InferSettings(**said)
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:

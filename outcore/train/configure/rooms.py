@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outcore.common.alike import same_named
 from outcore.common.words import names_of
 from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
 from outcore.model import LoraSettings, ModelSettings
@@ -71,8 +72,8 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
             use_rslora=config.use_rslora,
             init=config.init_lora_weights,
         )
-    same = {f.name: getattr(config, f.name) for f in fields(ModelSettings) if hasattr(config, f.name)}
-    named = {
+    said = {
+        **same_named(ModelSettings, config),
         "model_name_or_path": _absolute(config.model_name_or_path),
         "preset": config.preset or (None if is_named else "tiny"),
         "precision": precision,
@@ -82,7 +83,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
         "gradient_checkpointing": recomputes(config),
         "config_overrides": _overrides(config.config_overrides),
     }
-    return ModelSettings(**{**same, **named})
+    return ModelSettings(**said)
 
 
 def _absolute(name: str | None) -> str | None:

@@ -28,6 +28,11 @@ from outcore.train.run.space import export_bytes, space_reserves
 from outcore.train.sample_prompt import sample_prompt
 from outcore.train.trainer_parts import BestSoFar, TrainerParts
 
+SAME_RUN = ("use_dora", "use_rslora", "quantize", "label_smoothing", "seed")
+CHANGEABLE = (
+    "per_device_train_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RunContext:
@@ -57,28 +62,18 @@ class RunContext:
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
             "lora_modules_to_save": self.config.lora_modules_to_save or "",
-            "use_dora": self.config.use_dora,
-            "use_rslora": self.config.use_rslora,
-            "quantize": self.config.quantize,
-            "label_smoothing": self.config.label_smoothing,
-            "seed": self.config.seed,
+            **{name: getattr(self.config, name) for name in SAME_RUN},
             "schedule": asdict(self.schedule),
         }
 
     @property
     def changeable(self) -> dict[str, Any]:
         """What, by flag, a resumed run may change: the checkpoint does not depend on it, what comes after does."""
-        decided, settings = self.decided, self.decided.settings
         return {
-            "per_device_train_batch_size": settings.per_device_train_batch_size,
-            "weight_decay": settings.weight_decay,
-            "adam_beta1": settings.adam_beta1,
-            "adam_beta2": settings.adam_beta2,
-            "adam_epsilon": settings.adam_epsilon,
-            "max_grad_norm": settings.max_grad_norm,
+            **{name: getattr(self.decided.settings, name) for name in CHANGEABLE},
             "lora_dropout": self.config.lora_dropout,
             "neftune_noise_alpha": self.config.neftune_noise_alpha,
-            "state_format": decided.state_format,
+            "state_format": self.decided.state_format,
         }
 
     def start_trace(self, engine: Engine, say: Callable[[str], None]) -> None:

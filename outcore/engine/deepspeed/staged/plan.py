@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from outcore.common.alike import same_named
 from outcore.common.quantities import ELEMENT_BYTES, format_gib, round_up
 from outcore.config import Precision, RunSettings
 from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
@@ -143,22 +144,13 @@ def make_plan(settings: RunSettings, offload: ChosenOffload, model: WeightCounts
     if sizes.param_ram_bytes is not None:
         in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + _padding_bytes(model))
     return StagedPlan(
-        states=offload.states,
+        **same_named(StagedPlan, offload),
+        **same_named(StagedPlan, sizes),
         dtype=DTYPES[settings.precision],
         home_bytes=in_ram_bytes,
-        grad_bytes=sizes.grad_bytes,
         pin=_pins(settings),
-        nvme_path=offload.nvme_path,
-        storage=offload.storage,
-        nvme_checksums=offload.nvme_checksums,
         owns_nvme_path=offload.nvme_path is not None and bool(run.run_name),
-        state_ram_bytes=sizes.state_ram_bytes,
         param_store_bytes=sizes.store_bytes,
-        param_ram_bytes=sizes.param_ram_bytes,
-        staging_bytes=sizes.staging_bytes,
-        ahead_bytes=sizes.ahead_bytes,
-        grad_staging_bytes=sizes.grad_staging_bytes,
-        ring_bytes=sizes.ring_bytes,
         optimizer_threads=max(1, default_num_threads() // run.local_ranks),
         notes=tuple(notes),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.alike import same_named
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
@@ -23,21 +24,15 @@ CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 
 def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, device: str) -> StreamLayout:
     """What bytes and seconds depend on of these settings."""
+    told_as = same_named(StreamLayout, told)
+    told_as["cuda_graphs"] = told.cuda_graphs == "auto"
     return StreamLayout(
         micro_batch,
         accumulation,
         checkpoints_home=CHECKPOINT_HOMES[told.activations_on(torch.device(device))],
         layer_buffers=told.num_layer_buffers,
         compiled=device != "cpu" and told.compile != "off",
-        cuda_graphs=told.cuda_graphs == "auto",
-        tiling=told.tiling,
-        tile_bytes=told.tile_bytes,
-        device_bytes=told.device_bytes,
-        packed_attention=told.packed_attention,
-        staging_bytes=told.staging_bytes,
-        lane_bytes=told.lane_bytes,
-        resident_bytes=told.resident_bytes,
-        saved_bytes=told.saved_bytes,
+        **told_as,
         residency=Residency(
             told.state_ram_bytes,
             told.weight_ram_bytes,
