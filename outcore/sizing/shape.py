@@ -204,24 +204,20 @@ DROPOUTS = (
 """What configurations call the dropout of layers. The engine itself tries the layers (`draws_random_numbers`)."""
 
 
+COUNTED = ("llama", "qwen3", "qwen3_moe")
+"""Architectures that `shape_from_fields` counts."""
+
+
 def stays_eager(fields: Mapping[str, Any]) -> bool:
     """`ModelShape.stays_eager` by a configuration's fields."""
     balances = bool(fields.get("output_router_logits") and fields.get("router_aux_loss_coef"))
     return balances or any((fields.get(name) or 0.0) > 0 for name in DROPOUTS)
 
 
-def shape_from_fields(name: str, model_type: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Count from config fields. All fields must be there (GPT-2 alone may use its published defaults)."""
-    if model_type == "gpt2":
-        return _gpt2(name, fields)
-    if model_type == "t5":
-        return _t5(name, fields)
-    if model_type in ("llama", "qwen3", "qwen3_moe"):
-        return _decoder(name, model_type, fields)
-    raise ValueError(f"the planner does not count {model_type} by hand: it is counted on the meta device")
-
-
-def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
+def shape_from_fields(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
+    """Count a decoder of `COUNTED` from its configuration's fields, which must all be there."""
+    if model_type not in COUNTED:
+        raise ValueError(f"the planner does not count {model_type} by hand: it is counted on the meta device")
     hidden, layers, vocab, ffn = f["hidden_size"], f["num_hidden_layers"], f["vocab_size"], f["intermediate_size"]
     heads, kv_heads = f["num_attention_heads"], f["num_key_value_heads"]
     head_dim = f.get("head_dim") or hidden // heads
@@ -240,6 +236,7 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
     else:
         tensors += [hidden * ffn] * 3
         adapters += [hidden, ffn, hidden, ffn, ffn, hidden]
+    matrices = [n for inner, outer in zip(adapters[::2], adapters[1::2], strict=True) for n in (inner * outer, inner)]
     tensors += [hidden, hidden]
     layer, tied = sum(tensors), bool(f["tie_word_embeddings"])
     return ModelShape(
@@ -264,81 +261,6 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],
         adapters=in_blocks([adapters] * layers),
-        matrices=in_blocks([[*_matrices(adapters), *experts_in]] * layers),
+        matrices=in_blocks([[*matrices, *experts_in]] * layers),
         stays_eager=stays_eager(f),
-    )
-
-
-def _matrices(adapters: Sequence[int]) -> list[int]:
-    """`ModelShape.matrices` of linear layers from (in, out) of each in turn."""
-    pairs = zip(adapters[::2], adapters[1::2], strict=True)
-    return [number for inner, outer in pairs for number in (inner * outer, inner)]
-
-
-def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
-    hidden, layers = f.get("n_embd", 768), f.get("n_layer", 12)
-    vocab, positions, heads = f.get("vocab_size", 50257), f.get("n_positions", 1024), f.get("n_head", 12)
-    tensors = [hidden, hidden, 3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
-    tensors += [hidden, hidden, 4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden]
-    layer = sum(tensors)
-    return ModelShape(
-        name=name,
-        model_type="gpt2",
-        hidden_size=hidden,
-        vocab_size=vocab,
-        embedding_params=(vocab + positions) * hidden,
-        layer_params=(layer,) * layers,
-        head_params=2 * hidden,
-        active_layer_params=layer * layers,
-        largest_weight_numel=max(vocab * hidden, 4 * hidden * hidden),
-        tensors=in_blocks([[vocab * hidden, positions * hidden], *[tensors] * layers, [hidden, hidden]]),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn_width=4 * hidden,
-        gated_ffn=False,
-        tied=True,
-        tied_numels=(vocab * hidden,),
-        max_positions=positions,
-        adapters=in_blocks([[hidden * n for n in (1, 3, 1, 1, 1, 4, 4, 1)]] * layers),
-        matrices=in_blocks([[hidden * n for n in (3 * hidden, 3, hidden, 1, 4 * hidden, 4, 4 * hidden, 1)]] * layers),
-        stays_eager=stays_eager({"attn_pdrop": 0.1, "resid_pdrop": 0.1, **f}),
-    )
-
-
-def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
-    hidden, layers, heads, ffn = f["d_model"], f["num_layers"], f["num_heads"], f["d_ff"]
-    inner, vocab = heads * f["d_kv"], f["vocab_size"]
-    buckets = 32 * heads  # relative positions, in the first layer of each stack
-    attention, feed_forward = [hidden * inner] * 4, [hidden * ffn, ffn * hidden, hidden]
-    encoder = [[*attention, *first, hidden, *feed_forward] for first in [[buckets], *[[]] * (layers - 1)]]
-    decoder = [
-        [*attention, *first, hidden, *attention, hidden, *feed_forward] for first in [[buckets], *[[]] * (layers - 1)]
-    ]
-    stack = tuple(sum(tensors) for tensors in encoder + decoder)
-    adapted, widened = [hidden, inner] * 3 + [inner, hidden], [hidden, ffn, ffn, hidden]
-    return ModelShape(
-        name=name,
-        model_type="t5",
-        hidden_size=hidden,
-        vocab_size=vocab,
-        embedding_params=vocab * hidden,
-        layer_params=stack,
-        head_params=2 * hidden,
-        active_layer_params=sum(stack),
-        largest_weight_numel=max(vocab * hidden, hidden * ffn),
-        tensors=in_blocks([[vocab * hidden], *encoder, [hidden], *decoder, [hidden]]),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=f["d_kv"],
-        ffn_width=ffn,
-        gated_ffn=False,
-        tied=True,
-        tied_numels=(vocab * hidden,) * 3,  # of encoder, decoder and head: all are the shared embedding in the end
-        is_encoder_decoder=True,
-        adapters=in_blocks([[*adapted, *widened]] * layers + [[*adapted, *adapted, *widened]] * layers),
-        matrices=in_blocks(
-            [_matrices([*adapted, *widened])] * layers + [_matrices([*adapted, *adapted, *widened])] * layers
-        ),
-        stays_eager=stays_eager({"dropout_rate": 0.1, **f}),
     )
