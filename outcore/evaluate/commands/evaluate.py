@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outcore.common.alike import same_named
 from outcore.common.output import say
 from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled
@@ -50,19 +51,9 @@ def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
     except ValueError:
         raise EvaluationError(f"gen_kwargs is {args.gen_kwargs!r}, but must be a JSON object.", "gen_kwargs") from None
     limit = args.limit
-    return EvaluationSettings.from_fields(
-        {
-            "tasks": args.tasks,
-            "limit": int(limit) if limit is not None and limit == int(limit) else limit,
-            "num_fewshot": args.num_fewshot,
-            "apply_chat_template": args.apply_chat_template,
-            "system_instruction": args.system_instruction,
-            "gen_kwargs": gen_kwargs,
-            "seed": args.seed,
-            "include_path": args.include_path,
-            "note_tokens": args.note_tokens,
-        }
-    )
+    limit = int(limit) if limit is not None and limit == int(limit) else limit
+    said = same_named(EvaluationSettings, args)
+    return EvaluationSettings.from_fields({**said, "limit": limit, "gen_kwargs": gen_kwargs})
 
 
 def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:

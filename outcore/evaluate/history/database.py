@@ -37,6 +37,7 @@ CREATE TABLE samples (
     doc_id INTEGER NOT NULL, sample BLOB NOT NULL, PRIMARY KEY (evaluation, task, filter, doc_id)
 );
 """
+COLUMNS = ("task", "version", "metric", "filter", "value", "stderr", "documents", "higher_is_better")
 Record = dict[str, Any]
 
 
@@ -302,10 +303,9 @@ def _put_result(
     name = record["id"]
     database.execute("DELETE FROM scores WHERE evaluation = ?", (name,))
     database.execute("DELETE FROM samples WHERE evaluation = ?", (name,))
-    columns = ("task", "version", "metric", "filter", "value", "stderr", "documents", "higher_is_better")
     database.executemany(
         "INSERT INTO scores VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(name, *(score[column] for column in columns)) for score in scores],
+        [(name, *(score[column] for column in COLUMNS)) for score in scores],
     )
     database.executemany(
         "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
@@ -314,11 +314,8 @@ def _put_result(
 
 
 def _scores(database: sqlite3.Connection, name: str) -> list[Record]:
-    columns = ("task", "version", "metric", "filter", "value", "stderr", "documents", "higher_is_better")
-    rows = database.execute(
-        f"SELECT {', '.join(columns)} FROM scores WHERE evaluation = ? ORDER BY rowid", (name,)
-    ).fetchall()
-    found: list[Record] = [dict(zip(columns, row, strict=True)) for row in rows]
+    rows = database.execute(f"SELECT {', '.join(COLUMNS)} FROM scores WHERE evaluation = ? ORDER BY rowid", (name,))
+    found: list[Record] = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
     for score in found:
         if score["higher_is_better"] is not None:
             score["higher_is_better"] = bool(score["higher_is_better"])
