@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outcore.machine.build_locks import remove_stale_locks
 from outcore.machine.drives import Usage, drive_of, local_drives
-from outcore.machine.gpus import Runner, detect_gpus, display_adapters, run_command
+from outcore.machine.gpus import Runner, detect_gpus, run_command
 from outcore.machine.host import (
     available_ram_bytes,
     detect_cpu,

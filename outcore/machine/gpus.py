@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ QUERY_FIELDS = (
     "index", "name", "memory.total", "compute_cap", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
     "pcie.link.width.current", "pcie.link.width.max", "pci.bus_id", "uuid",
 )  # fmt: skip
-PCI_ROOT = "sys/bus/pci/devices"
 OTHER_MAKERS = {"0x8086": "Intel", "0x1002": "AMD"}
 """PCI vendor -> maker of display adapters."""
 # Drivers before 510 do not know compute_cap and refuse the whole query.
@@ -121,16 +119,16 @@ def parse_listing(text: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
 
 def other_display_adapters(sys_root: str | Path = "/") -> tuple[str, ...]:
     """Display adapters of other makers on the PCI bus; one on the CPU's own bus (00) is integrated."""
-    found = [(name, vendor) for name, vendor in display_adapters(Path(sys_root) / PCI_ROOT) if vendor in OTHER_MAKERS]
-    return tuple(f"{OTHER_MAKERS[maker]} at {at}" + ", integrated" * (at.split(":")[1] == "00") for at, maker in found)
-
-
-def display_adapters(pci_root: Path) -> Iterator[tuple[str, str]]:
-    """(address, number of its maker) of each on the PCI bus."""
-    for device in sorted(pci_root.glob("*")):
-        with suppress(OSError):  # went away while we looked
-            if (device / "class").read_text().startswith("0x03"):
-                yield device.name, (device / "vendor").read_text().strip()
+    found = []
+    for device in sorted((Path(sys_root) / "sys/bus/pci/devices").glob("*")):
+        try:
+            kind, vendor = (device / "class").read_text().strip(), (device / "vendor").read_text().strip()
+        except OSError:
+            continue
+        if kind.startswith("0x03") and vendor in OTHER_MAKERS:
+            on_cpu = device.name.split(":")[1] == "00"
+            found.append(f"{OTHER_MAKERS[vendor]} at {device.name}" + ", integrated" * on_cpu)
+    return tuple(found)
 
 
 def cuda_of_driver(driver_version: str | None) -> str | None:

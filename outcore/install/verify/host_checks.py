@@ -17,7 +17,7 @@ from outcore.install.extensions import find_nvcc, has_header
 from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 from outcore.install.verify.wsl import wsl_memory_row
-from outcore.machine import Drive, Machine, Runner, display_adapters, drive_of
+from outcore.machine import Drive, Machine, Runner, drive_of
 from outcore.machine.offload import write_and_read_back
 
 # Below this torch, DeepSpeed and one of its compilers (2 GiB each) leave no room for a model.
@@ -126,7 +126,7 @@ def gpu_row(machine: Machine, chosen: RequirementSet, pci_root: Path = Path("/sy
     if unreachable:
         fix = "restart; if it stays, reinstall the driver: `sudo ubuntu-drivers install`"
         return ReportRow("GPU", "; ".join(unreachable), needed, DEGRADED, False, fix)
-    if any(vendor == NVIDIA_PCI_VENDOR for _, vendor in display_adapters(pci_root)):
+    if _has_nvidia_card(pci_root):
         fix = "`sudo ubuntu-drivers install`, restart, then `python setup.py` again"
         return ReportRow("GPU", "an NVIDIA card without a driver: trains on the CPU", needed, DEGRADED, False, fix)
     return ReportRow("GPU", "none: trains on the CPU accelerator", needed, DEGRADED, False)
@@ -244,3 +244,14 @@ def launcher_row(environment: Environment) -> ReportRow:
     if not os.access(script, os.X_OK):
         return ReportRow("launcher", f"{script} is not executable", needed, MISSING, True, f"`chmod +x {script}`")
     return ReportRow("launcher", str(script), needed, OK, True)
+
+
+def _has_nvidia_card(pci_root: Path) -> bool:
+    for vendor in pci_root.glob("*/vendor"):
+        try:
+            is_display = (vendor.parent / "class").read_text(encoding="utf-8").strip().startswith("0x03")
+            if vendor.read_text(encoding="utf-8").strip() == NVIDIA_PCI_VENDOR and is_display:
+                return True
+        except OSError:
+            continue  # the device went away while we looked
+    return False
