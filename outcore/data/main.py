@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.config.commands import data_flags
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template

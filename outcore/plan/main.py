@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.common.quantities import format_gb, format_s, round_up
 from outcore.storage.block_spans import BlockSpans
 from outcore.storage.descriptor import Descriptor, Mode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.config import TrainConfig
 from outcore.data.basis import DEFAULT_TEXT_EXTENSIONS, DataSettings
 from outcore.data.mix import weighted_source

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.output import say
 from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled

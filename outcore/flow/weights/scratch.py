@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.errors import EngineError
 from outcore.optim import DigestFound, find_digest

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.output import say
 from outcore.config.commands import SAMPLING_FLAGS

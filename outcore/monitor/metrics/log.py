@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import fsync_folder, replacing
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.monitor.sensors import describe
 
 FSYNC_INTERVAL_S = 30.0

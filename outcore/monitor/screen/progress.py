@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import IO, Any
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.common.quantities import format_count, format_s
 from outcore.monitor.screen.tiers import tier_words
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.machine import detect_os
 from outcore.monitor.sensors import describe
 

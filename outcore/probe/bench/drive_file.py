@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.storage import BlockFile, PosixEngine, StorageError, aligned_bytes
 

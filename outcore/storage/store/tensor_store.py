@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from outcore.common.closing import Closing
+from outcore.common.classes import Closing
 from outcore.common.quantities import MIB, format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine, open_engine

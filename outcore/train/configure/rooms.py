@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.words import names_of
 from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
 from outcore.model import LoraSettings, ModelSettings

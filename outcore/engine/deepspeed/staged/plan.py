@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.quantities import ELEMENT_BYTES, format_gib, round_up
 from outcore.config import Precision, RunSettings
 from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.alike import same_named
+from outcore.common.classes import same_named
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
