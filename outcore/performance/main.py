@@ -248,13 +248,10 @@ class PerformanceTest:
 def write(found: Findings, folder: Path) -> list[Path]:
     """performance_report.json and .html. OSError when they cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"json": json.dumps(found.to_dict(), indent=1, default=str), "html": render(found)}
-    paths = []
-    for ending, text in texts.items():
-        path = folder / f"performance_report.{ending}"
-        write_atomic(path, text)
-        paths.append(path)
-    return paths
+    page, data = folder / "performance_report.html", folder / "performance_report.json"
+    write_atomic(data, json.dumps(found.to_dict(), indent=1, default=str))
+    write_atomic(page, render(found))
+    return [data, page]
 
 
 def _with_module_path(root: Path) -> dict[str, str]:

@@ -148,7 +148,7 @@ class RunWarnings:
         )
 
     def _stall(self) -> str | None:
-        share = self._phase_share("stall_nvme")
+        share = self._drive_share()
         if share is None or share <= STALL_NVME_FRACTION:
             return None
         return (
@@ -157,7 +157,7 @@ class RunWarnings:
         )
 
     def _slow_drive(self) -> str | None:
-        if self._drive_gb_per_s is None or (self._phase_share("stall_nvme") or 0) < 0.5:
+        if self._drive_gb_per_s is None or (self._drive_share() or 0) < 0.5:
             return None
         moved = sum(
             (record.get("nvme_read_bytes") or 0) + (record.get("nvme_write_bytes") or 0) for record in self._settled
@@ -178,13 +178,10 @@ class RunWarnings:
         hottest = max(record.get("nvme_temp_c") or 0 for record in self._recent)
         return f"The drive is at {hottest:.0f} °C and will slow down soon: give it a heat sink or more air."
 
-    def _phase_share(self, phase: str) -> float | None:
-        """Share of the settled steps' time that `phase` took; None until half the window is there."""
-        known = [
-            (record["phase_s"][phase], record["step_s"])
-            for record in self._settled
-            if record.get("step_s") and (record.get("phase_s") or {}).get(phase) is not None
-        ]
+    def _drive_share(self) -> float | None:
+        """Share of the settled steps' time that waited for the drive; None until half the window is there."""
+        told = [((record.get("phase_s") or {}).get("stall_nvme"), record.get("step_s")) for record in self._settled]
+        known = [(spent_s, step_s) for spent_s, step_s in told if step_s and spent_s is not None]
         if len(known) < WINDOW_STEPS // 2:
             return None
         return sum(spent_s for spent_s, _ in known) / sum(step_s for _, step_s in known)

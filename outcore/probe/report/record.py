@@ -168,16 +168,8 @@ def to_json(report: dict[str, Any]) -> str:
 
 
 def _measurement(found: Measurement) -> dict[str, Any]:
-    return {
-        "link": found.link,
-        "target": found.target,
-        "engine": found.engine,
-        "block_bytes": found.block_bytes,
-        "depth": found.depth,
-        "gb_per_s": round(found.gb_per_s, 4),
-        "moved_bytes": found.moved_bytes,
-        "elapsed_s": round(found.elapsed_s, 4),
-    }
+    rounded = {"gb_per_s": round(found.gb_per_s, 4), "elapsed_s": round(found.elapsed_s, 4)}
+    return dataclasses.asdict(found) | rounded
 
 
 def _drive(drive: DriveResult) -> dict[str, Any]:

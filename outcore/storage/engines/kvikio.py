@@ -26,7 +26,7 @@ import torch
 from outcore.common.quantities import MIB, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engines.request_queue import Kind
-from outcore.storage.engines.worker import STALL_S, WorkerEngine
+from outcore.storage.engines.worker import STALL_S, PosixMover, WorkerEngine
 from outcore.storage.errors import StorageError
 from outcore.storage.host_buffer import address_of, host_bytes
 
@@ -64,7 +64,7 @@ def load_kvikio() -> Any:
     return kvikio
 
 
-class KvikioMover:
+class KvikioMover(PosixMover):
     """Whole blocks through kvikio, the rest through the BlockFile."""
 
     def __init__(self, kvikio: Any, task_bytes: int) -> None:
@@ -98,10 +98,7 @@ class KvikioMover:
 
     def _move_edge(self, kind: Kind, file: BlockFile, offset: int, part: Any) -> None:
         if not isinstance(part, torch.Tensor):
-            if kind == "read":
-                file.read_into(part, offset)
-            else:
-                file.write_from(part, offset)
+            super().move(kind, file, offset, part)
         elif kind == "read":
             host = torch.empty(part.nbytes, dtype=torch.uint8)
             file.read_into(host, offset)
