@@ -3,12 +3,11 @@
     outcore trace RUN [schedule.png] [--step N]
 
 One band for each track: the device on top, then the link's two directions, the drive, the optimizer's threads, and what
-was waited for. Layers are numbered where there is room for it. Drawn with matplotlib's Agg canvas, without a display.
+was waited for. Layers are numbered where there is room for it. Drawn with matplotlib, without a display.
 """
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outcore.common import write_atomic
+from outcore.common import replacing
 from outcore.common.quantities import format_s
 from outcore.config.commands import trace_flags
 from outcore.flow.trace.file import Slice, read_trace, rows_of
@@ -76,9 +75,8 @@ def draw_schedule(trace_path: Path, png_path: Path, *, step: int | None = None) 
     slices, about = read_trace(trace_path)
     figure = _draw(*step_slices(slices, step), about)
     png_path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=130)
-    write_atomic(png_path, drawn.getvalue())
+    with replacing(png_path) as file:
+        figure.savefig(file, format="png", dpi=130)
 
 
 def short_name(one: Slice) -> str:
@@ -92,7 +90,6 @@ def short_name(one: Slice) -> str:
 
 
 def _draw(step: Slice, inside: list[Slice], about: dict[str, Any]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -100,7 +97,6 @@ def _draw(step: Slice, inside: list[Slice], about: dict[str, Any]) -> Any:
     rows = {track: rows_of(one for one in inside if one.track == track)[:MAX_ROWS] for track, _ in bands}
     heights = [1.0 + 0.45 * (len(rows[track]) - 1) for track, _ in bands]
     figure = Figure(figsize=(14, 1.9 + 0.72 * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     length_s = step.end_s - step.begin_s
     scale, unit = (1e3, "ms") if length_s < 10 else (1.0, "s")

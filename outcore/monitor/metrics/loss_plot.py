@@ -1,19 +1,18 @@
 """plot_loss: loss.png from metrics.jsonl, readable at first glance.
 
 Training loss raw (faint) and smoothed (bold), evaluation loss as marked points, the learning rate in a small strip
-below; resumes are marked, missing steps leave gaps. Drawn with matplotlib's Agg canvas without pyplot, so it needs no
+below; resumes are marked, missing steps leave gaps. Drawn with matplotlib without pyplot, so it needs no
 display, touches no global state and may run on any thread; written aside and renamed, so a viewer never sees half a
 picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and highest of each bin are kept)."""
 
 from __future__ import annotations
 
-import io
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from outcore.common import write_atomic
+from outcore.common import replacing
 from outcore.monitor.metrics.reader import Metrics, numbers, read_metrics
 
 MAX_POINTS = 4000
@@ -41,9 +40,8 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | No
     figure = _draw(metrics, points, title or _title(metrics))
     png_path = Path(png_path)
     png_path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_atomic(png_path, drawn.getvalue())
+    with replacing(png_path) as file:
+        figure.savefig(file, format="png", dpi=110)
     return True
 
 
@@ -108,12 +106,10 @@ def y_limits(losses: list[float], smoothed: list[float], evals: list[float]) -> 
 
 
 def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     figure = Figure(figsize=(9, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
     rates = numbers(metrics.steps, "lr")
     axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[6, 1]) if rates else (figure.subplots(), None)
     steps, losses = [step for step, _ in points], [loss for _, loss in points]
