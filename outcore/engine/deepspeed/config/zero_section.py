@@ -98,8 +98,7 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
     return (
         f"DeepSpeed's swap buffers need {format_gib(locked_bytes)} of locked RAM, but this process may lock "
         f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and "
-        "log in "
-        "again, or start the container with --ulimit memlock=-1."
+        "log in again, or start the container with --ulimit memlock=-1."
     )
 
 
@@ -316,8 +315,7 @@ def _refuse(
     if hpz > 1 and (placement.params == "nvme" or run.world_size % hpz):
         raise ValueError(
             f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not "
-            "work "
-            "with parameters on NVMe. Set it to 1."
+            "work with parameters on NVMe. Set it to 1."
         )
     if placement.params == "nvme" and zero.get("stage3_module_granularity_threshold"):
         notes.changed(
