@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from outcore.evaluate.history.database import History
 
 Record = Mapping[str, Any]
 
@@ -38,6 +40,21 @@ class Comparison:
     """Largest difference of one answer's log-probability; None without any."""
     rms_logprob_difference: float | None = None
     """Root mean square over documents of the largest difference in each."""
+
+
+def diff_of(history: History, first: Record, second: Record) -> dict[str, Any]:
+    """Settings that differ, and every metric that both have."""
+    settings: dict[str, list[Any]] = {}
+    for part in ("settings", "launch", "versions"):
+        for name in sorted({*first[part], *second[part]}):
+            values = [first[part].get(name), second[part].get(name)]
+            if values[0] != values[1]:
+                settings[name] = values
+    for name in ("model", "model_hash"):
+        if first[name] != second[name]:
+            settings[name] = [first[name], second[name]]
+    tasks = compare(first["scores"], history.samples(first["id"]), second["scores"], history.samples(second["id"]))
+    return {"a": first["id"], "b": second["id"], "settings": settings, "tasks": [asdict(one) for one in tasks]}
 
 
 def compare(
