@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from outcore.common.classes import same_named
 from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host
@@ -123,31 +122,39 @@ def stream_decision(
         notes.append(f"as {settings.file.path} has it, where gds_optimizer.py --apply writes: {', '.join(probed)}")
     device = "cuda" if sizes.has_cuda else "cpu"
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
-    said = {
-        **same_named(StreamSettings, settings),
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
-        "states": settings.state_format,
-        "accumulate": "weights" if accumulates_as == settings.precision != "fp32" else "fp32",
-        "device_bytes": _device_bytes(device),
-        "resident_bytes": RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
-        "saved_bytes": SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
-        "staging_bytes": pinned.pool_bytes,
-        "slot_bytes": settings.lane_slot_bytes,
-        "num_slots": pinned.lane_bytes // (2 * settings.lane_slot_bytes),
-        "write_combined": _write_combined(settings, sizes, notes) and not homes,
-        "step_tokens": sizes.step_tokens,
-        "row_tokens": sizes.row_tokens,
-        "initial_loss_scale": 2.0**scaling.initial_power,
-        "loss_scale_window": scaling.window,
-        "loss_scale_hysteresis": scaling.hysteresis,
-        "min_loss_scale": float(scaling.minimum),
-        "storage": DriveAccess(
+    told = StreamSettings(
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        optimizer=settings.optimizer,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        states=settings.state_format,
+        accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
+        activations=settings.activations,
+        compile=settings.compile,
+        packed_attention=settings.packed_attention,
+        tiling=settings.tiling,
+        tile_bytes=settings.tile_bytes,
+        device_bytes=_device_bytes(device),
+        resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
+        saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
+        staging_bytes=pinned.pool_bytes,
+        slot_bytes=settings.lane_slot_bytes,
+        num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
+        write_combined=_write_combined(settings, sizes, notes) and not homes,
+        step_tokens=sizes.step_tokens,
+        row_tokens=sizes.row_tokens,
+        initial_loss_scale=2.0**scaling.initial_power,
+        loss_scale_window=scaling.window,
+        loss_scale_hysteresis=scaling.hysteresis,
+        min_loss_scale=float(scaling.minimum),
+        seed=settings.seed,
+        nvme_checksums=settings.nvme_checksums,
+        storage=DriveAccess(
             settings.storage_engine, settings.storage_threads, settings.storage_block_bytes, settings.transfer_path
         ),
         **homes,
-    }
-    told = StreamSettings(**said)
+    )
     return StreamDecision(
         settings,
         told,
