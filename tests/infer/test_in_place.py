@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from outcore.formats import PackedProducts, PackedSpec, packed_format
 from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine
+from outcore.infer.passes import SmallPasses
 from outcore.infer.passes.pieces import LayerInPieces
 from outcore.plan import load_hardware
 from outcore.plan.learned import known_rates
@@ -121,6 +123,15 @@ def test_experts_transposed_stacks_and_anything_else(weight_of):
 def tiny_file(tiny_folder, tmp_path_factory):
     pytest.importorskip("gguf")
     return write_gguf(tiny_folder[0], tmp_path_factory.mktemp("gguf") / "model.gguf", "q8_0")
+
+
+@pytest.fixture(scope="module")
+def file_of_kernels(tmp_path_factory):
+    """A file all of whose matrices the kernels multiply: columns in steps of 64."""
+    pytest.importorskip("gguf")
+    folder = tmp_path_factory.mktemp("of_kernels")
+    save_tiny_model(folder / "model", intermediate_size=128)
+    return write_gguf(folder / "model", folder / "model.gguf", "q8_0")
 
 
 def answers(folder, count=10, **settings):
@@ -284,17 +295,18 @@ def test_what_does_nothing_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
-def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, caplog, compile_choice, link, on_cpu):
+def test_the_cpu_computes_layers_for_the_gpu(file_of_kernels, monkeypatch, caplog, compile_choice, link, on_cpu):
     place = build.place_inference
     monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
+    monkeypatch.setattr(build, "SmallPasses", partial(SmallPasses, cuts_layers=True))
     replays, replay = [], LayerInPieces.replay
     monkeypatch.setattr(LayerInPieces, "replay", lambda self: (replays.append(self), replay(self))[1])
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
-    tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)
+    tokens, scores, placement = answers(file_of_kernels, cpu_tokens=16, **common)
     assert len(placement.on_cpu(1)) == on_cpu and placement.cpu_tokens == 16
     assert bool(replays) is (compile_choice == "auto") and "without CUDA graphs" not in caplog.text
-    expected = answers(tiny_file, cpu_tokens=0, **common)
+    expected = answers(file_of_kernels, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)

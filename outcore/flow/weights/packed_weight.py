@@ -43,6 +43,10 @@ class InPlaceProducts:
         """Whether the kernels multiply so many rows."""
         return not self.is_exact and weight.call is not None and num_rows <= self.most_rows[weight.spec.format.name]
 
+    def takes_all(self, layout: SlabLayout) -> bool:
+        """Whether the kernels can multiply every packed weight of a part."""
+        return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
+
     def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""
         rows = x.reshape(-1, x.shape[-1])

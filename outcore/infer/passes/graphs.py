@@ -96,11 +96,11 @@ class SlotPass:
     def run(
         self,
         capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None,
-        cut: Callable[[Callable[[], None]], LayerInPieces | None] = lambda function: None,
+        cut: Callable[[Callable[[], None], Part], LayerInPieces | None] = lambda function, part: None,
     ) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
-        by ordinary launches, unless there are graphs already. `cut`: runs a function in pieces that the CPU has a part
-        in; None where that cannot be, and then it has not run."""
+        by ordinary launches, unless there are graphs already. `cut`: runs the function of a part in pieces, some of
+        them the CPU's; None where that cannot be, and then it has not run."""
         arrival = self.flow.arrival
         replays = self.is_captured
         try:
@@ -114,7 +114,7 @@ class SlotPass:
                     segment.graph, segment.addresses = None, addresses
                 compute = partial(self._compute, segment, slabs)
                 if segment.graph is None and capture is not None and segment.is_on_cpu:
-                    segment.graph = cut(compute)
+                    segment.graph = cut(compute, self._parts[segment.uses.start])
                     if segment.graph is None:
                         compute()
                 elif segment.graph is None and capture is not None:
@@ -170,7 +170,8 @@ class SlotPass:
 
 class SmallPasses:
     """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
-    launches always (for tests)."""
+    launches always (for tests). `cuts_layers`: a layer that the CPU computes runs in pieces, not by ordinary launches
+    (for tests, until a GPU has run them)."""
 
     def __init__(
         self,
@@ -182,6 +183,7 @@ class SmallPasses:
         most_rows: int = GRAPH_ROWS[-1],
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
+        cuts_layers: bool = False,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
         self._copies = SmallCopies(device)
@@ -189,8 +191,7 @@ class SmallPasses:
         self.capture_s = 0.0
         """Seconds that captures have taken."""
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
-        self._runs_whole = device.type != "cuda"
-        """Whether layers that the CPU computes run by ordinary launches always."""
+        self._cuts_layers = cuts_layers
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool, self._pool_of_pieces = GraphPool(device), GraphPool(device)  # one that fails would spoil the other
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
@@ -257,16 +258,16 @@ class SmallPasses:
         self.capture_s += time.perf_counter() - began
         return graph
 
-    def _cut(self, function: Callable[[], None]) -> LayerInPieces | None:
+    def _cut(self, function: Callable[[], None], part: Part) -> LayerInPieces | None:
         products = self.flow.runner.weights.products
-        if products is None or self._runs_whole:
+        if not self._cuts_layers or products is None or not products.takes_all(part.layout):
             return None
         began = time.perf_counter()
         try:
             found = LayerInPieces(function, products, self._pool_of_pieces)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             logger.warning("layers that the CPU computes run without CUDA graphs: %s", line_of(error))
-            self._runs_whole = True
+            self._cuts_layers = False
             return None
         self.capture_s += time.perf_counter() - began
         return found
