@@ -149,6 +149,7 @@ def test_a_closed_terminal_asks_to_stop_and_takes_the_screen_with_it(tmp_path: P
     ends = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def child() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
         master, slave = os.openpty()
         os.dup2(slave, 1)
         os.dup2(slave, 2)
@@ -163,6 +164,7 @@ def test_a_closed_terminal_asks_to_stop_and_takes_the_screen_with_it(tmp_path: P
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
+    ends[1].close()
     assert ends[0].poll(60) and ends[0].recv() == (True, 128 + signal.SIGHUP)
     process.join(600)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
