@@ -245,8 +245,9 @@ class InferenceEngine:
         return sum(self._answer_nobody(count, 4) for count in prompts_tokens if count + 4 <= self.max_tokens)
 
     def pass_s(self, tokens: int) -> float:
-        """Seconds of a pass of so many tokens, for nobody: the third one, because the second makes graphs."""
-        return [self._answer_nobody(tokens, 1) for _ in range(3)][-1]
+        """Seconds of a pass of so many tokens, or of all that fit, for nobody: the third one, because the second makes
+        graphs."""
+        return [self._answer_nobody(min(tokens, self.max_tokens - 1), 1) for _ in range(3)][-1]
 
     def _answer_nobody(self, prompt_tokens: int, answer_tokens: int) -> float:
         began = time.perf_counter()

@@ -245,6 +245,7 @@ def test_a_pass_for_nobody_leaves_nothing(tiny_folder):
         opened.engine.on_pass = lambda works, seconds: passes.append(sum(work.count for work in works))
         assert opened.engine.pass_s(4) > 0 and passes == [4, 4, 4]
         assert opened.engine.counts.passes == opened.engine.num_running == 0
+        assert opened.engine.pass_s(1000) > 0, "more than the context has room for"
     finally:
         opened.close()
 
