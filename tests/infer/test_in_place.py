@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ from outcore.formats import PackedProducts, PackedSpec, packed_format
 from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine
-from outcore.infer.passes import SmallPasses
-from outcore.infer.passes.pieces import LayerInPieces
 from outcore.plan import load_hardware
 from outcore.plan.learned import known_rates
 from outcore.sizing.inference import (
@@ -63,49 +59,6 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
 
 
-class PiecesDouble:
-    """Where nothing can be captured: what is queued has run, and a graph of it does nothing."""
-
-    def __init__(self):
-        self.running = 0
-
-    @contextmanager
-    def pieces(self):
-        yield self
-
-    def begin(self):
-        self.running += 1
-
-    def end(self):
-        self.running -= 1
-        return SimpleNamespace(replay=lambda: None)
-
-
-def test_a_layer_in_pieces_runs_its_products_again(weight_of):
-    weight, other = weight_of((64, 128)), weight_of((128, 64))
-    other.products = weight.products
-    x, found, pool = torch.randn(3, 128), torch.zeros(3, 128), PiecesDouble()
-
-    def layer():
-        assert pool.running == 1
-        found.copy_(linear(linear(x, weight), other))
-
-    pieces = LayerInPieces(layer, weight.products, pool)
-    assert pool.running == 0 and weight.products.recorder is None and len(pieces._steps) == 5
-    torch.testing.assert_close(found, linear(linear(x, weight), other), rtol=0, atol=0)
-    result = pieces._steps[1].args[2]
-    x.copy_(torch.randn(3, 128))
-    pieces.replay()
-    assert torch.equal(result, linear(x, weight)), "of what the rows are now"
-    with pytest.raises(RuntimeError, match="cannot be captured"):
-        LayerInPieces(lambda: weight.products.recorder(fail), weight.products, pool)
-    assert weight.products.recorder is None
-
-
-def fail():
-    raise RuntimeError("cannot be captured")
-
-
 def test_experts_transposed_stacks_and_anything_else(weight_of):
     x = torch.randn(2, 128)
     stack, turned = weight_of((3, 40, 128)), weight_of((3, 40, 128), is_transposed=True)
@@ -123,15 +76,6 @@ def test_experts_transposed_stacks_and_anything_else(weight_of):
 def tiny_file(tiny_folder, tmp_path_factory):
     pytest.importorskip("gguf")
     return write_gguf(tiny_folder[0], tmp_path_factory.mktemp("gguf") / "model.gguf", "q8_0")
-
-
-@pytest.fixture(scope="module")
-def file_of_kernels(tmp_path_factory):
-    """A file all of whose matrices the kernels multiply: columns in steps of 64."""
-    pytest.importorskip("gguf")
-    folder = tmp_path_factory.mktemp("of_kernels")
-    save_tiny_model(folder / "model", intermediate_size=128)
-    return write_gguf(folder / "model", folder / "model.gguf", "q8_0")
 
 
 def answers(folder, count=10, **settings):
@@ -296,18 +240,14 @@ def test_what_does_nothing_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
-def test_the_cpu_computes_layers_for_the_gpu(file_of_kernels, monkeypatch, caplog, compile_choice, link, on_cpu):
+def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice, link, on_cpu):
     place = build.place_inference
     monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
-    monkeypatch.setattr(build, "SmallPasses", partial(SmallPasses, cuts_layers=True))
-    replays, replay = [], LayerInPieces.replay
-    monkeypatch.setattr(LayerInPieces, "replay", lambda self: (replays.append(self), replay(self))[1])
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
-    tokens, scores, placement = answers(file_of_kernels, cpu_tokens=16, **common)
+    tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)
     assert len(placement.on_cpu(1)) == on_cpu and placement.cpu_tokens == 16
-    assert bool(replays) is (compile_choice == "auto") and "without CUDA graphs" not in caplog.text
-    expected = answers(file_of_kernels, cpu_tokens=0, **common)
+    expected = answers(tiny_file, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)

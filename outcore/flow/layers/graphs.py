@@ -19,9 +19,8 @@ graphs and the reason is said once."""
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,58 +100,14 @@ class GraphPool:
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Have a graph of what the block queues, which does not run. Waits for the device and gives back what is
         cached."""
-        stream = self._own_stream()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            yield graph
-
-    @contextmanager
-    def pieces(self) -> Iterator[GraphPieces]:
-        """Have graphs of what the block queues, one behind the other, with ordinary work between them."""
-        stream, current = self._own_stream(), torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            made = GraphPieces(self._pool)
-            try:
-                yield made
-            finally:
-                made.close()
-        current.wait_stream(stream)
-
-    def _own_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
             # torch's own stream for captures is one for the process, of the device that captured first: work of another
             # device would run at once beside it, and the graph be empty.
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        return self._stream
-
-
-class GraphPieces:
-    """Graphs of the current stream, of which one is captured at a time."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool, self._graph = pool, None
-
-    def begin(self) -> None:
-        """Have a graph of what is queued from now on, which does not run."""
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> torch.cuda.CUDAGraph:
-        """The graph of what was queued since `begin`, which may be nothing."""
-        assert self._graph is not None
-        graph, self._graph = self._graph, None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            graph.capture_end()
-        return graph
-
-    def close(self) -> None:
-        """End a capture that failed half-way."""
-        if self._graph is not None:
-            with suppress(RuntimeError):  # what made it fail has been raised
-                self.end()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            yield graph
 
 
 class LayerGraphs:

@@ -10,7 +10,6 @@ a kernel and not by a copy, which would wait behind the weights of other layers 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,18 +33,12 @@ class InPlaceProducts:
         self.most_rows, self.device = dict(most_rows), device
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
-        self.recorder: Callable[[Callable[[], None]], None] | None = None
-        """Gets each product as a function that computes it from what its rows are then; calls it."""
         self._products, self._copies = products, SmallCopies(device, PRODUCT_BYTES)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
         """Whether the kernels multiply so many rows."""
         return not self.is_exact and weight.call is not None and num_rows <= self.most_rows[weight.spec.format.name]
-
-    def takes_all(self, layout: SlabLayout) -> bool:
-        """Whether the kernels can multiply every packed weight of a part."""
-        return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
 
     def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""
@@ -55,21 +48,9 @@ class InPlaceProducts:
         if not self.takes(weight, len(rows)):
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
-        if self.recorder is None:
-            found = self._copies.to(self._multiply(weight, rows)).to(x.dtype)
-        else:
-            result = torch.empty(len(rows), weight.spec.shape[0], device=self.device)
-            self.recorder(partial(self.multiply_into, weight, rows, result))
-            found = result.to(x.dtype)
-        return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
-
-    def _multiply(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
         assert self._products is not None and weight.call is not None
-        return self._products.multiply(weight.call, rows.to("cpu", torch.float32))
-
-    def multiply_into(self, weight: PackedWeight, rows: torch.Tensor, result: torch.Tensor) -> None:
-        """Rows [m, columns] times the weight into `result` fp32 [m, rows], both where the layers' activations are."""
-        self._copies.into(self._multiply(weight, rows), result)
+        found = self._copies.to(self._products.multiply(weight.call, rows.to("cpu", torch.float32))).to(x.dtype)
+        return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 
     def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
         """What stands for a part's parameters, in slot order, from the bytes of its home in RAM: views of those that

@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.layers import GraphPool
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
-from outcore.infer.passes.pieces import LayerInPieces
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
@@ -46,9 +44,9 @@ class _Segment:
 
     uses: range
     is_on_cpu: bool = False
-    """Whether the CPU computes it, which no single graph can hold."""
+    """Whether the CPU computes it, which no graph can hold."""
     addresses: tuple[int, ...] = ()
-    graph: torch.cuda.CUDAGraph | LayerInPieces | None = None
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class Handed:
@@ -93,14 +91,9 @@ class SlotPass:
         """Whether graphs run all of it."""
         return all(segment.graph is not None or segment.is_on_cpu for segment in self.segments)
 
-    def run(
-        self,
-        capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None,
-        cut: Callable[[Callable[[], None], Part], LayerInPieces | None] = lambda function, part: None,
-    ) -> torch.Tensor:
+    def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
-        by ordinary launches, unless there are graphs already. `cut`: runs the function of a part in pieces, some of
-        them the CPU's; None where that cannot be, and then it has not run."""
+        by ordinary launches, unless there are graphs already."""
         arrival = self.flow.arrival
         replays = self.is_captured
         try:
@@ -112,18 +105,12 @@ class SlotPass:
                 replays = replays and addresses == segment.addresses
                 if not replays:
                     segment.graph, segment.addresses = None, addresses
-                compute = partial(self._compute, segment, slabs)
-                if segment.graph is None and capture is not None and segment.is_on_cpu:
-                    segment.graph = cut(compute, self._parts[segment.uses.start])
-                    if segment.graph is None:
-                        compute()
-                elif segment.graph is None and capture is not None:
-                    segment.graph = capture(compute)
-                    segment.graph.replay()
-                elif segment.graph is not None:
+                if capture is not None and segment.graph is None and not segment.is_on_cpu:
+                    segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
+                if segment.graph is not None:
                     segment.graph.replay()
                 else:
-                    compute()
+                    self._compute(segment, slabs)
                 for at in segment.uses:
                     arrival.release(at)
         except BaseException as error:
@@ -170,8 +157,7 @@ class SlotPass:
 
 class SmallPasses:
     """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
-    launches always (for tests). `cuts_layers`: a layer that the CPU computes runs in pieces, not by ordinary launches
-    (for tests, until a GPU has run them)."""
+    launches always (for tests)."""
 
     def __init__(
         self,
@@ -183,7 +169,6 @@ class SmallPasses:
         most_rows: int = GRAPH_ROWS[-1],
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
-        cuts_layers: bool = False,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
         self._copies = SmallCopies(device)
@@ -191,9 +176,8 @@ class SmallPasses:
         self.capture_s = 0.0
         """Seconds that captures have taken."""
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
-        self._cuts_layers = cuts_layers
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
-        self._pool, self._pool_of_pieces = GraphPool(device), GraphPool(device)  # one that fails would spoil the other
+        self._pool = GraphPool(device)
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
@@ -210,7 +194,7 @@ class SmallPasses:
         slot = self._slot(size)
         slot.tables.fill(rows_of(works))
         try:
-            logits = slot.run(self._capture if self._is_captured and slot.runs else None, self._cut)
+            logits = slot.run(self._capture if self._is_captured and slot.runs else None)
         except _CaptureFailed as error:
             self._give_up(str(error))
             return None
@@ -257,20 +241,6 @@ class SmallPasses:
             raise _CaptureFailed(line_of(error)) from error
         self.capture_s += time.perf_counter() - began
         return graph
-
-    def _cut(self, function: Callable[[], None], part: Part) -> LayerInPieces | None:
-        products = self.flow.runner.weights.products
-        if not self._cuts_layers or products is None or not products.takes_all(part.layout):
-            return None
-        began = time.perf_counter()
-        try:
-            found = LayerInPieces(function, products, self._pool_of_pieces)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            logger.warning("layers that the CPU computes run without CUDA graphs: %s", line_of(error))
-            self._cuts_layers = False
-            return None
-        self.capture_s += time.perf_counter() - began
-        return found
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason
