@@ -180,6 +180,9 @@ def test_whole_passes_decide_how_many_layers_the_cpu_keeps(layer_s, expected, mo
     found = in_place.try_in_place(engine, arrival, units, placement)
     assert (len(found.on_cpu(1)), len(found.on_cpu(4))) == expected and arrival.names(1) == found.on_cpu(1)
     assert bool(found.cpu_tokens) is bool(expected[0]) and "whole passes were tried" in found.lines()[-1]
+    assert sum("the CPU computes" in line for line in found.lines()) == bool(expected[0]), (
+        "one answer, not each trial's"
+    )
 
 
 def test_a_pass_for_nobody_leaves_nothing(tiny_folder):

@@ -82,6 +82,7 @@ def try_in_place(
     told = f"whole passes were tried: {format_s(without_s)} without layers on the CPU"
     assert placement.cpu_rates is not None
     rates = replace(placement.cpu_rates, link_gb_per_s=placement.travelling_bytes / without_s / GB)
+    plain = replace(placement, cpu_parts={}, cpu_tokens=0, reasons=placement.reasons[:-1])  # what one matrix promised
     for _ in range(TRIALS):
         arrival.names, times = placement.on_cpu, {}
         for tokens in sorted({min(placement.cpu_parts), placement.cpu_tokens}):
@@ -89,15 +90,15 @@ def try_in_place(
             size = placement.size_of(names)
             seconds = engine.pass_s(tokens)
             times[tokens] = seconds / rates.pass_s(len(names), size, placement.travelling_bytes - size, tokens)
-            told += f", {format_s(seconds)} with {len(names)} for {tokens} tokens"
+            told += f"; with {len(names)} there, {format_s(seconds)} for a pass of {tokens}"
         if max(times.values()) <= AS_TOLD:
             return replace(placement, cpu_rates=rates, reasons=(*placement.reasons, told))
         rates = rates.slower({tokens: max(1.0, slower) for tokens, slower in times.items()})
-        placement = compute_in_place(placement, candidates, rates)
+        placement = compute_in_place(plain, candidates, rates)
         if not placement.cpu_parts:
             break
     arrival.names = lambda tokens: ()
-    return replace(placement, cpu_parts={}, cpu_tokens=0, reasons=(*placement.reasons, f"{told}: none stays there"))
+    return replace(plain, cpu_rates=rates, reasons=(*plain.reasons, f"{told}: so the GPU computes every layer"))
 
 
 def _on_cpu(

@@ -173,11 +173,11 @@ class StreamedHeadGradient:
     ) -> HeadResult:
         """Loss and gradients of one micro-batch. On long rows the gradient takes the home of the hidden states."""
         if (long_rows := self.head.runner.takes_long(item.hidden)) is None:
-            return self._of(slab, item, routers, grad_scale=grad_scale, into=into, aux_tokens=aux_tokens)
+            return self._of(slab, item, routers, grad_scale, into, aux_tokens)
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         with long_rows.writer(item.hidden) as written:
             for tokens, piece in self.head.pieces(item):
-                found = self._of(slab, piece, grad_scale=grad_scale, into=into)
+                found = self._of(slab, piece, (), grad_scale, into, None)
                 written.put(tokens, found.grad_hidden)
                 sums.append((found.ce_sum, found.n_tokens))
         ce_sum, n_tokens = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
@@ -187,11 +187,10 @@ class StreamedHeadGradient:
         self,
         slab: torch.Tensor,
         item: HeadInput,
-        routers: Sequence[torch.Tensor] = (),
-        *,
+        routers: Sequence[torch.Tensor],
         grad_scale: float,
-        into: GradAccumulator | None = None,
-        aux_tokens: torch.Tensor | None = None,
+        into: GradAccumulator | None,
+        aux_tokens: torch.Tensor | None,
     ) -> HeadResult:
         leaves, trainable = self.weights.leaves(self.units.head, slab)
         targets = item.flat_targets()
