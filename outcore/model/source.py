@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GGUF = ".gguf"
+GGUF_SIZES = {".attention.key_length": "head_dim", ".expert_feed_forward_length": "moe_intermediate_size"}
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
 _WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
@@ -186,9 +187,14 @@ def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
 
     try:
         counts: Counter[str] = Counter()
-        for tensor in gguf.GGUFReader(file).tensors:
+        reader = gguf.GGUFReader(file)
+        for tensor in reader.tensors:
             counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
         config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
+        for key, name in GGUF_SIZES.items():  # transformers leaves these at the defaults of some model types
+            field = next((field for full, field in reader.fields.items() if full.endswith(key)), None)
+            if field is not None and hasattr(config, name):
+                setattr(config, name, int(field.contents()))
     except Exception as error:  # both readers raise what they come upon
         raise ValueError(f"{file} cannot be read as a GGUF file with a model that is known: {error}") from error
     config.quantization_config = {"quant_method": "gguf", "format": counts.most_common(1)[0][0]}

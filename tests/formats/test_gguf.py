@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.checkpoint.main import main
 from outcore.config.commands import GGUF_KINDS
-from outcore.formats import PackedTensor
+from outcore.formats import PackedTensor, open_packed
 from outcore.formats.checkpoint import PackedEntry
 from outcore.formats.gguf_files import GgufRefused, open_gguf, write_gguf
+from outcore.model import ModelSettings, load_model
 
 gguf = pytest.importorskip("gguf")
 SIZES = {
@@ -88,7 +89,7 @@ def test_the_command_writes_beside_the_model(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_has_no_form_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(GgufRefused, match="written and read for llama, mistral, qwen2, qwen3, not for gpt2"):
+    with pytest.raises(GgufRefused, match="written for llama, mistral, qwen2, qwen3, not for gpt2"):
         write_gguf(folder_of(tmp_path, "gpt2"), tmp_path / "model.gguf", "f16")
     (tmp_path / "other.gguf").write_bytes(b"no such thing, and long enough to be looked at twice")
     with pytest.raises(RuntimeError, match=r"other\.gguf is not a GGUF file"):
@@ -98,3 +99,64 @@ def test_what_has_no_form_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(GgufRefused, match=r"has no tokenizer\.json"):
         write_gguf(folder, tmp_path / "model.gguf", "f16")
     assert not (tmp_path / "model.gguf").exists()
+
+
+def mixture_file(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A tiny mixture in llama.cpp's names and types, and what its stacked experts hold: gate and up are two tensors."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        **SIZES,
+        vocab_size=300,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    writer, experts = gguf.GGUFWriter(file := tmp_path / "mixture.gguf", "qwen3moe"), {}
+    writer.add_name("mixture")
+    for add, size in (
+        (writer.add_context_length, 128), (writer.add_embedding_length, 256), (writer.add_block_count, 2),
+        (writer.add_feed_forward_length, 512), (writer.add_head_count, 4), (writer.add_head_count_kv, 2),
+        (writer.add_key_length, 64), (writer.add_value_length, 64), (writer.add_vocab_size, 300),
+        (writer.add_expert_count, 4), (writer.add_expert_used_count, 2), (writer.add_expert_feed_forward_length, 96),
+        (writer.add_layer_norm_rms_eps, 1e-6), (writer.add_rope_freq_base, 10000.0),
+    ):  # fmt: skip
+        add(size)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+    def put(stem: str, value: torch.Tensor, *, packs: bool) -> torch.Tensor:
+        array = value.detach().numpy()
+        stored = gguf.quants.quantize(array, q8_0) if packs else array
+        writer.add_tensor(f"{table.get_name(stem)}.weight", stored, raw_dtype=q8_0 if packs else None)
+        return torch.from_numpy(gguf.quants.dequantize(stored, q8_0)) if packs else value.detach()
+
+    for name, value in model.named_parameters():
+        if name.endswith("gate_up_proj"):  # the second layer's up stays in fp32, which cannot be laid beside q8_0
+            stem, (gate, up) = name.removesuffix("gate_up_proj"), value.chunk(2, dim=1)
+            halves = (put(stem + "gate_proj", gate, packs=True), put(stem + "up_proj", up, packs=".0." in name))
+            experts[name] = torch.cat(halves, 1)
+        elif name.endswith("down_proj"):
+            experts[name] = put(name, value, packs=True)
+        else:
+            put(name.removesuffix(".weight"), value, packs=False)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return file, experts
+
+
+def test_a_mixture_is_read_with_its_experts_packed(tmp_path: Path) -> None:
+    file, experts = mixture_file(tmp_path)
+    settings = ModelSettings(model_name_or_path=str(file), precision="fp32", seq_length=2)
+    loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+    assert (loaded.config.moe_intermediate_size, loaded.config.head_dim, loaded.config.norm_topk_prob) == (96, 64, True)
+    values = {name: value for group in loaded.feed.groups() for name, value in group.items()}
+    kept = {name for name, value in values.items() if isinstance(value, PackedTensor)}
+    assert kept == set(experts) - {"model.layers.1.mlp.experts.gate_up_proj"}
+    for name, expected in experts.items():
+        value = values[name]
+        found = value.unpack() if isinstance(value, PackedTensor) else value
+        assert torch.equal(found.float(), expected), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from outcore.formats.gguf_files.rules import gguf_names, row_order
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
 
+Parts = dict[str, torch.Tensor]
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -36,36 +38,46 @@ def open_gguf(file: Path, config: Any, names: list[str]) -> PackedCheckpoint:
     except (OSError, ValueError, IndexError) as error:
         raise RuntimeError(f"{file} is not a GGUF file, or is damaged: {error}") from error
     entries: dict[str, Entry] = {}
-    for name, key in gguf_names(config, names).items():
-        if key in tensors:
-            entries[name] = _entry(file, tensors[key], row_order(config, name, to_file=False))
+    for name, keys in gguf_names(config, names, to_file=False).items():
+        if all(key in tensors for key in keys):
+            entries[name] = _entry(file, [tensors[key] for key in keys], row_order(config, name, to_file=False))
     return PackedCheckpoint(entries, f"GGUF file {file.name}", notes_on(entries))
 
 
-def _entry(file: Path, tensor: Any, order: torch.Tensor | None) -> Entry:
-    kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
-    if kind in PLAIN:
-        place = TensorPlace(file, int(tensor.data_offset), PLAIN[kind], shape)
-        if order is None:
-            return PlainEntry(place)
-        return ExpandedEntry(shape, "", {"value": place}, lambda parts: parts["value"][order])
-    parts = {"blocks": TensorPlace(file, int(tensor.data_offset), torch.uint8, (int(tensor.n_bytes),))}
-    if kind in KEPT:
-        spec = PackedSpec(packed_format(kind.lower()), shape)
+def _entry(file: Path, tensors: list[Any], order: torch.Tensor | None) -> Entry:
+    """One weight of one tensor, or of several [experts, rows, columns]: each expert's rows of all of them in turn."""
+    kinds = [tensor.tensor_type.name for tensor in tensors]
+    shapes = [tuple(int(size) for size in reversed(tensor.shape)) for tensor in tensors]
+    shape = shapes[0] if len(tensors) == 1 else (shapes[0][0], sum(rows for _, rows, _ in shapes), shapes[0][2])
+    parts = {}
+    for tensor, kind, its_shape in zip(tensors, kinds, shapes, strict=True):
+        dtype, place = (PLAIN[kind], its_shape) if kind in PLAIN else (torch.uint8, (int(tensor.n_bytes),))
+        parts[tensor.name] = TensorPlace(file, int(tensor.data_offset), dtype, place)
+    if kinds[0] in KEPT and len(set(kinds)) == 1:
+        spec = PackedSpec(packed_format(kinds[0].lower()), shape)
         return PackedEntry(spec, parts, partial(_blocks, rows=shape[0], order=order))
-    return ExpandedEntry(shape, f"GGUF type {kind}", parts, partial(_dequantized, kind=kind, shape=shape, order=order))
+    if kinds[0] in PLAIN and len(tensors) == 1 and order is None:
+        return PlainEntry(parts[tensors[0].name])
+    why = " and ".join(sorted({f"GGUF type {kind}" for kind in kinds if kind not in PLAIN}))
+    return ExpandedEntry(shape, why, parts, partial(_values, kinds=kinds, shapes=shapes, order=order))
 
 
-def _blocks(parts: dict[str, torch.Tensor], rows: int, order: torch.Tensor | None) -> tuple[torch.Tensor]:
-    blocks = parts["blocks"].view(rows, -1)
-    return (blocks if order is None else blocks[order],)
+def _blocks(parts: Parts, rows: int, order: torch.Tensor | None) -> tuple[torch.Tensor]:
+    blocks = [raw.view(rows, -1) for raw in parts.values()]
+    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+    return (joined if order is None else joined[order],)
 
 
-def _dequantized(
-    parts: dict[str, torch.Tensor], kind: str, shape: tuple[int, ...], order: torch.Tensor | None
-) -> torch.Tensor:
+def _values(parts: Parts, kinds: list[str], shapes: list[tuple[int, ...]], order: torch.Tensor | None) -> torch.Tensor:
+    values = [_value(raw, kind, shape) for raw, kind, shape in zip(parts.values(), kinds, shapes, strict=True)]
+    joined = values[0] if len(values) == 1 else torch.cat([value.float() for value in values], 1)
+    return joined if order is None else joined[order]
+
+
+def _value(raw: torch.Tensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     import gguf
 
-    raw = parts["blocks"].view(shape[0], -1).numpy()
-    value = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])).view(shape)
-    return value if order is None else value[order]
+    if kind in PLAIN:
+        return raw
+    blocks = raw.view(-1, raw.numel() // prod(shape[:-1])).numpy()
+    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])).view(shape)

@@ -47,9 +47,9 @@ def write_gguf(folder: Path, target: Path, kind: str) -> Path:
             "--out FOLDER` makes such a folder of a run, of LoRA with --merge."
         )
     config = AutoConfig.from_pretrained(folder)
-    architecture = architecture_of(config)
+    architecture = architecture_of(config, to_file=True)
     places = safetensors_places(sorted(folder.glob("*.safetensors")))
-    keys = gguf_names(config, list(places))
+    keys = {name: key for name, (key,) in gguf_names(config, list(places), to_file=True).items()}
     tensors = [_Tensor(keys[name], name, place, _kind_of(keys[name], place, kind)) for name, place in places.items()]
     partial = target.with_name(target.name + ".partial")
     writer = gguf.GGUFWriter(partial, architecture)
