@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is
 
 from outcore.common.quantities import GIB, MIB
 from outcore.flow.experts import ExpertCounts
-from outcore.formats import PackedSpec, PackedTensor, packed_format
+from outcore.formats import PackedSpec, PackedTensor, open_packed, packed_format
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, HostShare, InferSettings, OpenedModel, open_found
 from outcore.model import ModelSettings, load_model
@@ -86,6 +86,16 @@ def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
     return FoundModel(loaded, Numbers(), model, frozenset(), None)
+
+
+def find_file(file: str, precision: str) -> FoundModel:
+    """The model of a GGUF file without words."""
+    settings = ModelSettings(model_name_or_path=file, precision=precision, seq_length=2)
+    loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+    loaded.model.eval()
+    for parameter in loaded.model.parameters():
+        parameter.requires_grad_(False)
+    return FoundModel(loaded, Numbers(), file, frozenset(), None)
 
 
 def opened_with(model: str, device: torch.device, share: HostShare | None = None, **settings: Any) -> OpenedModel:
