@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from outcore.serve.app import Addition
     from outcore.serve.service import Service
 
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client")
+
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
     """The subcommand; returns its exit code. `additions`: routes of rooms above."""
     args = serve_flags().parse_args(argv)
     try:
-        need_packages(("fastapi", "uvicorn", "sse_starlette", "prometheus_client"), "serving", "serve")
+        need_packages(NEEDED, "serving", "serve")
         settings = ServeSettings(
             args.host,
             args.port,

@@ -7,14 +7,16 @@ import re
 import time
 import uuid
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
+
+from python_multipart import parse_form
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File
 
 from outcore.common import write_atomic, write_json
 from outcore.serve.errors import ApiError, bad
 
-_BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
-_NAME = re.compile(r'\bname="([^"]*)"')
-_FILE_NAME = re.compile(r'filename="([^"]*)"')
 _ID = re.compile(r"^file-[0-9a-f]{32}$")
 
 
@@ -73,15 +75,25 @@ class Files:
 
 
 def parts_of(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
-    """Fields of a multipart form: name -> (file name, bytes). ApiError for what is none."""
-    boundary = _BOUNDARY.search(content_type)
-    if not content_type.lower().startswith("multipart/form-data") or boundary is None:
+    """Fields of a multipart form that are whole: name -> (file name, bytes). ApiError for what is none."""
+    if not content_type.lower().startswith("multipart/form-data"):
         raise bad("A file is sent as multipart/form-data with the fields file and purpose.")
     found: dict[str, tuple[str, bytes]] = {}
-    for piece in body.split(b"--" + boundary[1].encode())[1:-1]:
-        head, _, data = piece.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        words = head.decode("utf-8", errors="replace")
-        name, file_name = _NAME.search(words), _FILE_NAME.search(words)
-        if name is not None:
-            found[name[1]] = (file_name[1] if file_name else "", data.removesuffix(b"\r\n"))
+
+    def keep(part: Field) -> None:
+        found[_text(part.field_name)] = ("", part.value or b"")
+
+    def keep_file(part: File) -> None:
+        part.file_object.seek(0)
+        found[_text(part.field_name)] = (_text(part.file_name), part.file_object.read())
+        part.close()
+
+    try:
+        parse_form({"Content-Type": content_type.encode("latin-1")}, BytesIO(body), keep, keep_file)
+    except FormParserError as error:
+        raise bad(f"The form cannot be read: {error}.") from None
     return found
+
+
+def _text(name: bytes | None) -> str:
+    return (name or b"").decode(errors="replace")
