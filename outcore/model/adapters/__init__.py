@@ -1,5 +1,7 @@
 """Adapters through peft beside a frozen base: where they go, how they start, what is trained beside them."""
 
+import logging
+
 from outcore.model.adapters.experts import add_to_products, merge_stack
 from outcore.model.adapters.lora import (
     adapted_layers,
@@ -12,3 +14,9 @@ from outcore.model.adapters.lora import (
     with_adapters,
 )
 from outcore.model.adapters.targets import linear_names
+
+_KERNEL_HINT = "Failed to load CPU gemm_4bit_forward from kernels-community"
+# peft imports bitsandbytes, which says at each start that a kernel for its own 4-bit layers is missing: none is used.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith(_KERNEL_HINT)
+)
