@@ -15,8 +15,6 @@ from outcore.model.adapters.lora import (
 )
 from outcore.model.adapters.targets import linear_names
 
-_KERNEL_HINT = "Failed to load CPU gemm_4bit_forward from kernels-community"
+_HINT = "Failed to load CPU gemm_4bit_forward from kernels-community"
 # peft imports bitsandbytes, which says at each start that a kernel for its own 4-bit layers is missing: none is used.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: not str(record.msg).startswith(_KERNEL_HINT)
-)
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: not str(record.msg).startswith(_HINT))

@@ -7,6 +7,7 @@ must be cross-entropy plus that. What does not add up is named by the field of t
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outcore.common.errors import line_of
 from outcore.model.forward import IGNORE, accepted_names, forward_inputs, shifted_targets
 from outcore.model.trial.shrink import VOCAB
+
+logger = logging.getLogger(__name__)
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """What models and configs call the weight of the balancing loss."""
@@ -59,7 +63,14 @@ USUAL_TERMS = LossTerms()
 
 def try_loss_terms(tiny: nn.Module, rebuild: Callable[[Any], nn.Module]) -> LossTerms:
     """The terms of a tiny model. `rebuild`: makes such a model from a changed copy of its config."""
-    balances, off = _try_own_loss(tiny)
+    names, takes_any = accepted_names(tiny)
+    if "labels" not in names and not takes_any:  # it has no loss to differ from
+        return USUAL_TERMS
+    try:
+        balances, off = _try_own_loss(tiny)
+    except Exception as error:  # its code may fail in any way; it ran without labels, and the loss is computed here
+        logger.warning("the model's own loss could not be tried (%s): cross-entropy is trained", line_of(error))
+        return USUAL_TERMS
     if off <= TOLERANCE:
         return LossTerms(balances)
     for name, without in _without_a_term(tiny.config):
@@ -67,7 +78,8 @@ def try_loss_terms(tiny: nn.Module, rebuild: Callable[[Any], nn.Module]) -> Loss
             other = rebuild(without)
             other.load_state_dict(tiny.state_dict())
             is_it = _try_own_loss(other)[1] <= TOLERANCE
-        except Exception:  # a config may be refused, or the model fail, without this field; then it is not the one
+        except Exception as error:  # a config may be refused, or the model fail, without this field: is it another one?
+            logger.debug("the loss without %s could not be tried: %s", name, line_of(error))
             continue
         if is_it:
             return LossTerms(balances, unknown=f"its own forward adds a term to the cross-entropy, of {name}")
@@ -86,8 +98,6 @@ def _try_own_loss(tiny: nn.Module) -> tuple[bool, float]:
     try:
         with torch.no_grad():
             output = tiny(**_inputs(tiny, ids, coefficient), labels=labels)
-    except Exception:  # a forward that takes no labels, or fails with them, has no loss to differ from
-        return True, 0.0
     finally:
         tiny.train(was_training)
     aux = getattr(output, "aux_loss", None) if coefficient else None

@@ -1,6 +1,7 @@
 """Terms that a model's own forward adds to its cross-entropy: trained, by its balancing loss or by its whole run."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from outcore.model import ModelSettings, load_model
 from outcore.model.forward import accepted_names, count_target_tokens
 from outcore.model.loss import TokenLoss
 from outcore.model.trial.abilities import check_abilities
-from outcore.model.trial.loss_terms import LossTerms
+from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, mean_cross_entropy, try_loss_terms
 from tests.flow.models import TINY_SETTINGS, plain_batch, plain_gradients, tiny_loaded
 from tests.model.trial.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
 
@@ -52,6 +53,32 @@ def test_a_term_that_only_the_whole_forward_gives_is_named_and_trained_whole(nam
     same_as_own(model, TokenLoss(model, chunked=False, terms=abilities.terms))
     if not model.config.is_encoder_decoder:
         assert words in why_config_not_trained(model.config)
+
+
+class Picky(torch.nn.Module):
+    """Adds `z_loss` to its loss, and fails with labels where `a_weight` is 0."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = torch.nn.Embedding(128, 128)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.embed(input_ids)
+        loss = mean_cross_entropy(logits, labels) + self.config.z_loss * (1.0 / self.config.a_weight)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_a_field_without_which_a_forward_fails_is_not_taken_for_the_term(caplog):
+    terms = try_loss_terms(Picky(transformers.PretrainedConfig(a_weight=0.5, z_loss=0.25)), Picky)
+    assert "of z_loss 0.25" in terms.unknown
+    assert not caplog.messages
+    assert try_loss_terms(Picky(transformers.PretrainedConfig(a_weight=0.5, z_loss=0.0)), Picky).unknown == ""
+
+
+def test_a_loss_that_cannot_be_tried_is_told(caplog):
+    assert try_loss_terms(Picky(transformers.PretrainedConfig(a_weight=0.0, z_loss=0.25)), Picky) == USUAL_TERMS
+    assert "could not be tried (ZeroDivisionError" in caplog.text
 
 
 def test_rows_without_a_target_add_no_term():
