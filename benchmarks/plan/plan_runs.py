@@ -173,6 +173,8 @@ _ALL = (
         _stream("fp32", "--lora_r", "16", "--staging_gib", "1"),
     ),
     PlannedRun("s-lora-8b", "llama-8b", 2048, 2, 4, _stream("fp32", "--lora_r", "16")),
+    PlannedRun("s-1.2b-muon", "1.2b", 1024, 4, 4, _stream("fp32", "--optimizer", "muon")),
+    PlannedRun("s-1.2b-muon-split-noclip", "1.2b", 1024, 4, 4, _stream("split", "--optimizer", "muon", clip="0")),
 )
 RUNS: Mapping[str, PlannedRun] = MappingProxyType({run.name: run for run in _ALL})
 DEFAULT = tuple(run.name for run in _ALL[:10])

@@ -2,13 +2,15 @@
 gradient, states and parameter wait in RAM.
 
 Muon is torch's own (`torch.optim.Muon`), a matrix at a time in fp32 with its Newton-Schulz products in bf16, and its
-`match_rms_adamw`: with that a learning rate of AdamW's fits both."""
+`match_rms_adamw`: with that a learning rate of AdamW's fits both. Of every parameter 10 bytes go up and as many come
+back (with a split master 8), which mostly takes longer than the products. So three streams work at once: one brings
+the next matrices up, one computes, one takes results home."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from outcore.optim.formats.chunk_state import cast_param, join_master, split_mas
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob
 from outcore.optim.reference import update_chunk
+from outcore.sizing.states import MUON_BYTES_UNDER_WAY
 
 
 def updates_on_device(state_format: StateFormat) -> bool:
@@ -71,7 +74,7 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
 
 
 class MatrixJob(NamedTuple):
-    """A matrix in RAM."""
+    """A matrix, all of it in RAM or on one device."""
 
     state_format: StateFormat
     """One `without_squares`."""
@@ -81,46 +84,115 @@ class MatrixJob(NamedTuple):
 
 
 class MatrixUpdates:
-    """Muon on one matrix after another, on a thread of its own (on a GPU, on a stream of its own)."""
+    """Muon on one matrix after another: a thread queues them, another one waits until they are back in RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="muon")
+        self._streams = None
+        if device.type == "cuda":  # the next forward pass waits for the products, so they go before its own
+            self._streams = tuple(torch.cuda.Stream(device, priority=priority) for priority in (0, -1, 0))
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix="muon")
+        self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="muon-arrivals")
+        self._room = threading.Condition()
+        self._there_bytes: list[int] = []
+        """A number for each matrix that has memory on the device."""
 
     def submit(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper) -> Future[None]:
-        """Queue the update of a unit; until the result is there, the tensors belong to it."""
-        return self._thread.submit(self._update, jobs, hyper)
+        """Queue the update of a unit in RAM; until the result is there, the tensors belong to it."""
+        updated: Future[None] = Future()
+        queued = self._queue.submit(self._update, jobs, hyper, updated)
+        queued.add_done_callback(lambda queued: queued.cancelled() and updated.cancel())
+        return updated
 
-    def _update(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper) -> None:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+    def _update(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper, updated: Future[None]) -> None:
+        failed: BaseException | None = None
+        try:
             for job in jobs:
-                update_matrix(job, hyper, self._device)
-        if self._stream is not None:
-            self._stream.synchronize()
+                if self._streams is None:
+                    update_matrix(job, hyper)
+                else:
+                    self._send(job, hyper, updated)
+        except BaseException as error:  # raised again on the thread that waits
+            failed = error
+            for stream in self._streams or ():
+                stream.synchronize()
+        # Behind all its matrices: a unit has its tensors back when nothing moves them any more, failed or not.
+        self._arrivals.submit(_end, updated, failed)
+
+    def _send(self, matrix: MatrixJob, hyper: AdamWHyper, updated: Future[None]) -> None:
+        """Queue an update on the device, once the matrices there leave room; two always have it."""
+        home, numel = matrix.job, matrix.shape[0] * matrix.shape[1]
+        assert self._streams is not None and home.param is not None
+        up, products, down = self._streams
+        homes = (home.grad, home.state, home.param[:numel])
+        n_bytes = sum(tensor.nbytes for tensor in homes)
+        with self._room:
+            self._room.wait_for(
+                lambda: len(self._there_bytes) < 2 or sum(self._there_bytes) + n_bytes <= MUON_BYTES_UNDER_WAY
+            )
+            self._there_bytes.append(n_bytes)
+        try:
+            with torch.cuda.stream(up):
+                grad, state, param = (torch.empty_like(tensor, device=self._device) for tensor in homes)
+                grad.copy_(homes[0], non_blocking=True)
+                state.copy_(homes[1], non_blocking=True)
+                if matrix.state_format.split_master:  # whole only together with the parameter
+                    param.copy_(homes[2], non_blocking=True)
+            products.wait_stream(up)
+            with torch.cuda.stream(products):
+                update_matrix(matrix._replace(job=ChunkJob(grad, state, param)), hyper)
+            down.wait_stream(products)
+            with torch.cuda.stream(down):
+                homes[1].copy_(state, non_blocking=True)
+                homes[2].copy_(param, non_blocking=True)
+                arrived = torch.cuda.Event(blocking=True)
+                arrived.record()
+        except BaseException:
+            self._leave(n_bytes)
+            raise
+        self._arrivals.submit(self._arrive, arrived, [grad, state, param], n_bytes, updated)
+
+    def _arrive(self, arrived: torch.cuda.Event, held: list[torch.Tensor], n_bytes: int, updated: Future[None]) -> None:
+        """Hold what the streams use until they have used it, then let the next matrix have its room."""
+        try:
+            arrived.synchronize()
+        except BaseException as error:  # raised again on the thread that waits
+            _end(updated, error)
+        held.clear()
+        self._leave(n_bytes)
+
+    def _leave(self, n_bytes: int) -> None:
+        with self._room:
+            self._there_bytes.remove(n_bytes)
+            self._room.notify()
 
     def close(self) -> None:
         """End after the unit that is at work."""
-        self._thread.shutdown(cancel_futures=True)
+        self._queue.shutdown(cancel_futures=True)
+        self._arrivals.shutdown()
 
 
-def update_matrix(matrix: MatrixJob, hyper: AdamWHyper, device: torch.device) -> None:
-    """Muon's update in place, computed on `device`; on a GPU queued on the current stream. Of `hyper` it takes lr,
-    weight_decay and grad_scale."""
+def _end(updated: Future[None], failed: BaseException | None) -> None:
+    if updated.done():  # its first failure stays
+        return
+    if failed is None:
+        updated.set_result(None)
+    else:
+        updated.set_exception(failed)
+
+
+def update_matrix(matrix: MatrixJob, hyper: AdamWHyper) -> None:
+    """Muon's update in place, on a GPU queued on the current stream. Of `hyper` it takes lr, weight_decay and
+    grad_scale."""
     (state_format, job, shape), numel = matrix, matrix.shape[0] * matrix.shape[1]
     assert job.param is not None
-    state = job.state.to(device, non_blocking=True)
     views = {
-        name: state[at.offset_bytes : at.offset_bytes + at.size_bytes].view(at.dtype)[:numel]
+        name: job.state[at.offset_bytes : at.offset_bytes + at.size_bytes].view(at.dtype)[:numel]
         for name, at in state_format.regions(job.grad.numel()).items()
     }
-    if state_format.split_master:
-        master = join_master(job.param[:numel].to(device, non_blocking=True), views["residual"])
-    else:
-        master = views["master"]
+    master = join_master(job.param[:numel], views["residual"]) if state_format.split_master else views["master"]
     weight = torch.nn.Parameter(master.view(shape))
-    grad = job.grad[:numel].to(device, non_blocking=True).to(torch.float32)
-    weight.grad = (grad * hyper.grad_scale).view(shape)
+    weight.grad = (job.grad[:numel].to(torch.float32) * hyper.grad_scale).view(shape)
     muon = torch.optim.Muon([weight], lr=hyper.lr, weight_decay=hyper.weight_decay, adjust_lr_fn="match_rms_adamw")
     muon.state[weight]["momentum_buffer"] = views["exp_avg"].view(shape)
     muon.step()
@@ -129,6 +201,4 @@ def update_matrix(matrix: MatrixJob, hyper: AdamWHyper, device: torch.device) ->
         views["residual"].copy_(residual)
     else:
         param = cast_param(master, job.param.dtype)
-    job.param[:numel].copy_(param, non_blocking=True)
-    if state is not job.state:
-        job.state.copy_(state, non_blocking=True)
+    job.param[:numel].copy_(param)

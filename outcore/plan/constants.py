@@ -142,6 +142,11 @@ OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType(
     {"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1, "fp24_m8": 12.1}
 )
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
+MUON_DEVICE_BYTES, MUON_SPLIT_BYTES = 122, 70
+"""Bytes per parameter that one of Muon's updates reads and writes in the GPU's memory beside its products, and more of
+a split master. Counted in `torch.optim.Muon` and outcore/optim/gpu.py: the gradient in fp32 and scaled 14, momentum and
+what is made orthogonal 24, that in bf16 and of norm 1 12, copied before each of five products 20, decay and step 18,
+the parameter rounded and stored 34. Split: joined 60, its residual 10."""
 STREAM_DRIVE_SHARE = 0.95
 """Share of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96
 and 99 %, staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""

@@ -5,9 +5,11 @@ Their layouts are outcore/optim/formats and outcore/formats."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from outcore.common.quantities import MIB
 
 BLOCK_NUMEL = 256
 """Parameters that share the scales of 8-bit moments."""
@@ -29,6 +31,12 @@ MOMENT_BYTES = 4
 """One of fp32: what a matrix that Muon updates has less than AdamW's states."""
 NEWTON_SCHULZ_STEPS = 5
 """`torch.optim.Muon`'s; each is three products: 4 m^2 n + 2 m^3 operations with the shorter side m, the longer n."""
+MUON_BYTES_UNDER_WAY = 512 * MIB
+"""Memory on the device for matrices on their way, where more than two are: four of 2,048 x 5,632, and of smaller ones
+as many as hide each other's waits."""
+MUON_WORK_BYTES = 12
+"""Per parameter, of one update: gradient and what is made orthogonal in fp32, the latter twice in bf16. Beside them are
+three bf16 products of it with itself; a split master is joined to fp32."""
 PLANES_BYTES, BLOCK_HEAD_BYTES = BLOCK_NUMEL * 7 // 2, 8
 """One compressed moment of a block, and the head of both (outcore/optim/formats/compressed.py)."""
 COMPRESSED_MOMENTS = (2 * PLANES_BYTES + BLOCK_HEAD_BYTES) / BLOCK_NUMEL
@@ -45,10 +53,17 @@ def muon_flops(rows: int, columns: int) -> int:
     return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
 
 
-def muon_device_bytes(rows: int, columns: int) -> int:
-    """Device memory of one matrix's update, at its peak: states 8, parameter and gradient 2 each; in fp32 master,
-    gradient and what is made orthogonal; this twice in bf16, and its products with itself."""
-    return (8 + 2 + 2 + 3 * 4 + 2 * 2) * rows * columns + 3 * 2 * min(rows, columns) ** 2
+def muon_device_bytes(matrices: Sequence[tuple[int, int]], master: int, element_bytes: int) -> int:
+    """Device memory of the updates of these matrices, at its peak: gradients, states and parameters of those that are
+    there, and what one update takes beside them."""
+    if not matrices:
+        return 0
+    there = [(master + MOMENT_BYTES + 2 * element_bytes) * rows * columns for rows, columns in matrices]
+    under_way = min(sum(there), max(sum(sorted(there)[-2:]), MUON_BYTES_UNDER_WAY))
+    joined = 4 if master < 4 else 0
+    return under_way + max(
+        (joined + MUON_WORK_BYTES) * rows * columns + 3 * 2 * min(rows, columns) ** 2 for rows, columns in matrices
+    )
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,21 @@ from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
 
 def join_master(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """(bf16 [n], int16 or int8 [n]) -> fp32 [n], the exact master."""
-    high = param.view(torch.int16).to(torch.int64) << 16
-    low = residual.to(torch.int64) << (0 if residual.dtype == torch.int16 else 8)
-    return (high + low).to(torch.int32).view(torch.float32)
+    low = residual.to(torch.int32) << (0 if residual.dtype == torch.int16 else 8)
+    high = param.view(torch.int16) + (low >> 15)  # the carry taken back; nothing here leaves 32 bits
+    return (high << 16).bitwise_or_(low.bitwise_and_(0xFFFF)).view(torch.float32)
 
 
 def split_master(master: torch.Tensor, residual_dtype: torch.dtype = torch.int16) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [n] -> (bf16 parameter [n], residual [n]); for int8 the master must have been rounded to 24 bits."""
     bits = master.contiguous().view(torch.int32)
     residual = bits.to(torch.int16) if residual_dtype == torch.int16 else (bits >> 8).to(torch.int8)
-    param = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int16)
-    return param.view(torch.bfloat16), residual
+    return _rounded(bits), residual
+
+
+def _rounded(bits: torch.Tensor) -> torch.Tensor:
+    """(bits + 0x8000) >> 16 without leaving 32 bits, as bf16."""
+    return (bits >> 15).add_(1).bitwise_right_shift_(1).to(torch.int16).view(torch.bfloat16)
 
 
 def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,7 +72,7 @@ def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The only NaN in it may be the canonical one."""
     if dtype == torch.bfloat16:
-        return split_master(master)[0]
+        return _rounded(master.contiguous().view(torch.int32))
     return one_nan(master).to(dtype)
 
 

@@ -28,7 +28,7 @@ from outcore.plan.terms.nvme_space import CHECKPOINTS
 CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "parameters": ("#0072B2", ("parameters", "gathered", "adapters")),
     "gradients": ("#E69F00", ("gradient", "fp32 gradients")),
-    "master": ("#009E73", ("master",)),
+    "master": ("#009E73", ("master", "states of Muon")),
     "moments": ("#56B4E9", ("moments",)),
     "activations and logits": ("#CC79A7", ("activation", "logits", "masks", "attention")),
     "staging and buffers": (

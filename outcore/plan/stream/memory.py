@@ -51,7 +51,8 @@ TILES = "tiles and their gradients"
 GRAPHS = "CUDA graphs of layers"
 STAYING = "layers that stay, with their states"
 SAVED = "what the last layers keep for their backward"
-ONE_MATRIX = "Muon's update of one matrix"
+MATRICES = "Muon's updates of matrices"
+MATRIX_STATES = "states of Muon's matrices"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
 BEYOND = "activation checkpoints beyond gradients' homes"
 LONG_ROWS = "rows that the device has tiles of"
@@ -106,7 +107,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         Item("vram", name, work),
         Item("vram", MASKS if case.masks else BORDERS, needs.masks),
         Item("vram", EVALUATION, beyond),
-        Item("vram", ONE_MATRIX, max((muon_device_bytes(*sides) for sides in case.muon), default=0)),
+        Item("vram", MATRICES, muon_device_bytes(case.muon, STATE_FORMATS[case.request.format][0], e)),
         Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
         Item("vram", SPARE, k.GPU_SPARE_BYTES),
         Item("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
@@ -206,8 +207,9 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dic
     lone = sum(inner * outer for inner, outer in case.muon)
     sizes = {
         PARAMETERS: e * shape.total_params - shape.saved_bytes(e),
-        "master": int(master * trained),
-        "moments": int(moments * trained) - MOMENT_BYTES * lone,
+        "master": int(master * (trained - lone)),
+        "moments": int(moments * (trained - lone)),
+        MATRIX_STATES: (master + MOMENT_BYTES) * lone,
         GRADIENTS: e * trained,
     }
     ranks = case.hardware.num_gpus
@@ -269,6 +271,8 @@ def spilled(
             gradients, over = kept, over - (gradients - kept)
         shares = {"states": 0.0, PARAMETERS: 0.0}
         groups = [("states", states), (PARAMETERS, may_spill)]
+        if case.muon:  # the engine refuses to let any of it leave RAM
+            groups = []
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
@@ -307,7 +311,7 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-CROSSING = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND, LONG_ROWS)
+CROSSING = (RANK_SLOTS, PARAMETERS, MATRIX_STATES, GRADIENTS, BEYOND, LONG_ROWS)
 """Homes in RAM that cross to the device, in the order in which they are pinned."""
 
 

@@ -147,7 +147,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         updated_params=shape.trainable_params - placed.stay.trained - first_updated,
         awaited_read_bytes=links.weights_forward if waits else None,
     )
-    forward = _with_muon(case, forward)
+    forward = _with_muon(case, forward, ring)
     # Nothing comes up beside the head: the layers that backward starts with are still in their buffers.
     at_head = Pass(flops=head + head_back + again, device_bytes=case.device_bytes[1])  # again: logits of tiles
     up_backward, down = links.up_backward + links.moved + rows_backward[0], links.down + rows_backward[1]
@@ -168,17 +168,21 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     return Traffic(passes, are_apart=case.request.clips, between_layers=between)
 
 
-def _with_muon(case: Case[StreamLayout], forward: Pass) -> Pass:
-    """The pass with Muon's updates beside it: states, gradients and parameters cross, up and down."""
+def _with_muon(case: Case[StreamLayout], forward: Pass, ring: float) -> Pass:
+    """The pass with Muon's updates beside it: states and gradients go up, with a split master the parameters, too;
+    states and parameters come back. `ring`: bytes of RAM that one of them takes."""
     numel = sum(inner * outer for inner, outer in case.muon)
-    master, moments = STATE_FORMATS[case.request.format]
-    states = int((master + moments - MOMENT_BYTES) * numel)
-    read_too = case.element_bytes * numel * (2 if master < 4 else 1)
+    master, _ = STATE_FORMATS[case.request.format]
+    is_split = master < 4
+    down = (master + MOMENT_BYTES + case.element_bytes) * numel
+    up = down + (case.element_bytes * numel if is_split else 0)
     return replace(
         forward,
         flops=forward.flops + sum(muon_flops(*sides) for sides in case.muon),
-        h2d_bytes=forward.h2d_bytes + states + read_too,
-        d2h_bytes=forward.d2h_bytes + states + case.element_bytes * numel,
+        device_bytes=forward.device_bytes + numel * (k.MUON_DEVICE_BYTES + is_split * k.MUON_SPLIT_BYTES),
+        h2d_bytes=forward.h2d_bytes + up,
+        d2h_bytes=forward.d2h_bytes + down,
+        copied_bytes=forward.copied_bytes + ring * (up + down),
         updated_params=forward.updated_params - numel,
     )
 

@@ -34,11 +34,38 @@ def test_a_momentum_alone_saves_four_bytes_and_newton_schulz_takes_time() -> Non
         plan_stream(shape, request, LAPTOP, 1024, layout) for request in (ADAMW, replace(ADAMW, optimizer="muon"))
     )
     numel = sum(inner * outer for inner, outer in shape.layer_matrices)
-    sizes = [sum(p.size_bytes for p in plan.parts if p.tier == "ram" and p.name == "moments") for plan in (adamw, muon)]
+    sizes = [plan.tier("ram").used_bytes for plan in (adamw, muon)]
     assert sizes[0] - sizes[1] == 4 * numel
     slower_s = muon.time.compute_s - adamw.time.compute_s
     flops = sum(muon_flops(*sides) for sides in shape.layer_matrices)
     assert LAPTOP.compute_tflops is not None
     assert slower_s == pytest.approx(flops / (LAPTOP.compute_tflops * 1e12), rel=0.2)
-    assert muon.time.cpu_optimizer_s < 0.4 * adamw.time.cpu_optimizer_s
+    assert slower_s > 0.2 * adamw.time.compute_s, "too little to be told from nothing"
+    assert muon.time.cpu_optimizer_s < 0.9 * adamw.time.cpu_optimizer_s  # what crosses the link is copied in RAM
     assert any(p.name.startswith("Muon") and p.size_bytes > 1 << 28 for p in muon.parts)
+
+
+def test_states_of_matrices_cross_the_link_and_are_pinned() -> None:
+    shape, layout = preset_shape("llama-1b"), StreamLayout(4, 4)
+    numel = sum(inner * outer for inner, outer in shape.layer_matrices)
+    for states, there, up_and_down in (("fp32", 8, 20), ("split", 6, 18)):
+        of_states = replace(ADAMW, state_format=states)
+        adamw, muon = (
+            plan_stream(shape, request, LAPTOP, 1024, layout)
+            for request in (of_states, replace(of_states, optimizer="muon"))
+        )
+        assert muon.tier("pinned").used_bytes - adamw.tier("pinned").used_bytes == there * numel
+        link_s = [
+            plan.time.h2d_s * LAPTOP.h2d_gb_per_s + plan.time.d2h_s * LAPTOP.d2h_gb_per_s for plan in (adamw, muon)
+        ]
+        assert link_s[1] - link_s[0] == pytest.approx(up_and_down * numel / 1e9, rel=1e-6)
+
+
+def test_nothing_leaves_ram_where_the_engine_would_refuse_it() -> None:
+    small = replace(LAPTOP, ram_bytes=14 << 30)
+    adamw, muon = (
+        plan_stream(preset_shape("llama-1b"), request, small, 1024, StreamLayout(4, 4))
+        for request in (ADAMW, replace(ADAMW, optimizer="muon"))
+    )
+    assert adamw.fits and adamw.homes["optimizer states"] != "RAM"
+    assert not muon.fits and muon.homes["optimizer states"] == "RAM"
