@@ -76,7 +76,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             validation.append({"step": len(losses), "loss": found.loss, "tokens": found.tokens, "train": mean(recent)})
             print(
                 f"step {len(losses):5}  train {mean(recent):.4f}  validation {found.loss:.4f}  "
-                f"epoch {stream.epoch_fraction:.2f}  {time.perf_counter() - begin_s:.0f} s",
+                f"epoch {stream.rows_seen / len(stream.dataset):.2f}  {time.perf_counter() - begin_s:.0f} s",
                 flush=True,
             )
 
@@ -97,7 +97,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         **{key: getattr(options, key) for key in SAME if key != "text"},
         "text": text.facts(),
-        "epochs": stream.epoch_fraction,
+        "epochs": stream.rows_seen / len(stream.dataset),
         "tokens_per_step": options.rows * options.accumulation * options.seq_length,
         "device": device_name(),
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
 """Products of packed weights with a few rows of activations on the CPU, where the weights are.
 
 The C++ kernels (in the optimizer's extension) read the packed bytes once for up to 16 rows. Activations are rounded to
-16 bits with a scale for 256 columns, and NF4's code values to 14, so results are within 4e-4 of a standard deviation;
-`reference_product` is exact. Formats without a kernel, and machines without a compiler, use the reference.
+16 bits with a scale for 256 columns, and NF4's code values to 14, so results are within 4e-4 of a standard deviation.
+Formats without a kernel, and machines without a compiler, expand the weight instead.
 """
 
 from __future__ import annotations
@@ -47,11 +47,6 @@ class CProduct(ctypes.Structure):
         ("block_shift", ctypes.c_int32),
         ("m", ctypes.c_int32),
     )
-
-
-def reference_product(spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x [m, columns] times the expanded weight [rows, columns], in fp32: [m, rows]."""
-    return x.float() @ spec.unpack(data).t()
 
 
 class PackedProducts:

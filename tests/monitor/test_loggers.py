@@ -160,7 +160,7 @@ def fetch(port: int, path: str = "/metrics") -> str:
 def test_prometheus_gets_the_latest_figures() -> None:
     said: list[str] = []
     server = MetricsServer(0, say=said.append)
-    assert server.is_serving and f"127.0.0.1:{server.port}" in said[0] and "anyone" not in said[0]
+    assert f"127.0.0.1:{server.port}" in said[0] and "anyone" not in said[0]
     assert fetch(server.port) == "\n" or "outcore" not in fetch(server.port)
     server.log_header({"run": 'a "b"'})
     server.log("train", {**RECORD, "nvme_read_bytes": 10, "nvme_write_bytes": None})
@@ -177,7 +177,6 @@ def test_prometheus_gets_the_latest_figures() -> None:
         fetch(server.port, "/secrets")
     server.close()
     server.close()
-    assert not server.is_serving
     with pytest.raises(urllib.error.URLError):
         fetch(server.port)
 
@@ -188,7 +187,6 @@ def test_a_port_that_is_taken_is_said_and_the_run_goes_on() -> None:
         taken.listen()
         said: list[str] = []
         server = MetricsServer(taken.getsockname()[1], say=said.append)
-        assert not server.is_serving
         assert len(said) == 1 and "another --metrics_port" in said[0] and "Training goes on" in said[0]
         server.log("train", RECORD)
         server.close()

@@ -33,7 +33,6 @@ class Terminal(io.StringIO):
 def test_plain_lines_by_steps_with_no_control_codes() -> None:
     out = io.StringIO()
     with RunProgress(10, file=out, plain_every_steps=4, plain_every_s=1e9, limits=LIMITS) as progress:
-        assert not progress.is_live
         for step in range(1, 11):
             progress.update(record(step))
         progress.message("saved [step 10]")
@@ -97,7 +96,6 @@ def test_live_lines_fit_every_width(width: int) -> None:
 
     out = Terminal()
     progress = RunProgress(100, file=out, limits=LIMITS, first_step=40)
-    assert progress.is_live
     display = progress._live
     display._live.console.width = width
     assert progress.fraction_done() == 0.4

@@ -25,7 +25,7 @@ from outcore.sizing.activations import (
     logits_bytes,
     mask_bytes,
 )
-from outcore.sizing.shape import shape_from_fields
+from outcore.sizing.shape import COUNTED, shape_from_fields
 from outcore.sizing.work import step_work
 from outcore.train.configure.rooms import model_settings_of
 from tests.flow.models import FAMILIES, tiny_loaded
@@ -65,10 +65,11 @@ def test_mixture_of_experts_by_hand():
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_hand_counts_equal_the_meta_device(name):
-    by_hand, by_structure = preset_shape(name), shape_from_config(name, preset_config(name))
-    assert by_hand == by_structure
-    assert by_hand.total_params == PRESETS[name].num_parameters
+def test_presets_count_as_the_meta_device_does(name):
+    shape = preset_shape(name)
+    assert shape.total_params == PRESETS[name].num_parameters
+    if PRESETS[name].model_type in COUNTED:  # the others are counted there anyway
+        assert shape == shape_from_config(name, preset_config(name))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-t5", "gpt2"])

@@ -221,7 +221,7 @@ def test_staging_test(open_file: BlockFile, quick: bool) -> None:
                 max_write_bytes=4 * MIB,
                 quick=quick,
             )
-        assert pool.leased_bytes == 0
+        assert pool.free_bytes == pool.capacity_bytes
     finally:
         pool.close()
     assert test.granted_bytes == 32 * MIB

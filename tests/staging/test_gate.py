@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def pool() -> Iterator[PinnedPool]:
     with PinnedPool(2 * MIB, device=CPU) as pool:
         yield pool
-        assert pool.leased_bytes == 0
+        assert pool.free_bytes == pool.capacity_bytes
 
 
 @pytest.fixture

@@ -217,9 +217,9 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
             UploadLane(pool, engine, device, LaneSettings(**arguments))
     with pytest.raises(ValueError, match="cannot be write-combined"):
         DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, write_combined=True))
-    before_bytes = pool.leased_bytes
+    before_bytes = pool.free_bytes
     refused(PinnedPoolFull, "'upload slot 6'", lambda: UploadLane(pool, engine, CPU, LaneSettings(2 * MIB, 8)))
-    assert pool.leased_bytes == before_bytes  # the slots it had got are back
+    assert pool.free_bytes == before_bytes  # the slots it had got are back
     with (
         file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
         UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,

@@ -78,11 +78,6 @@ class BatchStream:
         """Whole epochs done."""
         return self.rows_seen // len(self.dataset)
 
-    @property
-    def epoch_fraction(self) -> float:
-        """Epochs done, e.g. 1.25."""
-        return self.rows_seen / len(self.dataset)
-
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 

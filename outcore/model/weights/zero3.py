@@ -14,11 +14,6 @@ import torch
 from torch import nn
 
 
-def is_partitioned(parameter: torch.Tensor) -> bool:
-    """True for a parameter that ZeRO-3 manages (its `data` is empty between uses)."""
-    return hasattr(parameter, "ds_id")
-
-
 def full_shape(parameter: torch.Tensor) -> torch.Size:
     """The parameter's shape, whether partitioned or not."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

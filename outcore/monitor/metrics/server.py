@@ -71,10 +71,6 @@ class MetricsServer:
         reach = "" if is_local else " (anyone who reaches this address can read it)"
         say(f"Metrics for Prometheus: http://{host}:{self.port}/metrics{reach}")
 
-    @property
-    def is_serving(self) -> bool:
-        return self._server is not None
-
     def log_header(self, header: dict[str, Any]) -> None:
         """Takes the run's name for the label, if none was given."""
         self._run = self._run or str(header.get("run") or "")

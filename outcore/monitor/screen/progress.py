@@ -70,10 +70,6 @@ class RunProgress(Closing):
         elif enabled and plain_every_s > 0:
             threading.Thread(target=self._pulse, name="progress", daemon=True).start()
 
-    @property
-    def is_live(self) -> bool:
-        return self._live is not None
-
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` is its metrics line (needs "step"; the rest as far as known)."""
         now_s = time.monotonic()

@@ -106,13 +106,8 @@ class PinnedPool:
         return bool(self._slabs) and all(slab.is_pinned for slab in self._slabs)
 
     @property
-    def leased_bytes(self) -> int:
-        """Bytes out on lease, in the 4 KiB steps they occupy."""
-        with self._changed:
-            return sum(extent.size_bytes for _, extent in self._leases.values())
-
-    @property
     def free_bytes(self) -> int:
+        """Bytes not out on lease; a lease occupies steps of 4 KiB."""
         with self._changed:
             return sum(allocator.free_bytes for allocator in self._allocators)
 
