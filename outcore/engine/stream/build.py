@@ -14,8 +14,8 @@ from itertools import chain
 
 import torch
 
-from outcore.engine.stream.activations.memory import Activations, DeviceActivations, RamActivations
-from outcore.engine.stream.activations.nvme import NvmeActivations
+from outcore.engine.stream.activations.memory import Activations
+from outcore.engine.stream.activations.opening import open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.backward.saved import SavedForwards
@@ -29,7 +29,6 @@ from outcore.engine.stream.host_sizes import (
     arena_bytes,
     checkpoint_bytes,
     home_bytes,
-    lender,
     pool_bytes,
     rank_pool_bytes,
     read_ahead_bytes,
@@ -117,7 +116,8 @@ def build_stream_engine(
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, ground, traffic)
-        schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena), saved)
+        checkpoints = open_activations(plan, ground.memory, (ground.upload, ground.download), ground.scratch, arena)
+        schedule = _schedule(plan, flow, traffic.download, checkpoints, saved)
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -206,9 +206,8 @@ def _open_ground(
             LaneSettings(settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined),
         )
     )
-    download = undo.enter_context(
-        DownloadLane(staging, None, device, LaneSettings(settings.slot_bytes, settings.num_slots))
-    )
+    download_settings = LaneSettings(settings.slot_bytes, settings.num_slots)
+    download = undo.enter_context(DownloadLane(staging, None, device, download_settings))
     memory = HostMemory(staging)
     undo.callback(memory.close)
     host = None
@@ -398,22 +397,3 @@ def _schedule(
         plan.place.rank,
         plan.place.world_size,
     )
-
-
-def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
-    """Home in which checkpoints wait; on NVMe with the space that the settings say a step needs. Those of long rows
-    have homes in RAM already."""
-    num_layers = len(plan.units.layers)
-    where = plan.settings.activations_on(plan.device)
-    if plan.tile_plan.holding.tile_tokens:
-        return DeviceActivations()
-    if where == "ram":
-        lend = lender(plan.units, arena, plan.tile_plan.indices, plan.place.rank, plan.place.world_size)
-        return RamActivations(ground.memory, ground.upload, ground.download, num_layers, lend=lend)
-    if where == "nvme":
-        assert ground.scratch is not None
-        activations = NvmeActivations(ground.scratch, ground.upload, ground.download, num_layers)
-        row_bytes = plan.loaded.facts.hidden_size * plan.dtype.itemsize
-        activations.reserve([tokens * row_bytes for tokens in plan.settings.step_tokens or ()])
-        return activations
-    return DeviceActivations()

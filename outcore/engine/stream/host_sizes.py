@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import torch
-
 from outcore.common.quantities import GIB, round_up
-from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.device_work import long_rows_ram_bytes
-from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
+from outcore.engine.stream.gradients.arena import gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
 from outcore.machine import available_ram_bytes
@@ -117,19 +114,3 @@ def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:
     free_bytes = available_ram_bytes() - FREE_RAM_BYTES
     all_bytes = sum(gradient_bytes_of(unit) for unit in units.all)
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
-
-
-def lender(units: ModelParts, arena: GradientArena, tiled: frozenset[int], rank: int = 0, world_size: int = 1) -> Lend:
-    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed. Of homes
-    that several ranks share each gets an equal piece: a sum is written there when all have used their checkpoints."""
-
-    def lend(layer: int) -> torch.Tensor | None:
-        if units.layer_units[layer].index in tiled:
-            return None
-        home = arena.own_home(units.layer_units[layer])
-        if home is None:
-            return None
-        piece_bytes = home.nbytes // world_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES if world_size > 1 else home.nbytes
-        return home.view(torch.uint8)[rank * piece_bytes : (rank + 1) * piece_bytes]
-
-    return lend

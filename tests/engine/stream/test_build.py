@@ -25,7 +25,7 @@ class Broken(Exception):
 STEPS = [
     *("PinnedPool", "Scratch", "UploadLane", "DownloadLane", "HostMemory", "WeightHomes"),
     *("UploadLane from NVMe", "Homes", "open_store", "GradientArena", "OptimizerPool", "StateRing", "PartUpdates"),
-    *("WeightPrefetcher", "GradientDownload", "open_tiles", "PartRunner", "Flow", "NvmeActivations"),
+    *("WeightPrefetcher", "GradientDownload", "open_tiles", "PartRunner", "Flow", "open_activations"),
     *("VerticalSchedule", "EngineParts", "StreamEngine"),
 ]
 """Of an engine with everything on NVMe that can be there."""
