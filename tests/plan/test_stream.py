@@ -18,8 +18,7 @@ from outcore.plan.choose import choose
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import STAYING
-from outcore.sizing.activations import checkpoint_bytes, compiled_activation_bytes, layer_activation_bytes
+from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
@@ -268,15 +267,6 @@ def test_a_huge_vocabulary_fits_a_small_gpu_in_tiles():
     assert whole.tier("vram").short_bytes > 8 * GIB
 
 
-def test_layers_that_stay_eager_have_no_graphs():
-    """Dropout, and a balancing loss of routers: neither compiled nor captured, whatever was asked."""
-    shape, layout = prototype_shape(), StreamLayout(4, 4, "ram")
-    eager = plan_stream(dataclasses.replace(shape, stays_eager=True), RunRequest(), server(), 1024, layout)
-    plain = dataclasses.replace(layout, compiled=False, cuda_graphs=False)
-    assert eager == plan_stream(shape, RunRequest(), server(), 1024, plain)
-    assert eager.part_bytes("vram", "CUDA graphs of layers") == 0
-
-
 def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
     shape = preset_shape("llama-3b")
     plans = {
@@ -388,83 +378,3 @@ def test_formats_are_those_of_the_optimizer():
     assert {f.name: f.bytes_per_param for f in FORMATS} == pytest.approx(planned)
     assert {f.name for f in FORMATS if f.split_master} == set(SPLIT_FORMATS)
     assert set(k.OPTIMIZER_DRAM_BYTES) == set(STATE_FORMATS)
-
-
-def test_what_the_device_has_free_decides_buffers_and_graphs():
-    """Planned for the whole card, a run under a cap of 8 GB was forecast 38 % too much memory (Gemma 2: a vocabulary of
-    256,000, tied)."""
-    shape = dataclasses.replace(
-        prototype_shape(), vocab_size=256000, hidden_size=2304, tied=True, head_params=2304,
-        embedding_params=256000 * 2304, tied_numels=(256000 * 2304,),
-    )  # fmt: skip
-    layout = StreamLayout(2, 4, checkpoints_home="ram")
-    whole = plan_stream(shape, RunRequest(), server(), 2048, layout)
-    capped = plan_stream(shape, RunRequest(), server(), 2048, dataclasses.replace(layout, device_bytes=8 * 10**9))
-    assert whole.tensor_bytes > 8e9 > capped.tensor_bytes
-    assert whole.part_bytes("vram", "CUDA graphs of layers") > 0 == capped.part_bytes("vram", "CUDA graphs of layers")
-
-
-def test_graphs_hold_the_forward_alone_where_the_backward_takes_long():
-    """LoRA of 8 B on 4,096 tokens: 3 ms forward, 6 ms backward, which is not captured and was counted (+15 %)."""
-    shape, layout = preset_shape("llama-8b").with_lora(16), StreamLayout(2, 4, checkpoints_home="ram")
-    p = plan_stream(shape, RunRequest(), server(), 2048, layout)
-    assert p.part_bytes("vram", "CUDA graphs of layers") == 2 * 4096 * (2 * 4096 + 3 * 14336 + 4 * 4096)
-    short = plan_stream(shape, RunRequest(), server(), 1024, layout)
-    assert short.part_bytes("vram", "CUDA graphs of layers") > 0.6 * p.part_bytes("vram", "CUDA graphs of layers")
-
-
-@pytest.mark.parametrize("lora", [0, 16])
-def test_saved_forwards_take_idle_memory_and_spare_computing(lora):
-    shape = prototype_shape().with_lora(lora) if lora else prototype_shape()
-    layout, gpu = StreamLayout(4, 4, checkpoints_home="ram"), server(vram_bytes=8 * GIB)
-    plain = plan_stream(shape, RunRequest(), gpu, 1024, layout)
-    found = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=None))
-    taken = found.part_bytes("vram", "what the last layers keep for their backward")
-    one = 4 * compiled_activation_bytes(shape, 2, 1024, 4096)
-    count = taken // one
-    assert taken == count * one and 0 < count < shape.num_layers and found.fits
-    share = 1 - found.time.compute_s / plain.time.compute_s
-    most = count / shape.num_layers * (1 / 3 if lora else 1 / 4)  # forward, again, and once or twice as much back
-    assert 0.7 * most < share < 1.05 * most and found.time.h2d_s == plain.time.h2d_s
-    limited = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=one * 3 // 2))
-    assert limited.part_bytes("vram", "what the last layers keep for their backward") == one
-
-
-@pytest.mark.parametrize("accumulation", [4, 1])
-def test_layers_stay_where_that_gains(accumulation):
-    """16,384 and 4,096 tokens: clipped, a step is shorter by more than 3 %; unclipped and compute-bound, none stays."""
-    shape, gpu = prototype_shape(), server(vram_bytes=8 * GIB)
-
-    def planned(clip: float, resident_bytes: int | None):
-        layout = StreamLayout(4, accumulation, "ram", resident_bytes=resident_bytes)
-        return plan_stream(shape, RunRequest(max_grad_norm=clip), gpu, 1024, layout)
-
-    assert planned(1.0, None).time.step_s < 0.97 * planned(1.0, 0).time.step_s
-    assert planned(1.0, None).part_bytes("vram", STAYING) > 0
-    assert (planned(0.0, None).part_bytes("vram", STAYING) > 0) is (accumulation == 1)
-
-
-@pytest.mark.parametrize("clip", [1.0, 0.0])
-def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
-    """As many as the engine's rule gives; none beside a drive, with 8-bit moments or where nobody wants them."""
-    shape, request, gpu = prototype_shape(), RunRequest(max_grad_norm=clip), server(vram_bytes=8 * GIB)
-    layout = StreamLayout(4, 4, checkpoints_home="ram")
-    plain = plan_stream(shape, request, gpu, 1024, layout)
-    found = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=1 << 40))
-    layer = shape.layer_params[0]
-    one = layer * (2 + (2 if clip else 0) + 10) + 2 * 4096 * shape.hidden_size * 2
-    taken = found.part_bytes("vram", STAYING)
-    assert plain.part_bytes("vram", STAYING) == 0 and taken >= one and taken % one == 0
-    assert found.fits and found.used_bytes("vram") == plain.used_bytes("vram") + taken
-    spared = taken // one * layer / shape.total_params
-    assert found.time.cpu_optimizer_s == pytest.approx((1 - spared) * plain.time.cpu_optimizer_s, rel=0.05)
-    assert found.time.d2h_s < plain.time.d2h_s and found.time.h2d_s < plain.time.h2d_s
-    assert found.time.step_s < plain.time.step_s
-    assert f"{taken // one} of {shape.num_layers} layers stay" in " ".join(found.notes)
-    two = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=2 * one))
-    assert two.part_bytes("vram", STAYING) == 2 * one
-    on_drive = dataclasses.replace(layout, resident_bytes=1 << 40, residency=Residency(state_ram_bytes=0))
-    assert plan_stream(shape, request, gpu, 1024, on_drive).part_bytes("vram", STAYING) == 0
-    eight = dataclasses.replace(request, state_format="split8")
-    kept = plan_stream(shape, eight, gpu, 1024, dataclasses.replace(layout, resident_bytes=1 << 40))
-    assert kept.part_bytes("vram", STAYING) == 0

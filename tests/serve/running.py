@@ -1,7 +1,10 @@
 """A server of the test's own process, on a free port of this machine."""
 
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.serve import ServeSettings
@@ -14,6 +17,22 @@ def until(truth, seconds: float = 120.0):
         assert time.monotonic() < end_s, "it did not come to that"
         time.sleep(0.02)
     return found
+
+
+def get(server, path):
+    with urllib.request.urlopen(server.url + path, timeout=120) as reply:
+        return reply.read().decode()
+
+
+def send(server, path, body):
+    """(status, bytes) of what was sent."""
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=120) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
 
 
 class Running:

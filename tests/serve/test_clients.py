@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -12,20 +11,21 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-import yaml
 
-from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, open_engine
-from tests.forked import ROOT
-from tests.infer.models import MIXTURE, SCARCE, greedy_by_transformers, save_tiny_model
-from tests.serve.running import until
+from tests.infer.models import greedy_by_transformers
+from tests.serve.running import get, send, until
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(scope="session")
+def openai():
+    """Imported where it is asked for: it takes seconds."""
+    return pytest.importorskip("openai")
+
+
 @pytest.fixture(scope="module")
-def client(server):
+def client(openai, server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
@@ -35,22 +35,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def ids_of(tokenizer, messages):
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def get(server, path):
-    with urllib.request.urlopen(server.url + path, timeout=120) as reply:
-        return reply.read().decode()
-
-
-def send(server, path, body):
-    """(status, bytes) of what was sent."""
-    headers = {"Content-Type": "application/json"}
-    asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(asked, timeout=120) as reply:
-            return reply.status, reply.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
 
 
 @contextmanager
@@ -209,7 +193,7 @@ def wait_for_batch(client, name):
     return until(lambda: (batch := client.batches.retrieve(name)).status != "in_progress" and batch)
 
 
-def test_batches(client):
+def test_batches(openai, client):
     file = client.files.create(file=("in.jsonl", batch_lines(6)), purpose="batch")
     made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     batch = wait_for_batch(client, made.id)
@@ -241,7 +225,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(client, server):
     assert len(lines) == 301 and any(line["error"] and line["error"]["message"] == "cancelled" for line in lines)
 
 
-def test_errors_have_classes(client, start, tiny_folder):
+def test_errors_have_classes(openai, client, start, tiny_folder):
     with pytest.raises(openai.NotFoundError, match="not here"):
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="temperature"):
@@ -260,7 +244,7 @@ def test_errors_have_classes(client, start, tiny_folder):
     assert json.loads(get(guarded, "/health"))["status"] == "ok"
 
 
-def test_every_other_class_of_error(client, start, monkeypatch):
+def test_every_other_class_of_error(openai, client, start, monkeypatch):
     from outcore.serve import ServeSettings
 
     one = start(ServeSettings(max_queue=1, max_body_bytes=4000), max_sequences=2)
@@ -285,7 +269,7 @@ def test_every_other_class_of_error(client, start, monkeypatch):
     assert error.value.status_code == 503 and error.value.code == "engine_failed"
 
 
-def test_calls_of_tools(start):
+def test_calls_of_tools(openai, start):
     server = start(context=512, max_sequences=2)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
     function = {"name": "weather", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
@@ -366,73 +350,6 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
     assert engine.counts.finished["cancelled"] == before + count
 
 
-def test_metrics_and_records(client, server):
-    client.completions.create(model="tiny", prompt="The", max_tokens=3, extra_body={"ignore_eos": True})
-    page = get(server, "/metrics")
-    assert 'outcore_answers_total{reason="length"}' in page
-    for name in (
-        "time_to_first_token_seconds_bucket",
-        "pass_seconds_count",
-        "kv_pages",
-        "weight_bytes",
-        "draft_tokens",
-    ):
-        assert f"outcore_{name}" in page
-    lines = [json.loads(line) for line in server.service.records.path.read_text().splitlines()]
-    assert lines[0]["model_hash"] and lines[0]["placement"]
-    last = lines[-1]
-    assert last["endpoint"] == "/v1/completions" and last["answer_tokens"] == 3 and "text" not in last
-    times = last["timings"]
-    assert isinstance(last["seed"], int) and times["total_s"] > 0 and set(times["waited_s"]) == {"pcie", "nvme"}
-    assert times["pages"] == {"ram": 1} and 1 <= times["passes"] <= 3 and times["read_tokens"] == 0
-
-
-def test_board_and_alerts_name_metrics_that_exist(server):
-    page = get(server, "/metrics")
-    board = json.loads((ROOT / "examples/serving/grafana_board.json").read_text())
-    rules = yaml.safe_load((ROOT / "examples/serving/alerts.yml").read_text())["groups"][0]["rules"]
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]] + [r["expr"] for r in rules]
-    names = {name for text in asked for name in re.findall(r"outcore_\w+", text)}
-    known = set(re.findall(r"^(?:# TYPE )?(outcore_\w+)", page, re.M))
-    assert len(names) > 15 and names <= known, names - known
-
-
-def test_a_measured_machine_has_a_forecast(server, monkeypatch):
-    from outcore.infer.opening import forecast
-    from outcore.plan import load_hardware
-    from outcore.serve.watch import ServeMetrics
-
-    monkeypatch.setattr(forecast, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
-    opened = server.service.opened
-    heard = opened.engine.on_pass
-    made = ServeMetrics(opened)
-    made.against_plan.last_forecast_s = 0.25
-    page = made.page().decode()
-    opened.engine.on_pass = heard
-    assert "outcore_forecast_pass_seconds 0.25" in page and not made.against_plan.why_not
-    assert re.search(r'^outcore_kv_pages{group="all",home="ram",state="free"} [1-9]', page, re.M)
-
-
-def test_metrics_tell_how_often_experts_were_there(tmp_path):
-    from outcore.serve.watch import ServeMetrics
-
-    save_tiny_model(tmp_path / "model", family="qwen3_moe", **MIXTURE)
-    room = {"ram_gib": 0.0036, "expert_cache_gib": 0.001, **SCARCE}
-    settings = InferSettings(device="cpu", context=128, nvme_path=(tmp_path,), **room)
-    opened = open_engine(str(tmp_path / "model"), settings)
-    try:
-        made, counts = ServeMetrics(opened), opened.weights.experts.counts
-        sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
-        list(opened.engine.generate([Request("one", (5, 6, 7), sampling)]))
-        page = made.page().decode()
-        told = {name: float(value) for name, value in re.findall(r"^outcore_(\w+) ([\d.e+]+)$", page, re.M)}
-        assert told["experts_asked"] == counts.asked > told["expert_hits"] == counts.hits > 0
-        assert told["expert_hit_rate"] == pytest.approx(counts.hit_rate)
-        assert told["drive_bytes"] >= told["expert_read_bytes"] == counts.read_bytes > 0
-    finally:
-        opened.close()
-
-
 def test_tokens(server):
     def post(path, body):
         request = urllib.request.Request(server.url + path, json.dumps(body).encode(), method="POST")
@@ -443,38 +360,3 @@ def test_tokens(server):
     assert found["count"] == len(found["tokens"])
     assert post("/detokenize", {"tokens": found["tokens"]})["prompt"] == "The quick"
     assert post("/tokenize", {"messages": HELLO})["count"] > found["count"] - 5
-
-
-def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
-    from outcore.infer.opening import AgainstPlan
-    from outcore.serve.watch import metrics
-
-    class Plan:
-        def pass_time(self, rows, kv_tokens, answers, seen, hit_rate):
-            assert seen >= rows > 0
-            return type("Time", (), {"seconds": 0.5})
-
-    monkeypatch.setattr(metrics, "against_plan", lambda opened: AgainstPlan(opened, Plan()))
-    server = start(max_sequences=2)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
-    client.completions.create(model="tiny", prompt="The", max_tokens=5, extra_body={"ignore_eos": True})
-    with pytest.raises(openai.InternalServerError), monkeypatch.context() as patch:
-        runner = server.service.opened.engine.runner
-        patch.setattr(runner, "run", lambda works: 1 / 0)
-        client.completions.create(model="tiny", prompt="The", max_tokens=5)
-    facts = server.service.metrics.against_plan.facts()
-    assert facts["passes"] >= 2 and facts["forecast_s"] == 0.5 * facts["passes"]
-    assert facts["measured_over_forecast"] == facts["measured_s"] / facts["forecast_s"]
-    path = server.service.events.path
-    until(lambda: "pass failed" in path.read_text())  # noted when the client has been told
-    server.service.events.note("serve ended", **facts)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    mine = [line for line in lines if line["event"] == "pass failed"]
-    assert (
-        "ZeroDivisionError" in mine[-1]["error"] and lines[-1]["forecast_tokens_per_s"] > 0 and "rank" not in mine[-1]
-    )
-    assert any(line["event"] == "serve started" and line["placement"] for line in lines)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    server.service.events.note("serve ended")
-    assert json.loads(server.service.events.path.read_text().splitlines()[-1])["rank"] == 1
