@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outcore.common.quantities import MIB, format_gib
+from outcore.common.quantities import MIB, format_gib, round_up
 from outcore.flow import FixedWeights, ModelParts, Part
 from outcore.flow.experts import ExpertCache, run_chosen
 from outcore.flow.weights import (
@@ -133,6 +133,9 @@ def open_weights(
         "expert drive": any(part.index in apart for part in spills),
     }
     reading = [name for name, is_read in drives.items() if is_read]
+    if travels:  # a slot holds one part at most
+        largest = round_up(max(part.layout.home_bytes for part in travels), 4096)
+        settings = replace(settings, slot_bytes=min(settings.slot_bytes, largest))
     homes_bytes = sum(pinned.values()) if share is None else 0
     pool, lanes = _open_lanes(bool(travels), reading, homes_bytes, device, settings, undo)
     if share is None:
