@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from outcore.formats import PackedTensor
 from outcore.formats.checkpoint import ExpandedEntry, PackedCheckpoint, PackedEntry, PlainEntry, open_safetensors
+from tests.formats.bitsandbytes import recorded
 
 ROWS, COLUMNS, GROUP = 32, 64, 16
 STEM = "model.layers.0.self_attn.q_proj"
@@ -139,15 +140,12 @@ def test_nvfp4_is_expanded(tmp_path: Path) -> None:
     assert "expanded to 16 bits when they are read: NVFP4" in checkpoint.notes[0]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_bitsandbytes_nf4(tmp_path: Path, nested: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    value = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
-    codes, state = functional.quantize_4bit(value, blocksize=64, compress_statistics=nested, quant_type="nf4")
-    tensors = {f"{WEIGHT}.{name}": part for name, part in state.as_dict(packed=True).items()}
-    checkpoint = opened(tmp_path, {WEIGHT: codes, **tensors}, quant_method="bitsandbytes", load_in_4bit=True)
-    expected = functional.dequantize_4bit(codes, state)
-    assert torch.equal(value_of(checkpoint).bfloat16(), expected)
+@pytest.mark.parametrize("case", ["plain", "nested"])
+def test_bitsandbytes_nf4(tmp_path: Path, case: str) -> None:
+    theirs = recorded(case)
+    tensors = {f"{WEIGHT}.{name[6:]}": part for name, part in theirs.items() if name.startswith("state/")}
+    checkpoint = opened(tmp_path, {WEIGHT: theirs["codes"], **tensors}, quant_method="bitsandbytes", load_in_4bit=True)
+    assert torch.equal(value_of(checkpoint).bfloat16(), theirs["bfloat16"])
 
 
 def test_bitsandbytes_int8(tmp_path: Path) -> None:

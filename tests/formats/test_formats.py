@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outcore.formats import PackedSpec, packed_format
 from outcore.formats.packed import GpuForm
+from tests.formats.bitsandbytes import recorded
 
 HALVES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 """Byte offsets of fp16 numbers in a block of each ggml type."""
@@ -53,17 +54,14 @@ def test_q8_0_is_packed_as_gguf_does_it() -> None:
 
 
 def test_nf4_bytes_and_values_are_those_of_bitsandbytes() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    value = torch.randn(48, 128, dtype=torch.bfloat16)
-    value[0, :64] = 0
-    spec = PackedSpec(packed_format("nf4"), (48, 128))
-    data = spec.pack(value)
-    codes, state = functional.quantize_4bit(value.float(), blocksize=64, quant_type="nf4")
-    ours_codes, ours_absmax = spec.planes(data)
-    assert torch.equal(codes.flatten(), ours_codes.flatten()) and torch.equal(state.absmax, ours_absmax.flatten())
+    theirs = recorded("ours")
+    spec = PackedSpec(packed_format("nf4"), tuple(theirs["value"].shape))
+    data = spec.pack(theirs["value"])
+    codes, absmax = spec.planes(data)
+    assert torch.equal(theirs["codes"].flatten(), codes.flatten())
+    assert torch.equal(theirs["absmax"], absmax.flatten())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        state.dtype = dtype
-        assert torch.equal(functional.dequantize_4bit(codes, state), spec.unpack(data, dtype))
+        assert torch.equal(theirs[str(dtype).removeprefix("torch.")], spec.unpack(data, dtype))
 
 
 def test_mxfp4_is_read_as_transformers_reads_gpt_oss() -> None:
