@@ -14,7 +14,7 @@ types:
 	.venv/bin/pyright
 
 test:                       # make test ROOM=plan: one room
-	$(PY) -m pytest -q -n 2 $(if $(ROOM),tests/$(ROOM),tests)
+	$(PY) -m pytest -q -n 2 --dist worksteal $(if $(ROOM),tests/$(ROOM),tests)
 
 house:                      # imports between rooms, circles, what passes a door
 	$(PY) -m tests.house

@@ -253,7 +253,7 @@ def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: 
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     calls = Calls(code=5)
     assert run(make_job(repository, "--test", call=calls)) == 5
-    assert calls.commands == [["-m", "pytest", "-n", "3", "--dist", "loadfile"]]
+    assert calls.commands == [["-m", "pytest", "-n", "3", "--dist", "worksteal"]]
     environ = calls.more[0]["env"]
     assert environ["TORCH_EXTENSIONS_DIR"] == str(repository / ".venv/torch_extensions")
     assert environ["DS_ACCELERATOR"] == "cpu"
@@ -263,7 +263,7 @@ def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: 
     assert calls.commands == [["-m", "pytest", "-k", "one"]]
     assert calls.more[0]["stdout"] is sys.stderr
     traced = ["-m", "pytest", "--cov=outcore", "--cov-report=term"]
-    for rest, expected in (([], ["--cov-fail-under=80", "-n", "3", "--dist", "loadfile"]), (["-k", "a"], ["-k", "a"])):
+    for rest, expected in (([], ["--cov-fail-under=80", "-n", "3", "--dist", "worksteal"]), (["-k", "a"], ["-k", "a"])):
         calls = Calls()
         assert run(make_job(repository, "--test", "--coverage", *(["--", *rest] if rest else []), call=calls)) == 0
         assert calls.commands == [[*traced, *expected]]

@@ -8,12 +8,13 @@ import socket
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 
-pytest.importorskip("gradio", reason="the panels' packages are not installed (requirements/ui.txt)")
+pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
@@ -28,6 +29,8 @@ from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
 from tests.serve.running import until
 
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="the panels' packages are not installed")
+"""Whoever collects does not import it: it takes seconds."""
 PRETENDER = Path(__file__).with_name("pretender.py")
 LOCAL = "http://127.0.0.1:7860"
 TOKEN = "a-long-enough-token"

@@ -3,11 +3,12 @@
 import json
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("gradio", reason="the panels' packages are not installed (requirements/ui.txt)")
+pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
@@ -23,12 +24,10 @@ from outcore.ui.api.serving import alerts_of as serving_alerts
 from outcore.ui.api.serving import sample_of
 from outcore.ui.api.training import Training
 from outcore.ui.app import create_app
-from outcore.ui.panels import draw
-from outcore.ui.panels.chat import bubbles, costs_of, residency_of
-from outcore.ui.panels.machine import alerts_of, probe_of, serving_of, setup_of
-from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
-from outcore.ui.panels.train import banner_of, forecast_of, rows_of, space_of, stages_of
 from outcore.ui.settings import UiSettings
+
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="the panels' packages are not installed")
+"""Whoever collects does not import it: it takes seconds."""
 
 
 @pytest.fixture
@@ -105,6 +104,8 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
 
 
 def test_the_forecast_is_drawn_against_what_is_there(client):
+    from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
+
     small = client.post("/v1/estimate", json={"fields": {"preset": "tiny"}}).json()
     assert small["fits"] and "do not need infinity" in small["needs_infinity"]
     assert banner_of(small) == "" and "tokens/s" in forecast_of(small)
@@ -121,6 +122,8 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
 
 
 def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
+    from outcore.ui.panels.runs import compared_of, graphs_of, state_of
+
     run("one", learning_rate=1e-3, preset="tiny")
     run("two", steps=3, learning_rate=2e-3, preset="tiny")
     rows = {row["name"]: row for row in client.get("/v1/runs").json()["data"]}
@@ -181,6 +184,8 @@ def test_a_run_that_ends_while_it_is_looked_at_is_shown_as_it_ended(client, run,
 
 
 def test_deleting_asks_first():
+    from outcore.ui.panels.runs import RunsPanel
+
     asked = []
     client = SimpleNamespace(
         get=lambda *path: {"words": "finished", "size_bytes": 5 << 20}, delete=lambda *path: asked.append(path)
@@ -192,6 +197,8 @@ def test_deleting_asks_first():
 
 
 def test_reasoning_is_folded_and_costs_are_said():
+    from outcore.ui.panels.chat import bubbles, costs_of, residency_of
+
     times = {"tokens": 3, "tokens_per_s": 2.5, "prefill_s": 0.1, "decode_s": 0.8, "hit_rate": 0.5, "prompt_tokens": 10}
     message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "finish": "length", "timings": times}
     user, thought, answer = bubbles([{"role": "user", "content": "2 + 2?"}, message])
@@ -219,6 +226,8 @@ def test_guidance_follows_the_drive_and_the_ram(kind, ram_gb, words):
 
 
 def test_what_is_drawn_is_escaped():
+    from outcore.ui.panels import draw
+
     assert "<b>" not in draw.table(("a",), [("<b>x</b>",)]) and "&lt;b&gt;" in draw.paragraph("<b>")
     assert [draw.number(x) for x in (1218.4, 0.12345, None)] == ["1,218", "0.123", "-"]
     assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
@@ -227,6 +236,8 @@ def test_what_is_drawn_is_escaped():
 
 
 def test_a_gpu_that_holds_up_the_others_is_an_alert(client, run, tmp_path):
+    from outcore.ui.panels.runs import state_of
+
     run("two_gpus", steps=12)
     assert client.get("/v1/runs/two_gpus").json()["alerts"] == []
     path = tmp_path / "logs" / "two_gpus" / "metrics.jsonl"
@@ -239,6 +250,8 @@ def test_a_gpu_that_holds_up_the_others_is_an_alert(client, run, tmp_path):
 
 
 def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
+    from outcore.ui.panels.machine import serving_of
+
     page = (
         'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
         'vllm:generation_tokens_total{engine="0"} %d\nvllm:kv_cache_usage_perc{engine="0"} 0.99\n'
@@ -257,6 +270,8 @@ def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
 
 
 def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
+    from outcore.ui.panels.train import rows_of
+
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     body = {"fields": {"preset": "tiny", "dataset": ["d.jsonl"]}, "rows": 1}
@@ -267,6 +282,8 @@ def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
 
 
 def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):
+    from outcore.ui.panels.machine import alerts_of
+
     monkeypatch.chdir(tmp_path)
     watch = MachineWatch(Place())
     watch._samples.append({"time": 1.0, "gpu_temp_c": 80.0, "throttle": ["power"]})
@@ -278,6 +295,8 @@ def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):
 
 
 def test_reports_of_setup_and_probe_are_told(client, tmp_path):
+    from outcore.ui.panels.machine import probe_of, setup_of
+
     assert "never probed" in probe_of(client.get("/v1/machine").json()["probe"])
     (tmp_path / "logs").mkdir(exist_ok=True)
     report = {
