@@ -41,6 +41,11 @@ def as_peft_computes(model: Any) -> Any:
     return model
 
 
+def assert_trained_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As a whole: AdamW moves a weight whose gradient is all but zero by the rounding of it."""
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
 def stirred(model: Any) -> Any:
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -95,7 +100,7 @@ def test_streamed_training_is_that_of_peft(name, place, engines, tmp_path):
     wanted = {checkpoint_name(n): p for n, p in reference.model.named_parameters() if "lora_" in n}
     assert set(adapters) == set(wanted) and sum("experts" in n for n in wanted) == 2 * len(wanted) // 3
     for name, value in adapters.items():
-        torch.testing.assert_close(value, wanted[name].detach(), rtol=2e-3, atol=2e-5)
+        assert_trained_alike(value, wanted[name].detach())
 
 
 def test_over_a_packed_base_training_is_that_of_peft_over_its_values(engines):
@@ -117,7 +122,7 @@ def test_over_a_packed_base_training_is_that_of_peft_over_its_values(engines):
     expected, _ = plain_training(reference, 3, max_norm=1.0)
     assert losses == pytest.approx(expected, rel=2e-5)
     for name, value in adapters.items():
-        torch.testing.assert_close(value, named[name].detach(), rtol=2e-3, atol=2e-5)
+        assert_trained_alike(value, named[name].detach())
 
 
 @pytest.mark.parametrize("name", MIXTURES)
