@@ -246,19 +246,19 @@ HALF = {
 """No mixture of experts: in 16 bits a router's choice between two equals is a matter of rounding."""
 
 
-@settings(max_examples=8, **FAST)
+@settings(max_examples=5, **FAST)
 @training_cases()
 def test_fp32_training_is_plain_pytorch(model, chosen, steps, held_out):
     check_against_plain(model, chosen, steps, held_out)
 
 
-@settings(max_examples=5, **FAST)
+@settings(max_examples=3, **FAST)
 @training_cases(**HALF)
 def test_16_bit_training_is_plain_mixed_precision(model, chosen, steps, held_out):
     check_against_plain(model, chosen, steps, held_out)
 
 
-@settings(max_examples=3, **FAST)
+@settings(max_examples=2, **FAST)
 @training_cases(kind=st.just("gpt2"), dropout=st.sampled_from([0.1, 0.5]), frozen=st.just(0.0))
 def test_dropout_draws_by_place_in_forward_and_recomputation(model, chosen, steps, held_out):
     """Plain autograd keeps its masks and recomputes nothing; it draws them from the seeds that the engine promises."""
@@ -305,7 +305,7 @@ def place_cases():
     )
 
 
-@settings(max_examples=6, **FAST)
+@settings(max_examples=4, **FAST)
 @place_cases()
 def test_results_are_the_same_bits_wherever_things_live(model, one, other, steps, resumed):
     check_places(model, one, other, steps, resumed)

@@ -73,10 +73,12 @@ IN_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+TILES = {"tiling": "on", "tile_bytes": 4096}, [({"activations": "device"}, None)]
+
+
 @pytest.mark.parametrize(
-    ("tiles", "cases"),
-    [({}, IN_LAYERS), ({"tiling": "on", "tile_bytes": 4096}, [({"activations": "device"}, None)])],
+    ("max_grad_norm", "tiles", "cases"),
+    [(0.5, {}, IN_LAYERS), (0.0, {}, IN_LAYERS[::3]), (0.5, *TILES), (0.0, *TILES)],
 )
 def test_what_an_update_wrote_is_not_read_again(build, tmp_path, monkeypatch, max_grad_norm, tiles, cases):
     """New parameters lie where the gradient was, up to the next one; on the drive, too, before they are used."""

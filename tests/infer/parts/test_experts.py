@@ -78,7 +78,7 @@ def answers(folder, look=lambda opened: None, **settings):
     """(tokens, scores) of the prompts."""
     opened = open_engine(str(folder), InferSettings(context=128, **{"device": "cpu", "ram_gib": 1, **settings}))
     try:
-        sampling = Sampling(temperature=0, max_tokens=10, ignore_eos=True)
+        sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
         found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
         scores = opened.engine.score(PROMPTS)
@@ -95,7 +95,7 @@ CASES = [(family, None, None, 0) for family in FAMILIES] + [
     ("gpt_oss", "mxfp4", None, 0),
     ("qwen3_moe", "gptq", None, 64),
 ]
-CASES += [(family, None, "nf4", tokens) for tokens in (0, 64) for family in ("mixtral", "gpt_oss")]
+CASES += [("mixtral", None, "nf4", 0), ("gpt_oss", None, "nf4", 64)]
 CASES = [pytest.param(*case, marks=needs(case[0]), id="-".join(map(str, case))) for case in CASES]
 FORMATS = {None: set(), "nf4": {"nf4"}, "mxfp4": {"mxfp4"}, "gptq": {"int4_16_fp16_zero"}}
 

@@ -91,7 +91,7 @@ def model_of(tmp_path_factory):
                 if isinstance(module, torch.nn.Linear) and module.in_features % packed_format(quantize).block == 0:
                     spec = PackedSpec(packed_format(quantize), tuple(module.weight.shape))
                     module.weight.data = spec.unpack(spec.pack(module.weight.data))
-            answers[quantize] = [greedy_by_transformers(rounded, prompt, 12) for prompt in prompts_of(6, vocab=280)]
+            answers[quantize] = [greedy_by_transformers(rounded, prompt, 8) for prompt in prompts_of(4, vocab=280)]
         return folder, answers[quantize]
 
     return found
@@ -117,8 +117,8 @@ def test_every_pair_of_settings(model_of, tmp_path, monkeypatch, case):
     monkeypatch.setattr(build, "CompiledLayers", partial(CompiledLayers, backend=lambda module, inputs: module))
     if case["weights"] == "nvme":
         on_the_drive(monkeypatch)
-    sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
-    requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(prompts_of(6, vocab=280))]
+    sampling = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(prompts_of(4, vocab=280))]
     together = [[request] for request in requests] if case["batch"] == "alone" else [requests]
     for _ in range(1 + (case["prefixes"] == "kept")):
         opened = open_engine(str(folder), settings)
