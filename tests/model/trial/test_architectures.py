@@ -71,12 +71,12 @@ def assert_same_grads(a, b, rtol: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_chunked_loss_and_gradients_equal_the_models_own(model_type):
-    fields: Any = (
-        {"output_router_logits": True} if model_type in ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss") else {}
-    )
+    fields: Any = {"output_router_logits": True} if model_type in MIXTURES else {}
     model = tiny_model(model_type, **fields)
     zero_dropout(model)
     batch = random_batch()
+    if fields and isinstance(model(input_ids=batch["input_ids"]).aux_loss, int):
+        pytest.skip("its balancing loss is 0 whatever its routers say, and fails with labels (transformers 5.17)")
     own = model(**batch)
     own.loss.backward()
     own_grads = grads(model)
