@@ -4,17 +4,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outcore.engine import decide
-from outcore.engine.stream import why_config_not_trained
 from outcore.train.loop import Trainer
 from outcore.train.run import main
-from tests.engine.stream.runs.job import REPOSITORY, SMALL_MODEL, same, states, write_corpus
+from tests.engine.stream.runs.job import REPOSITORY, SMALL_MODEL, same, states, try_once, write_corpus
 
 FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
 FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
@@ -22,24 +19,12 @@ PLOT = Trainer.plot
 NAMES_A_MODEL = ("--preset", "--model_name_or_path", "--model_module")
 
 
-TRIED: dict[tuple, str] = {}
-"""What the trial of a tiny copy said of a config; it costs a third of such a run and knows nothing else of it."""
-
-
-def tried_once(config: Any, *args: Any, **more: Any) -> str:
-    """In place of `why_config_not_trained`: one trial of each config in this process."""
-    key = (config.to_json_string(use_diff=False), args, tuple(more.items()))
-    if key not in TRIED:
-        TRIED[key] = why_config_not_trained(config, *args, **more)
-    return TRIED[key]
-
-
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the runs of `straight_by` draw loss.png: it takes longer than their steps."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(Trainer, "plot", lambda trainer: None)
-    monkeypatch.setattr(decide, "why_config_not_trained", tried_once)
+    try_once(monkeypatch)
 
 
 def fresh_env(**more: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ SMALL_MODEL = (
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
 FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
 SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 12, "states": "fp32"}
+SMALL |= {"slot_bytes": 1 << 18, "weight_read_ahead_bytes": 1 << 20, "state_ring_bytes": 1 << 20}
 """Python threads, so that a kill can be placed within an update; several chunks to a layer."""
 OUR_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
 
@@ -57,6 +58,33 @@ def losses(root: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "event" not in line}
 
 
+TRIED: dict[tuple, str] = {}
+"""What trials of tiny copies said of a config; they cost a third of such a run and know nothing else of it."""
+
+
+def try_once(patch: pytest.MonkeyPatch) -> None:
+    """Have each config tried once in this process, before a run and in its engine."""
+    from outcore.engine import decide
+    from outcore.engine.stream import blueprint
+
+    asked, copied = decide.why_config_not_trained, blueprint.try_tiny_copy
+
+    def of_config(config: Any, *args: Any, **more: Any) -> str:
+        key = (config.to_json_string(use_diff=False), args, tuple(more.items()))
+        if key not in TRIED:
+            TRIED[key] = asked(config, *args, **more)
+        return TRIED[key]
+
+    def of_model(loaded: Any, trial: Any) -> None:
+        key = (loaded.config.to_json_string(use_diff=False), type(loaded.model).__name__)
+        if key not in TRIED or hasattr(loaded.model, "peft_config"):
+            copied(loaded, trial)
+            TRIED[key] = ""
+
+    patch.setattr(decide, "why_config_not_trained", of_config)
+    patch.setattr(blueprint, "try_tiny_copy", of_model)
+
+
 @contextmanager
 def stream_settings(**fields: Any) -> Iterator[None]:
     """The main job's streaming engine gets these settings as well, whether or not there is a flag for them."""
@@ -80,6 +108,7 @@ def train(argv: list[str], **fields: Any) -> int:
     os.chdir(REPOSITORY)
     with stream_settings(**fields), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "plot", lambda trainer: None)  # loss.png takes longer than the steps
+        try_once(patch)
         return main(argv)
 
 

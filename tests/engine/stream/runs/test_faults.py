@@ -214,8 +214,8 @@ def test_a_lane_that_is_stuck(job: Job) -> None:
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
-    job.limit_s = 1.0
-    job.fails("upload of ", "is not issued after 1.0 s", "upload lane 'upload'", "transfers under way", stuck="upload")
+    job.limit_s = 0.5
+    job.fails("upload of ", "is not issued after 500 ms", "upload lane 'upload'", "transfers under way", stuck="upload")
     go_on.set()  # closing has not waited for it: it goes on with what was submitted, in here and not in another test
     job.resumes()
 
@@ -235,8 +235,8 @@ def test_an_optimizer_that_is_stuck(job: Job) -> None:
 
     job.patch.setattr(torch_backend, "update_chunk", stuck)
     job.patch.setattr(OptimizerPool, "close", close_soon)
-    job.limit_s = 1.0
-    job.fails("the optimizer did not finish", "embedding", "within 1.0 s", "2 threads (torch)", stuck="optimizer")
+    job.limit_s = 0.5
+    job.fails("the optimizer did not finish", "embedding", "within 500 ms", "2 threads (torch)", stuck="optimizer")
     left = [thread for thread in threading.enumerate() if thread.name.startswith("optimizer")]
     assert left
     go_on.set()
@@ -255,8 +255,8 @@ def test_a_gradient_that_never_arrives(job: Job) -> None:
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
-    job.limit_s = 1.0
-    paragraph = job.fails("1.0 s", stuck="download")
+    job.limit_s = 0.5
+    paragraph = job.fails("500 ms", stuck="download")
     go_on.set()
     assert "gradient of" in paragraph or "download of" in paragraph
 
@@ -325,7 +325,7 @@ def test_a_trace_of_another_engine_is_refused(tmp_path: Path, corpus: Path, caps
 HANGS = {
     "activations": ({"activations": "nvme"}, [], "the activation checkpoint of layer"),
     "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4"], "could not be read from NVMe"),
-    "states": ({"state_ram_bytes": 0}, [], "on NVMe were not up to date within 1.0 s"),
+    "states": ({"state_ram_bytes": 0}, [], "on NVMe were not up to date within 500 ms"),
 }
 
 
@@ -337,7 +337,7 @@ def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: st
     engine = FaultyEngine(open_engine("auto"))
     engine.delay(math.inf, "read", matches=lambda *_: job.is_broken)
     job.patch.setattr(scratch, "_opened", lambda *_, **__: engine)
-    job.limit_s = 1.0
+    job.limit_s = 0.5
     said = []
     original, leave = EngineParts.close, PinnedPool.leave
     left: list[PinnedPool] = []
