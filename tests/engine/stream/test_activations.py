@@ -201,12 +201,10 @@ def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
         return losses, [p.detach().clone() for p in engine.loaded.model.parameters()]
 
     small = [plain_batch(1, 8, seed=1), plain_batch(1, 8, seed=2)]
-    large = [plain_batch(4, 64, seed=3) for _ in range(12)]
+    large = [plain_batch(4, 64, seed=3) for _ in range(4)]
     assert taken(build("ram"), small) == 0
     layer = parts_of(build("ram")).units.layer_units[0].layout
-    assert 12 * 4 * 64 * 2 * tiny_loaded("llama").config.hidden_size > layer.trainable_numel * 2, (
-        "they must not all fit"
-    )
+    assert 4 * 4 * 64 * 2 * tiny_loaded("llama").config.hidden_size > layer.trainable_numel * 2, "they must not all fit"
     assert taken(build("ram"), large) > 0
     in_ram, on_device = trained("ram"), trained("device")
     assert in_ram[0] == on_device[0]
