@@ -42,33 +42,47 @@ class Numbers:
 
 
 class RandomFeed:
-    """Values for every parameter but adapters', fast: one random block again and again, made and packed once."""
+    """Values for every parameter but adapters', fast: one random block again and again, made and packed once.
+
+    Experts of gpt-oss are in MXFP4, as they are published; `specs` are the parameters that are so, as a packed
+    checkpoint's feed has them."""
 
     def __init__(self, model: Any, quantize: str | None = None) -> None:
         self._format = None if quantize is None else packed_format(quantize)
         named = {checkpoint_name(name): p for name, p in model.named_parameters() if "lora_" not in name}
         self._shapes = {name: tuple(p.shape) for name, p in named.items()}
-        block = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+        generator = torch.Generator().manual_seed(0)
+        block = torch.randn(BLOCK_NUMEL, generator=generator).mul_(0.02)
         self._planes = () if self._format is None else self._format.pack_blocks(block.view(-1, self._format.block))
         # An odd length: else rows come again after 2^22 / hidden size, and the likeliest token has its equals.
         self._block = block[:-1].to(next(iter(named.values())).dtype)
+        self.specs: dict[str, PackedSpec] = {}
+        if model.config.model_type == "gpt_oss" and quantize is None:
+            for name, shape in self._shapes.items():
+                if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                    packed = (*shape[:-2], shape[-1], shape[-2])
+                    self.specs[name] = PackedSpec(packed_format("mxfp4"), packed, is_transposed=True)
+            codes = torch.randint(0, 256, (BLOCK_NUMEL // 32 - 1, 16), generator=generator, dtype=torch.uint8)
+            self._planes = (codes, torch.full((len(codes), 1), 127 - 7, dtype=torch.uint8))  # values up to 6 / 128
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        made: dict[tuple[int, ...], PackedTensor] = {}
-        values = _repeated(self._block, max(torch.Size(shape).numel() for shape in self._shapes.values()))
+        made: dict[PackedSpec, PackedTensor] = {}
+        plain = (shape for name, shape in self._shapes.items() if name not in self.specs)
+        values = _repeated(self._block, max(torch.Size(shape).numel() for shape in plain))
         for name, shape in self._shapes.items():
+            spec = self.specs.get(name)
+            if spec is None and self._format is not None and len(shape) > 1 and ".layers." in name:
+                spec = PackedSpec(self._format, shape) if shape[-1] % self._format.block == 0 else None
             if len(shape) < 2:
                 yield {name: torch.ones(shape, dtype=self._block.dtype)}
-            elif self._format is not None and ".layers." in name and shape[-1] % self._format.block == 0:
-                if shape not in made:
-                    spec = PackedSpec(self._format, shape)
-                    planes = [_repeated(plane, spec.num_blocks) for plane in self._planes]
-                    made[shape] = PackedTensor(spec, spec.assemble(planes))
-                yield {name: made[shape]}
+            elif spec is not None:
+                if spec not in made:
+                    made[spec] = PackedTensor(spec, spec.assemble([_repeated(p, spec.num_blocks) for p in self._planes]))
+                yield {name: made[spec]}
             else:
                 yield {name: values[: torch.Size(shape).numel()].view(shape)}
 
@@ -81,7 +95,8 @@ def _repeated(value: torch.Tensor, length: int) -> torch.Tensor:
 def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
     """A preset's shape with random values, packed if asked for."""
     loaded = load_model(ModelSettings(preset=model, precision=precision, seq_length=2, quantize=quantize), lazy=True)
-    loaded.feed = RandomFeed(loaded.model, quantize)
+    feed = RandomFeed(loaded.model, quantize)
+    loaded = replace(loaded, feed=feed, packed=feed.specs)
     loaded.model.eval()
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)

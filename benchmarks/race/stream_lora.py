@@ -116,7 +116,8 @@ def main() -> None:
     )
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
-    loaded = replace(loaded, feed=RandomFeed(loaded.model, loaded.quantize))
+    feed = RandomFeed(loaded.model, loaded.quantize)
+    loaded = replace(loaded, feed=feed, packed=feed.specs)
     settings = StreamSettings(
         nvme_path=arguments.nvme,
         activations=arguments.activations,

@@ -78,6 +78,9 @@ def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) 
     }
 
 
+# gpt-oss: the type's defaults are the 120 B model's.
+_GPT_OSS = {"num_hidden_layers": 36, "num_local_experts": 128}
+
 _PRESETS = (
     # Own shapes. A few million parameters: on two CPU cores the loss falls visibly within minutes.
     Preset(
@@ -195,6 +198,7 @@ _PRESETS = (
     Preset("qwen3-14b", "qwen3", 14_768_307_200, "Qwen3 14B", _qwen3(5120, 40, 40, 17408, False)),
     Preset("qwen3-32b", "qwen3", 32_762_123_264, "Qwen3 32B", _qwen3(5120, 64, 64, 25600, False)),
     # Qwen/Qwen3-30B-A3B.
+    Preset("gpt-oss-120b", "gpt_oss", 116_829_156_672, "gpt-oss 120B, mixture of 128 experts, 4 active", _GPT_OSS),
     Preset(
         "qwen3-30b-a3b",
         "qwen3_moe",
