@@ -66,11 +66,14 @@ def _length_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.lora_magnitude_vector.weight"
 
 
-def _is_of_stack(name: str, slots: Sequence[Slot]) -> bool:
-    """Whether this is an adapter of all experts at once, of which each takes its columns."""
-    stem, found, _ = name.partition(".lora_")
-    stacked = {slot.name.rpartition(".")[0] for slot in slots if len(slot.shape) == 3}
-    return bool(found) and stem.removesuffix(".base_layer") in stacked
+def _is_of_stack(slot: Slot, slots: Sequence[Slot]) -> bool:
+    """Whether this is a row for each expert of a stack (gpt-oss has such biases), or an adapter of all experts at once,
+    of which each takes its columns."""
+    stacked = {other.name.rpartition(".")[0] for other in slots if len(other.shape) == 3}
+    stem, found, _ = slot.name.partition(".lora_")
+    if found:
+        return stem.removesuffix(".base_layer") in stacked
+    return len(slot.shape) == 2 and slot.name.rpartition(".")[0] in stacked
 
 
 class TiledPart:
@@ -83,7 +86,7 @@ class TiledPart:
         itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot.name, unit.layout.slots):
+            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot, unit.layout.slots):
                 small.append((slot.name, parameter))
             elif _length_of(slot.name) in names:
                 raise StreamUnsupported(

@@ -87,8 +87,6 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_streamed_training_is_that_of_peft(name, place, engines, tmp_path):
-    if (name, place) == ("gpt_oss", "tiles"):
-        pytest.skip("its stacked biases are not done in tiles")
     implementation, changes = PLACES[place]
     if place == "drive":
         changes = {**changes, "nvme_path": str(tmp_path)}
