@@ -81,7 +81,8 @@ class RandomFeed:
                 yield {name: torch.ones(shape, dtype=self._block.dtype)}
             elif spec is not None:
                 if spec not in made:
-                    made[spec] = PackedTensor(spec, spec.assemble([_repeated(p, spec.num_blocks) for p in self._planes]))
+                    planes = [_repeated(plane, spec.num_blocks) for plane in self._planes]
+                    made[spec] = PackedTensor(spec, spec.assemble(planes))
                 yield {name: made[spec]}
             else:
                 yield {name: values[: torch.Size(shape).numel()].view(shape)}
