@@ -168,7 +168,7 @@ class InferencePlan:
 
     def _unhidden_bytes(self) -> float:
         """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
-        ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.home != "vram"]
+        ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.travels]
         return ends[-1].size_bytes / 2 if ends and not self.hardware.is_cpu else 0.0
 
 
@@ -217,7 +217,9 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_ap
         ends = {"embedding and head": shape.embedding_params + shape.head_params}
     else:
         ends = {"embedding": shape.embedding_params, "head": shape.head_params}
-    first, *last = (PartSize(name, params * itemsize, False) for name, params in ends.items())
+    first, *last = (
+        PartSize(name, params * itemsize, False, is_rows=name == "embedding") for name, params in ends.items()
+    )
     windows = [window for window, _ in shape.windows] or [None]
     attentions = tuple(
         AttentionSize(
@@ -286,6 +288,7 @@ def plan_inference(
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
         expert_bytes=None if expert_cache_gib is None else int(expert_cache_gib * GIB),
+        reads_ram=not hardware.is_cpu,
     )
     if of_one := state_bytes_of(shape, itemsize):
         needs, limits = needs.with_snapshots(of_one, limits)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
-from outcore.infer.opening import InferSettings, build, open_engine
+from outcore.infer.opening import InferSettings, arrival, build, open_engine
 from outcore.sizing.inference import AttentionLimits
+from outcore.staging.pool import device_view
 from tests.infer.models import greedy_by_transformers, off_device, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -101,6 +104,29 @@ def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precisi
             logprobs = torch.log_softmax(model(torch.tensor([prompt], device="cuda")).logits[0].float(), -1)
         wanted = [float(logprobs[i - 1, token]) for i, token in enumerate(prompt) if i]
         assert found == pytest.approx(wanted, abs=tolerance * 10)
+
+
+def test_an_embedding_is_read_where_it_lives(wide_folder, monkeypatch):
+    wanted, scores, _ = answers(wide_folder[0], monkeypatch, precision="fp32")
+    place, views = build.place_inference, []
+
+    def rows_in_ram(*args):
+        placed = off_device(place(*args), 1)
+        homes = {"embedding": {"is_rows": True}, "head": {"home": "vram", "ram_bytes": 0}}
+        parts = (dataclasses.replace(part, **homes.get(part.part, {})) for part in placed.parts)
+        return dataclasses.replace(placed, parts=tuple(parts))
+
+    def seen(*args):
+        views.append(device_view(*args))
+        return views[-1]
+
+    monkeypatch.setattr(build, "place_inference", rows_in_ram)
+    monkeypatch.setattr(arrival, "device_view", seen)
+    found, again, placement = answers(wide_folder[0], monkeypatch, precision="fp32")
+    embedding = next(home for home in placement.parts if home.is_rows)
+    assert [view.nbytes for view in views] == [embedding.size_bytes] and placement.travelling_bytes
+    assert found == wanted
+    assert all(one == pytest.approx(other, abs=1e-4, rel=0) for one, other in zip(again, scores, strict=True))
 
 
 @pytest.mark.parametrize("kv_format", ["same", "int8"])

@@ -79,6 +79,29 @@ def test_ram_that_is_short_sends_a_share_of_each_layer_to_the_drive():
         place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency")
 
 
+@pytest.mark.parametrize(("ends_mib", "saved"), [(1000, 3 * 416), (2000, 2 * 2000)])
+def test_rows_of_an_embedding_are_read_in_ram_and_other_weights_stay_in_its_place(ends_mib, saved):
+    """Layers, or where embedding and head did not fit together the head."""
+    first, *others = needs(ends_mib=ends_mib).parts
+    rows = dataclasses.replace(needs(), parts=(dataclasses.replace(first, is_rows=True), *others))
+
+    def placed(vram_gib, reads_ram=True):
+        return place_inference(rows, InferenceLimits(int(vram_gib * GIB), 64 * GIB, reads_ram=reads_ram), "latency")
+
+    less, more = placed(5), placed(5, False)
+    assert less.travelling_bytes == more.travelling_bytes - saved * MIB
+    assert sum(less.vram_bytes.values()) <= 5 * GIB
+    homes = {home.part: home for home in less.parts}
+    assert homes["embedding"].is_rows and homes["embedding"].home == "ram" and homes["head"].home == "vram"
+    assert less.bytes_at("ram") == less.travelling_bytes + first.size_bytes
+    assert any("rows of a pass's tokens" in line for line in less.lines())
+    all_but_it, all_of_it = placed(17.5 if ends_mib > 1000 else 17), placed(24)
+    assert not all_but_it.travels and any(home.is_rows for home in all_but_it.parts)
+    assert "buffers" not in all_but_it.vram_bytes and all(home.home == "vram" for home in all_of_it.parts)
+    with pytest.raises(DoesNotFit, match="nvme_path"):
+        place_inference(rows, InferenceLimits(6 * GIB, 10 * GIB, reads_ram=True), "latency")
+
+
 def test_refusals_have_numbers():
     with pytest.raises(DoesNotFit, match=r"needs .* GiB of VRAM"):
         place_inference(needs(), InferenceLimits(1 * GIB, 64 * GIB))

@@ -11,6 +11,7 @@ from outcore.flow import Part, WeightArrival
 from outcore.flow.experts import ExpertCache
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Expansion, InPlaceProducts, WeightHomes
+from outcore.staging.pool import device_view
 
 
 class ResidentWeights:
@@ -38,15 +39,22 @@ class ResidentWeights:
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self.experts: ExpertCache | None = None
         """Brings experts as they are chosen; None: they come with their layers."""
+        self._read_there: set[int] = set()
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
         self._ahead: list[Part] | None = None
         """What the next pass is expected to bring: the same as the last one. Its first uploads begin as soon as buffers
         are free, so that the link is busy while tokens are chosen."""
 
+    def read_there(self, part: Part, home: torch.Tensor, device: torch.device) -> None:
+        """Have the device read rows of a part that stays in page-locked RAM, where they are."""
+        self._slabs[part.index] = device_view(home.view(torch.uint8), device)
+        self._read_there.add(part.index)
+
     @property
     def device_bytes(self) -> int:
-        held = sum(slab.nbytes for slab in self._slabs.values() if slab.device.type != "cpu")
+        there = self._read_there
+        held = sum(s.nbytes for at, s in self._slabs.items() if s.device.type != "cpu" and at not in there)
         of_experts = 0 if self.experts is None else self.experts.memory.nbytes
         return held + of_experts + (self._expansion if self._travelling is None else self._travelling).device_bytes
 

@@ -39,7 +39,14 @@ from outcore.infer.opening.limits import (
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.pages import cache_of, kept_of
 from outcore.infer.opening.settings import InferSettings
-from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSettings, open_weights, shared_limits
+from outcore.infer.opening.weights import (
+    HostShare,
+    OpenedWeights,
+    StagingSettings,
+    open_rows,
+    open_weights,
+    shared_limits,
+)
 from outcore.infer.passes import (
     DraftModel,
     PagedRunner,
@@ -209,6 +216,9 @@ def open_found(
         placement = place_inference(with_slots, limits, settings.preset)
         units, needs = apart, with_slots
     with ExitStack() as undo:
+        rows = open_rows(units, placement, device, undo)
+        if rows is None:
+            rows, placement = {}, place_inference(needs, replace(limits, reads_ram=False), settings.preset)
         in_place, placement = open_in_place(units, settings, placement, device, undo)
         for line in placement.lines():
             progress(line)
@@ -221,7 +231,7 @@ def open_found(
             SLOT_BYTES if settings.buffer_mib is None else int(settings.buffer_mib * MIB) // 4096 * 4096,
             placement.num_buffers,
         )
-        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place)
+        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place, rows)
         undo.callback(weights.arrival.abort)
         compiled = layers_of(units, settings, way, device, progress)
         runner = PartRunner(units, compiled=compiled, in_place=in_place)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from outcore.common.quantities import GIB
-from outcore.flow import ModelParts
+from outcore.flow import ModelParts, Part
 from outcore.flow.experts import form_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.infer.attention import has_fused
@@ -50,6 +51,7 @@ def needs_of(
             part.index in layers,
             part.layout.size_bytes if part.layout.packed_slots else 0,
             part.index in experts,
+            is_rows=not units.tied and part is units.embed and _is_table(part),
         )
         for part in units.all
     )
@@ -68,6 +70,11 @@ def needs_of(
     needs = InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=states)
     forms = [form_of(part) for part in units.expert_units.values()]
     return needs.with_experts([(form.size_bytes, form.num_experts, form.expanded_bytes) for form in forms])
+
+
+def _is_table(part: Part) -> bool:
+    """Whether tokens choose rows of all that a part has."""
+    return all(isinstance(module, nn.Embedding) for owners in part.owners for module, _ in owners)
 
 
 def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
@@ -108,6 +115,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         guessed_tokens_of(settings, way),
         has_graphs=way == "paged" and runs_graphs(settings),
         expert_bytes=int(settings.expert_cache_gib * GIB) if settings.expert_cache_gib else None,
+        reads_ram=device.type == "cuda" and settings.staging_bytes is None,
     )
 
 

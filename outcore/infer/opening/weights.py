@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -27,8 +28,8 @@ from outcore.sizing.inference import (
     Placement,
 )
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
-from outcore.staging import LaneSettings, PinnedPool, UploadLane
-from outcore.staging.pool import CudaRuntime, HostMemory, refusal_is_harmless
+from outcore.staging import LaneSettings, PinnedPool, PinnedPoolFull, UploadLane
+from outcore.staging.pool import CudaRuntime, HostMemory, device_view, refusal_is_harmless
 from outcore.staging.shared import Exchange, SharedHomes, SharedSegment, shared_bytes
 
 GRAIN_NUMEL = 1 << 20
@@ -56,10 +57,16 @@ class HostShare:
 
 
 class _PlacedMemory:
-    """RAM for homes, but for parts that stay on the device memory there."""
+    """RAM for homes, but for parts that stay on the device memory there. `rows`: RAM that is there already."""
 
-    def __init__(self, ram: HostMemory | SharedHomes, resident: Sequence[Part], device: torch.device) -> None:
-        self._ram = ram
+    def __init__(
+        self,
+        ram: HostMemory | SharedHomes,
+        resident: Sequence[Part],
+        device: torch.device,
+        rows: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._ram, self._rows = ram, {f"parameters of {name}": memory for name, memory in rows.items()}
         self._resident, self._device = {f"parameters of {part.name}" for part in resident}, device
         self._indices = {part.index for part in resident}
 
@@ -68,6 +75,8 @@ class _PlacedMemory:
         return self._ram.which_pinned([(index, 0 if index in self._indices else size) for index, size in sizes])
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
+        if owner in self._rows:
+            return self._rows[owner]
         if owner in self._resident:
             return torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
         return self._ram.take(n_bytes, owner, pinned=pinned, touch=touch)
@@ -87,6 +96,7 @@ def shared_limits(limits: InferenceLimits, needs: InferenceNeeds, share: HostSha
     return replace(
         limits,
         vram_bytes=min(vram, default=None),
+        reads_ram=False,
         ram_bytes=weights + (ram - weights) // share.world_size,
         has_nvme=False,
     )
@@ -113,18 +123,20 @@ def open_weights(
     scratch: Scratch | None = None,
     share: HostShare | None = None,
     in_place: InPlaceProducts | None = None,
+    rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> OpenedWeights:
     """Give every part its home; `undo` closes what was opened. `scratch`: on the drives, where weights spill to them.
     `in_place`: computes with packed parts where they are. `share`: homes in RAM are one copy for all its processes,
-    which call this at once. EngineError where a drive has no room."""
+    which call this at once. `rows`: from `open_rows`. EngineError where a drive has no room."""
     home_of = {home.part: home for home in placement.parts}
-    stays = [part for part in units.all if home_of[part.name].home == "vram" or _in_place(home_of, part, device)]
+    in_vram = [part for part in units.all if home_of[part.name].home == "vram"]
+    stays = [part for part in units.all if part in in_vram or part.name in rows or _in_place(home_of, part, device)]
     travels = [part for part in units.all if part not in stays]
     cuts = {part.index: part.layout.home_numel for part in units.all}
     for part in travels:
         cuts[part.index] = _cut(part, home_of[part.name].ram_bytes)
     spills = [part for part in travels if cuts[part.index] < part.layout.home_numel]
-    on_device = stays if device.type != "cpu" else []
+    on_device = in_vram if device.type != "cpu" else []
     in_ram = [part for part in units.all if part not in on_device]
     apart = {part.index for part in units.expert_units.values()}
     pinned = {part.index: cuts[part.index] * part.layout.dtype.itemsize + MIB for part in travels}
@@ -147,7 +159,7 @@ def open_weights(
         ram = SharedHomes(segment, limit, runtime)
         owned = None if share.rank == 0 else frozenset(part.index for part in on_device)
     undo.callback(ram.close)
-    memory = _PlacedMemory(ram, on_device, device)
+    memory = _PlacedMemory(ram, on_device, device, rows)
     homes = WeightHomes(units.all, memory, cuts, scratch if spills else None, feed, owned=owned)
     homes.adopt()
     if share is not None:
@@ -168,12 +180,32 @@ def open_weights(
         )
     on_cpu = [part for part in travels if home_of[part.name].home == "ram"] if placement.cpu_parts else []
     arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
+    for part in units.all:
+        if part.name in rows:
+            arrival.read_there(part, homes.ram(part), device)
     if placement.experts is not None:
         ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))
         sizes = placement.expert_slots, placement.experts.group(placement.expert_slots)
         arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls)
         run_chosen(units, arrival.experts, in_place if device.type == "cpu" else None)
     return OpenedWeights(arrival, homes, pool, lanes, arrival.experts)
+
+
+def open_rows(
+    units: ModelParts, placement: Placement, device: torch.device, undo: ExitStack
+) -> dict[str, torch.Tensor] | None:
+    """Page-locked RAM for an embedding that the device reads there, by name, where the placement has one; None where
+    the machine refuses it."""
+    found, homes = {}, {home.part: home for home in placement.parts}
+    for part in units.all:
+        if homes[part.name].is_rows:
+            pool = undo.enter_context(PinnedPool(part.layout.home_bytes + MIB, device=device))
+            try:
+                found[part.name] = pool.lease(part.layout.home_bytes, f"rows of {part.name}").tensor.zero_()
+                device_view(found[part.name], device)
+            except (PinnedPoolFull, MemoryError):
+                return None
+    return found
 
 
 def _in_place(home_of: dict, part: Part, device: torch.device) -> bool:

@@ -19,13 +19,27 @@ class PartHome:
     """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
     is_experts: bool = False
     """Whether it comes to the device expert by expert."""
+    is_rows: bool = False
+    """Whether the device reads rows of it in RAM, so that it does not travel."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether all of it comes to the device in every pass."""
+        return self.home != "vram" and not self.is_experts and not self.is_rows
 
 
-def spread(parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int) -> tuple[dict[str, PartHome], int]:
-    """(homes of the parts that stay on the device, bytes of buffers for the others)."""
+def spread(
+    parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int, *, reads_ram: bool = False
+) -> tuple[dict[str, PartHome], int]:
+    """(homes of the parts that need not travel, bytes of buffers for the others). `reads_ram`: the device can read rows
+    of an embedding in RAM, so that other weights stay in its place."""
     weights = sum(part.size_bytes for part in parts)
     if weights <= left:
         return _in_vram(parts), 0
+    if reads_ram and any(part.is_rows for part in parts):
+        rows = {p.name: PartHome(p.name, "ram", p.size_bytes, p.size_bytes, is_rows=True) for p in parts if p.is_rows}
+        homes, streams = spread([part for part in parts if not part.is_rows], left, buffers, end_buffer)
+        return homes | rows, streams
     ends = sorted((part for part in parts if not part.is_layer), key=lambda part: part.size_bytes)
     stay: list[PartSize] = []
     room = left - buffers

@@ -58,6 +58,8 @@ class PartSize:
     """Bytes of a packed part, as it is used: one at a time on the device that computes."""
     is_experts: bool = False
     """Whether these are a layer's experts, which come to the device one by one as they are chosen."""
+    is_rows: bool = False
+    """Whether it is an embedding and nothing else: a pass needs the rows of its tokens, not all of it."""
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,5 @@ class InferenceLimits:
     """Whether a GPU runs passes of few tokens as CUDA graphs."""
     expert_bytes: int | None = None
     """Memory for experts as they are chosen; None: what is left on the device."""
+    reads_ram: bool = False
+    """Whether the device reads page-locked RAM, rows of an embedding that need not come whole then."""

@@ -84,7 +84,7 @@ class Placement:
     @property
     def travelling_bytes(self) -> int:
         """Bytes of weights that cross the link in each pass, without experts that come as they are chosen."""
-        return sum(p.size_bytes for p in self.parts if p.home != "vram" and not p.is_experts)
+        return sum(p.size_bytes for p in self.parts if p.travels)
 
     @property
     def travels(self) -> bool:
@@ -307,10 +307,12 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
             )
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
-    homes, streams = spread([part for part in needs.parts if not part.is_experts], left - experts, buffers, max(ends))
-    slots = _slots(needs, limits, left - streams - sum(home.size_bytes for home in homes.values()))
+    whole = [part for part in needs.parts if not part.is_experts]
+    homes, streams = spread(whole, left - experts, buffers, max(ends), reads_ram=limits.reads_ram)
+    resident_bytes = sum(home.size_bytes for home in homes.values() if not home.is_rows)
+    slots = _slots(needs, limits, left - streams - resident_bytes)
     kv_ram = {"vram": 0, "ram": kv, "nvme": open_kv_bytes(needs, sequences, chunk)}[kv_home]
-    ram = limits.ram_bytes - kv_ram
+    ram = limits.ram_bytes - kv_ram - sum(home.ram_bytes for home in homes.values())
     travelling = [part for part in needs.parts if part.name not in homes]
     ram_homes = {home.part: home for home in in_ram(travelling, ram)}
     missing = sum(home.size_bytes - home.ram_bytes for home in ram_homes.values())
@@ -320,12 +322,14 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
             f"{format_gib(max(0, ram))} to give: give a folder on a drive (--nvme_path), or choose a smaller model."
         )
     parts = tuple(homes.get(part.name) or ram_homes[part.name] for part in needs.parts)
-    held = {"weights": sum(home.size_bytes for home in homes.values()), "keys and values": device_kv, "pass": work}
+    held = {"weights": resident_bytes, "keys and values": device_kv, "pass": work}
     if needs.experts is not None:
         held["experts"] = slots * needs.experts.slot_bytes
     if streams:
         held["buffers"] = streams
-    if len(homes) == len(parts):
+    if any(home.is_rows for home in homes.values()):
+        reasons.append("the embedding stays in RAM, where the GPU reads the rows of a pass's tokens")
+    if all(home.home == "vram" for home in parts):
         reasons.append(f"all {format_gib(weights)} of weights stay on the GPU")
     return replace(
         asked,
