@@ -201,7 +201,9 @@ def open_rows(
         if homes[part.name].is_rows:
             pool = undo.enter_context(PinnedPool(part.layout.home_bytes + MIB, device=device))
             try:
-                found[part.name] = pool.lease(part.layout.home_bytes, f"rows of {part.name}").tensor.zero_()
+                lease = pool.lease(part.layout.home_bytes, f"rows of {part.name}")
+                undo.callback(lease.release)
+                found[part.name] = lease.tensor.zero_()
                 device_view(found[part.name], device)
             except (PinnedPoolFull, MemoryError):
                 return None
