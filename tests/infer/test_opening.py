@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from outcore.config.commands.running import generate_flags
 from outcore.infer import Request, Sampling
 from outcore.infer.commands.options import settings_of
-from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening import InferSettings, open_engine, weights
 from outcore.infer.opening.model import find_place
 from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
@@ -203,6 +204,25 @@ def test_settings_of_travelling_weights_are_checked(asked, words):
 def test_what_does_nothing_where_no_weight_travels_is_refused(tiny_folder, asked):
     with pytest.raises(ValueError, match=f"{next(iter(asked))} does nothing: all weights live in RAM"):
         open_engine(str(tiny_folder[0]), InferSettings(**asked))
+
+
+def test_memory_of_rows_is_given_back_before_its_pool(tiny_folder, monkeypatch):
+    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=64))
+    units, parts = opened.engine.runner.flow.units, opened.placement.parts
+    placement = dataclasses.replace(
+        opened.placement, parts=tuple(dataclasses.replace(p, is_rows=p.part == "embedding") for p in parts)
+    )
+    monkeypatch.setattr(weights, "device_view", lambda *args: None)
+    with ExitStack() as undo:
+        rows = weights.open_rows(units, placement, torch.device("cpu"), undo)
+        assert rows is not None and [len(home) for home in rows.values()] == [units.embed.layout.home_bytes]
+        monkeypatch.setattr(weights, "device_view", refuse)
+        assert weights.open_rows(units, placement, torch.device("cpu"), undo) is None
+    opened.close()
+
+
+def refuse(*_):
+    raise MemoryError("no address")
 
 
 def test_names_of_deepspeed_mean_the_same():

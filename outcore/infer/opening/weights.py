@@ -197,16 +197,18 @@ def open_rows(
     """Page-locked RAM for an embedding that the device reads there, by name, where the placement has one; None where
     the machine refuses it."""
     found, homes = {}, {home.part: home for home in placement.parts}
-    for part in units.all:
-        if homes[part.name].is_rows:
-            pool = undo.enter_context(PinnedPool(part.layout.home_bytes + MIB, device=device))
-            try:
-                lease = pool.lease(part.layout.home_bytes, f"rows of {part.name}")
-                undo.callback(lease.release)
+    with ExitStack() as own:
+        for part in units.all:
+            if homes[part.name].is_rows:
+                pool = own.enter_context(PinnedPool(part.layout.home_bytes + MIB, device=device))
+                try:
+                    lease = pool.lease(part.layout.home_bytes, f"rows of {part.name}")
+                    own.callback(lease.release)
+                    device_view(lease.tensor, device)
+                except (PinnedPoolFull, MemoryError):
+                    return None
                 found[part.name] = lease.tensor.zero_()
-                device_view(found[part.name], device)
-            except (PinnedPoolFull, MemoryError):
-                return None
+        undo.enter_context(own.pop_all())
     return found
 
 
