@@ -18,9 +18,10 @@ from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedSpec
 from outcore.optim import build_extension
 
-MAX_ROWS = 16
 STEP = 64
 """Columns that a kernel takes together."""
+BOX_BYTES, ANSWERED_AT, BUSY_AT, TASK_BITS = 192, 64, 128, 20
+"""products.h: Box."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
 _CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
 """products.h: Packed."""
@@ -51,12 +52,14 @@ class CProduct(ctypes.Structure):
 
 class PackedProducts:
     """Threads that multiply packed weights, one product at a time. `variant`: of `available_variants`, or the best.
+    A GPU may ask for products itself (`listen`).
 
     ExtensionUnavailable without a compiler; ValueError for a variant that the processor lacks.
     """
 
     def __init__(self, num_threads: int, variant: str = "auto") -> None:
         self._team, self._lock = None, threading.Lock()
+        self._box: torch.Tensor | None = None
         self._library = _library()
         names = available_variants()
         self.variant = names[-1] if variant == "auto" else variant
@@ -90,16 +93,42 @@ class PackedProducts:
         if out is None:
             out = torch.empty(len(x), call.rows, dtype=torch.float32)
         with self._lock:
-            for start in range(0, len(x), MAX_ROWS):
-                call.m = min(MAX_ROWS, len(x) - start)
-                call.out = out[start:].data_ptr()
-                code = self._library.outcore_product_run(self._team, ctypes.byref(call), x[start:].data_ptr())
-                if code:
-                    raise MemoryError(os.strerror(code))
+            call.m, call.out = len(x), out.data_ptr()
+            code = self._library.outcore_product_run(self._team, ctypes.byref(call), x.data_ptr())
+            if code:
+                raise MemoryError(os.strerror(code))
         return out
 
+    def listen(self, box: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Answer from now on to what is written to the box (products.h: Box), a uint8 tensor like the others: room for
+        rows of activations, and for the results of one task behind each other, in fp32."""
+        assert self._box is None and len(box) >= BOX_BYTES and not box.data_ptr() % 64
+        code = self._library.outcore_product_listen(self._team, *(given.data_ptr() for given in (box, x, out)))
+        if code:
+            raise RuntimeError(f"a thread for the GPU's products could not be started: {os.strerror(code)}")
+        self._box = box  # as long as its thread looks into it
+
+    def task(self, calls: Sequence[CProduct]) -> int:
+        """Number by which the box may ask for these products, all of the same rows of activations."""
+        found = self._library.outcore_product_task(self._team, (CProduct * len(calls))(*calls), len(calls))
+        if not 0 <= found < 1 << TASK_BITS:
+            raise MemoryError(os.strerror(-found) if found < 0 else "more tasks than a box can name")
+        return found
+
+    @staticmethod
+    def question(task: int, rows: int) -> int:
+        """Lower half of what is written to the box; the upper half counts."""
+        return rows << TASK_BITS | task
+
+    def answered(self) -> tuple[int, float]:
+        """(questions of the box that were answered, seconds that it took)."""
+        if self._box is None:
+            return 0, 0.0
+        number, seconds = self._box[ANSWERED_AT:].view(torch.int64)[0], self._box[BUSY_AT:].view(torch.float64)[0]
+        return int(number) >> 32, float(seconds)
+
     def close(self) -> None:
-        """End the threads; safe to call twice."""
+        """End the threads; safe to call twice. No GPU may wait for them any more."""
         if self._team:
             self._library.outcore_product_team_delete(self._team)
             self._team = None
@@ -141,6 +170,8 @@ def _library() -> ctypes.CDLL:
         ("variants", i32, ()),
         ("team_new", p, (i32, i32, p)),
         ("run", ctypes.c_int, (p, p, p)),
+        ("listen", ctypes.c_int, (p, p, p, p)),
+        ("task", ctypes.c_int64, (p, p, i32)),
         ("team_delete", None, (p,)),
     ):
         function = getattr(library, f"outcore_product_{name}")

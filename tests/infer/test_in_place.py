@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from outcore.flow.weights import InPlaceProducts, PackedWeight
+from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, packed_format
 from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
@@ -57,6 +58,45 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x, weight, bias), linear(x, weight.expanded(), bias))
     weight.products.is_exact = True
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
+
+
+def ask_here(box, turn, question):
+    """In place of the GPU's kernel."""
+    turn += 1
+    number = int(turn) << 32 | question
+    words, until_s = box.view(torch.int64), time.monotonic() + 60
+    words[0] = number
+    while words[8] != number:
+        assert time.monotonic() < until_s
+
+
+def test_a_layer_hands_over_once_for_weights_of_the_same_rows(weight_of):
+    spec_of = {"q": (40, 128), "k": (24, 128), "o": (128, 64)}
+    with PackedProducts(2) as products:
+        in_place = InPlaceProducts(products, {"q8_0": 40}, CPU, HandOver(products, CPU, ask_here))
+        weights = {name: weight_of(shape) for name, shape in spec_of.items()}
+        for weight in weights.values():
+            weight.products = in_place
+
+        def layer(rows):
+            x, y = torch.randn(rows, 128), torch.randn(1, rows, 64)
+            asked = [(x, "q"), (x, "k"), (y, "o")]
+            found = [linear(given, weights[name]) for given, name in asked]
+            for (given, name), mine in zip(asked, found, strict=True):
+                expected = products.multiply(weights[name].call, given.reshape(rows, -1))
+                assert torch.equal(mine, expected.view(mine.shape)), name
+
+        for rows, count in ((3, 3), (3, 2), (1, 2), (20, 2)):
+            before = products.answered()[0]
+            layer(rows)
+            assert products.answered()[0] - before == count, "which weights go together shows the first time"
+        before = products.answered()
+        linear(torch.randn(2, 128), weights["k"])
+        time.sleep(0.3)  # whoever answers naps meanwhile
+        linear(torch.randn(41, 128), weights["q"])
+        assert linear(torch.randn(2, 128, dtype=torch.bfloat16), weights["k"]).dtype == torch.bfloat16
+        after = products.answered()
+        assert after[0] - before[0] == 2 and after[1] > before[1], "41 rows are expanded"
 
 
 def test_experts_transposed_stacks_and_anything_else(weight_of):
@@ -241,16 +281,32 @@ def test_what_does_nothing_is_refused():
         InferSettings(cpu_tokens=-1)
 
 
+@pytest.fixture(scope="module")
+def file_of_kernels(tmp_path_factory):
+    """A file all of whose matrices the kernels multiply: columns in steps of 64."""
+    pytest.importorskip("gguf")
+    folder = tmp_path_factory.mktemp("of_kernels")
+    save_tiny_model(folder / "model", intermediate_size=128)
+    return write_gguf(folder / "model", folder / "model.gguf", "q8_0")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
-def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice, link, on_cpu):
-    place = build.place_inference
+def test_the_cpu_computes_layers_for_the_gpu(file_of_kernels, monkeypatch, caplog, compile_choice, link, on_cpu):
+    place, multiply, listen = build.place_inference, HandOver.multiply, PackedProducts.listen
+    calls, listening = [], []
     monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
+    monkeypatch.setattr(HandOver, "multiply", lambda self, *args: (calls.append(1), multiply(self, *args))[1])
+    monkeypatch.setattr(PackedProducts, "listen", lambda self, *args: (listening.append(self), listen(self, *args))[1])
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
-    tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)
+    tokens, scores, placement = answers(file_of_kernels, cpu_tokens=16, **common)
     assert len(placement.on_cpu(1)) == on_cpu and placement.cpu_tokens == 16
-    expected = answers(tiny_file, cpu_tokens=0, **common)
+    of_trial = 5 * 16 - 16  # replays at the start of a graph of so many, which was made by as many calls
+    graphs_asked = listening[0].answered()[0] - len(calls) > of_trial
+    assert graphs_asked is (compile_choice == "auto"), "without a call"
+    assert "without CUDA graphs" not in caplog.text
+    expected = answers(file_of_kernels, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)

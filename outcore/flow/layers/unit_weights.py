@@ -17,7 +17,7 @@ class PartWeights:
     their home, not expanded; None: none does."""
 
     def __init__(self, tiles: TiledParts | None = None, in_place: InPlaceProducts | None = None) -> None:
-        self._tiles, self._in_place = tiles, in_place
+        self._tiles, self.in_place = tiles, in_place
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Views of the few slabs there are, by (unit, address): made once, not for every call."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -34,8 +34,8 @@ class PartWeights:
         key = (unit.index, slab.data_ptr())
         if key not in self._views:
             if is_in_place(unit, slab):
-                assert self._in_place is not None
-                self._views[key] = self._in_place.tensors(unit.layout, slab)
+                assert self.in_place is not None
+                self._views[key] = self.in_place.tensors(unit.layout, slab)
             else:
                 self._views[key] = unit.layout.views(slab)
         return self._views[key]

@@ -1,6 +1,7 @@
 """Homes of the 16-bit parameters in RAM and on NVMe, and their arrival on the device."""
 
 from outcore.flow.weights.expansion import Expansion
+from outcore.flow.weights.hand_over import HandOver
 from outcore.flow.weights.homes import WeightHomes, plan_cuts
 from outcore.flow.weights.packed_weight import InPlaceProducts, PackedWeight
 from outcore.flow.weights.prefetch import WeightPrefetcher, settle

@@ -3,8 +3,8 @@
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
 transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
 packed bytes; above that, and for whatever else is done with a weight, its values are expanded for the call, which then
-gives what a layer that was expanded whole would give, bit for bit. Activations of a GPU come to the CPU and go back, by
-a kernel and not by a copy, which would wait behind the weights of other layers on their way.
+gives what a layer that was expanded whole would give, bit for bit. A GPU hands its activations over to the CPU
+(`hand_over.py`), once for all weights that a layer multiplies them with: which these are shows its first pass.
 """
 
 from __future__ import annotations
@@ -16,29 +16,44 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from outcore.common.quantities import MIB
 from outcore.flow.parts import SlabLayout, Slot
+from outcore.flow.weights.hand_over import HandOver
 from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.staging.pool import SmallCopies
-
-PRODUCT_BYTES = 4 * MIB
-"""Room for results that go back to a GPU without waiting: 64 rows of 16,384."""
 
 
 class InPlaceProducts:
     """What computes with packed weights where they are. `most_rows`: rows up to which the kernels are taken, by name of
-    the format (none: never); `device`: where the layers' activations are."""
+    the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU, where that
+    is a GPU."""
 
-    def __init__(self, products: PackedProducts | None, most_rows: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        products: PackedProducts | None,
+        most_rows: Mapping[str, int],
+        device: torch.device,
+        hand_over: HandOver | None = None,
+    ) -> None:
         self.most_rows, self.device = dict(most_rows), device
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
-        self._products, self._copies = products, SmallCopies(device, PRODUCT_BYTES)
+        self._products, self._hand_over, self._copies = products, hand_over, SmallCopies(device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor] | None = None
+        """What was handed over last: the first weight, the activations, and their values where that is to be learnt
+        from."""
+        self._results: dict[int, torch.Tensor] = {}
+        """Results of it that nobody has asked for yet, by weight."""
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
         """Whether the kernels multiply so many rows."""
-        return not self.is_exact and weight.call is not None and num_rows <= self.most_rows[weight.spec.format.name]
+        if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
+            return False
+        return self._hand_over is None or self._hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
+
+    def takes_all(self, layout: SlabLayout) -> bool:
+        """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
+        return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
 
     def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""
@@ -48,9 +63,34 @@ class InPlaceProducts:
         if not self.takes(weight, len(rows)):
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
-        assert self._products is not None and weight.call is not None
-        found = self._copies.to(self._products.multiply(weight.call, rows.to("cpu", torch.float32))).to(x.dtype)
+        if self._hand_over is None:
+            assert self._products is not None
+            found = self._products.multiply(weight.call, rows.to("cpu", torch.float32)).to(x.dtype)
+        else:
+            found = self._handed_over(self._hand_over, weight, x, rows)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
+
+    def _handed_over(
+        self, hand_over: HandOver, weight: PackedWeight, x: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows times the weight, and times those that are known to want the same rows next."""
+        first, given, values = self._given or (None, None, None)
+        if first is not None and x is given:
+            if id(weight) in self._results:
+                return self._results.pop(id(weight))
+            if values is not None and first.followers is not None and torch.equal(values, rows):
+                first.followers.append(weight)
+            return hand_over.multiply([weight.call], rows)[0]
+        together = [weight]
+        for other in weight.followers or ():
+            num_results = other.call.rows + sum(one.call.rows for one in together)
+            if self.takes(other, len(rows)) and hand_over.takes(len(rows), 0, num_results):
+                together.append(other)
+        found = hand_over.multiply([one.call for one in together], rows)
+        self._given = weight, x, rows.clone() if weight.followers is None else None
+        self._results = {id(other): result for other, result in zip(together[1:], found[1:], strict=True)}
+        weight.followers = weight.followers or []
+        return found[0]
 
     def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
         """What stands for a part's parameters, in slot order, from the bytes of its home in RAM: views of those that
@@ -85,13 +125,15 @@ class PackedWeight(torch.Tensor):
     products: InPlaceProducts
     call: Any
     """What the kernels need to know of it; None: there is no kernel for it."""
+    followers: list[PackedWeight] | None
+    """Weights that a GPU's layer multiplies the same activations with right behind this one; None: not seen yet."""
 
     @staticmethod
     def __new__(
         cls, spec: PackedSpec, planes: list[torch.Tensor], dtype: torch.dtype, products: InPlaceProducts
     ) -> PackedWeight:
         made = torch.Tensor._make_wrapper_subclass(cls, spec.value_shape, dtype=dtype, device=products.device)
-        made.spec, made.planes, made.products = spec, planes, products
+        made.spec, made.planes, made.products, made.followers = spec, planes, products, None
         has_kernel = spec.format.name in products.most_rows and PackedProducts.can(spec)
         made.call = call_of(spec, planes) if has_kernel else None
         return made

@@ -13,8 +13,9 @@ from torch.nn.functional import linear
 
 from outcore.common.quantities import GB, MIB, format_s
 from outcore.flow import ModelParts
+from outcore.flow.layers import GraphPool
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
-from outcore.flow.weights import InPlaceProducts, PackedWeight
+from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.arrival import ResidentWeights
@@ -34,8 +35,8 @@ SETTLE_S = 0.05
 LINK_BYTES, LINK_COPIES = 64 * MIB, 6
 TRIALS, AS_TOLD = 3, 1.1
 """Trials with whole passes at most, and how many times as long as the rates say one may take."""
-LAUNCH_S = 0.0005
-"""Seconds of a layer's eager launches, which graphs spare the others (assumed; benchmarks/infer/passes.py tells)."""
+LAUNCH_S = 0.0001
+"""Seconds of a layer's small kernels between its products, which compiled layers spare (assumed)."""
 
 
 def open_in_place(
@@ -62,12 +63,21 @@ def open_in_place(
     candidates = _candidates(units, placement)
     if not candidates or not with_kernel:
         return None, placement
-    trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device)
     spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
     with torch.cuda.device(device):  # whose streams and events these are
+        try:
+            hand_over = HandOver(products, device)
+        except (RuntimeError, MemoryError) as error:
+            return None, replace(placement, reasons=(*placement.reasons, f"the GPU computes every layer: {error}"))
+        undo.callback(torch.cuda.synchronize, device)  # it may still wait for the CPU
+        trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device, hand_over)
         rates = InPlaceRates(*_rates(products, spec, device), _hand_over_s(trial, units, spec))
     placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
-    return (trial if placement.cpu_parts else None), placement
+    if placement.cpu_parts:
+        return trial, placement
+    torch.cuda.synchronize(device)
+    products.close()
+    return None, placement
 
 
 def try_in_place(
@@ -214,15 +224,23 @@ def _least_s(call: Callable[[int], object], count: int) -> float:
 
 
 def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) -> float:
-    """Seconds of a layer beside its products: for each matrix what a product of one row of weights takes, activations
-    to the CPU and the result back, and launches."""
+    """Seconds of a layer beside its products: for each matrix what a product of one row of weights takes within a CUDA
+    graph, activations to the CPU and the result back, and launches."""
     spec = PackedSpec(spec.format, (1, spec.shape[1]))
     weight = PackedWeight(spec, spec.planes(torch.zeros(spec.size_bytes, dtype=torch.uint8)), torch.bfloat16, trial)
-    x = torch.zeros(1, spec.shape[1], dtype=units.embed.layout.dtype, device=trial.device)
+    x, count = torch.zeros(1, spec.shape[1], dtype=units.embed.layout.dtype, device=trial.device), 16
 
-    def there_and_back(number: int) -> None:
-        trial.product(weight, x.clone(), None)
+    def there_and_back() -> None:
+        for _ in range(count):
+            trial.product(weight, x.clone(), None)
+
+    there_and_back()  # makes the kernels
+    with GraphPool(trial.device).capture() as graph:
+        there_and_back()
+
+    def replayed(number: int) -> None:
+        graph.replay()
         torch.cuda.synchronize(trial.device)
 
     matrices = max(len(part.layout.packed_slots) for part in units.layer_units)
-    return matrices * _least_s(there_and_back, 8) + LAUNCH_S
+    return matrices * _least_s(replayed, 4) / count + LAUNCH_S

@@ -43,8 +43,8 @@ class _Segment:
     """Parts of the pass that run as one."""
 
     uses: range
-    is_on_cpu: bool = False
-    """Whether the CPU computes it, which no graph can hold."""
+    has_code: bool = False
+    """Whether it runs by its own code always, because no graph can hold it."""
     addresses: tuple[int, ...] = ()
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -74,11 +74,11 @@ class SlotPass:
         tables: RowTables,
         parts: Sequence[Part],
         handed: Handed,
-        is_on_cpu: Callable[[Part], bool] = lambda part: False,
+        has_code: Callable[[Part], bool] = lambda part: False,
     ) -> None:
         self.flow, self.attention, self.tables, self._handed = flow, attention, tables, handed
         self._parts = list(parts)
-        self.segments = self._cut(flow.arrival, is_on_cpu)
+        self.segments = self._cut(flow.arrival, has_code)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
         self._places = torch.arange(tables.num_rows, device=flow.device)
         self._log: Any = None
@@ -89,7 +89,7 @@ class SlotPass:
     @property
     def is_captured(self) -> bool:
         """Whether graphs run all of it."""
-        return all(segment.graph is not None or segment.is_on_cpu for segment in self.segments)
+        return all(segment.graph is not None or segment.has_code for segment in self.segments)
 
     def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
@@ -105,7 +105,7 @@ class SlotPass:
                 replays = replays and addresses == segment.addresses
                 if not replays:
                     segment.graph, segment.addresses = None, addresses
-                if capture is not None and segment.graph is None and not segment.is_on_cpu:
+                if capture is not None and segment.graph is None and not segment.has_code:
                     segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
                 if segment.graph is not None:
                     segment.graph.replay()
@@ -141,7 +141,7 @@ class SlotPass:
             assert self._hidden is not None
             self._hidden = self._handed.keep("hidden", self._hidden)
 
-    def _cut(self, arrival: Any, is_on_cpu: Callable[[Part], bool]) -> list[_Segment]:
+    def _cut(self, arrival: Any, has_code: Callable[[Part], bool]) -> list[_Segment]:
         """Neighbours that stay go together."""
         segments: list[_Segment] = []
         joins = False
@@ -150,7 +150,7 @@ class SlotPass:
             if joins and stays:
                 segments[-1].uses = range(segments[-1].uses.start, at + 1)
             else:
-                segments.append(_Segment(range(at, at + 1), is_on_cpu(part)))
+                segments.append(_Segment(range(at, at + 1), has_code(part)))
             joins = stays
         return segments
 
@@ -228,9 +228,14 @@ class SmallPasses:
                 self._slots.popitem(last=False)
             settings = self.cache.settings
             tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies, self._masks)
-            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._is_on_cpu)
+            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._has_code)
         self._slots.move_to_end(key)
         return self._slots[key]
+
+    def _has_code(self, part: Part) -> bool:
+        """Whether the CPU computes it in a way that asks the device between."""
+        products = self.flow.runner.weights.in_place
+        return self._is_on_cpu(part) and not (products is not None and products.takes_all(part.layout))
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()

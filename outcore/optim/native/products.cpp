@@ -5,7 +5,12 @@
 // threads of its own). A thread takes a part of the rows that are left, so a slow core takes fewer: long parts first, as
 // what a kernel asks for behind its part was read in vain, and short ones last, so that all end together. A product is
 // over when its rows are: a thread that found no core meanwhile is not waited for, the door is closed behind the others.
+//
+// A GPU can ask for products itself, through a box in page-locked RAM that one more thread looks into. So the host need
+// not wait for the activations, nor launch what comes behind. As nobody could wake that thread, it looks again and again:
+// at once while products come, every few milliseconds when none has come for long.
 #include <atomic>
+#include <deque>
 #include <new>
 #include <vector>
 
@@ -82,18 +87,106 @@ class Team {
     has_work_.wake_all();
     for (pthread_t thread : threads_) pthread_join(thread, nullptr);
     threads_.clear();
+    if (is_listening_) pthread_join(listener_, nullptr);
+    is_listening_ = false;
   }
 
   // x [m][columns] in fp32. 0, or ENOMEM.
   int run(Product product, const float* x) {
-    const int64_t groups = groups_of(product.columns), stride = groups * kGroup;
-    try {
-      rounded_.resize((size_t)(product.m * stride));
-      scales_.resize((size_t)(product.m * groups));
-      sums_.resize((size_t)(product.m * groups * kRuns));
-    } catch (const std::bad_alloc&) {
-      return ENOMEM;
+    Guard guard(running_);
+    if (!has_room_for(product)) return ENOMEM;
+    const int32_t rows = product.m;
+    for (int32_t from = 0; from < rows; from += kMostRows) {
+      product.m = rows - from < kMostRows ? rows - from : kMostRows;
+      run_some(product, x + from * product.columns);
+      product.out += product.m * product.rows;
     }
+    return 0;
+  }
+
+  // The number of products of the same rows, which the box may ask for from now on; or a negative errno.
+  int64_t add_task(const Product* products, int count) {
+    Guard guard(running_);
+    try {
+      tasks_.emplace_back(products, products + count);
+    } catch (const std::bad_alloc&) {
+      return -ENOMEM;
+    }
+    for (const Product& product : tasks_.back())
+      if (!has_room_for(product)) return -ENOMEM;
+    return (int64_t)tasks_.size() - 1;
+  }
+
+  int listen(Box* box, const float* x, float* out) {
+    box_ = box, box_x_ = x, box_out_ = out;
+    asked_before_ = box->asked.load();  // not by the thread: the first question may come before it has a core
+    const int code = start_thread(&listener_, listener, this);
+    is_listening_ = code == 0;
+    return code;
+  }
+
+ private:
+  static constexpr double kSpinS = 500e-6, kListenS = 0.2, kLongestNapS = 0.01;
+  static constexpr int kPauses = 16, kClosed = 1 << 30, kParts = 4;  // of a thread's share of the rows left
+  static constexpr int32_t kMostRows = 16;  // of activations that are multiplied together
+
+  static void* listener(void* team) {
+    ((Team*)team)->answer();
+    return nullptr;
+  }
+
+  // Does what the box asks for, until the team stops.
+  void answer() {
+    uint64_t last = asked_before_;
+    double since_s = monotonic_s();
+    while (!stopping_.load(std::memory_order_relaxed)) {
+      const uint64_t asked = box_->asked.load(std::memory_order_acquire);
+      if (asked == last) {
+        const double idle_s = monotonic_s() - since_s;
+        if (idle_s < kListenS) {
+          spin();
+          continue;
+        }
+        const double nap_s = idle_s / 200 < kLongestNapS ? idle_s / 200 : kLongestNapS;
+        const timespec nap = {0, (long)(nap_s * 1e9)};
+        nanosleep(&nap, nullptr);
+        continue;
+      }
+      const double began_s = monotonic_s();
+      float* out = box_out_;
+      for (Product product : task(asked)) {
+        product.m = Box::rows_of(asked);
+        product.out = out;
+        run(product, box_x_);  // its room was made when the task was added
+        out += product.m * product.rows;
+      }
+      last = asked;
+      since_s = monotonic_s();
+      box_->busy_s += since_s - began_s;
+      box_->answered.store(asked, std::memory_order_release);
+    }
+  }
+
+  const std::vector<Product>& task(uint64_t asked) {
+    Guard guard(running_);
+    return tasks_[Box::task_of(asked)];
+  }
+
+  bool has_room_for(const Product& product) {
+    const size_t groups = (size_t)(kMostRows * groups_of(product.columns));
+    try {
+      if (rounded_.size() < groups * kGroup) rounded_.resize(groups * kGroup);
+      if (scales_.size() < groups) scales_.resize(groups);
+      if (sums_.size() < groups * kRuns) sums_.resize(groups * kRuns);
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    return true;
+  }
+
+  void run_some(Product product, const float* x) {
+    FloatMode ieee;
+    const int64_t groups = groups_of(product.columns), stride = groups * kGroup;
     for (int m = 0; m < product.m; m++)
       kernels_.round_row(x + m * product.columns, product.columns, product.format, rounded_.data() + m * stride,
                          scales_.data() + m * groups, sums_.data() + m * groups * kRuns);
@@ -111,12 +204,7 @@ class Team {
     work();
     inside_.fetch_or(kClosed, std::memory_order_relaxed);
     while (inside_.load(std::memory_order_acquire) != kClosed) spin();
-    return 0;
   }
-
- private:
-  static constexpr double kSpinS = 500e-6;
-  static constexpr int kPauses = 16, kClosed = 1 << 30, kParts = 4;  // of a thread's share of the rows left
 
   // A fraction of a microsecond, or as long as others want this very core.
   static void spin() {
@@ -174,9 +262,16 @@ class Team {
   std::atomic<uint64_t> turn_{0};
   std::atomic<int> inside_{kClosed}, asleep_{0};  // threads that may look at the product, and whether more may come
   std::atomic<bool> stopping_{false};
-  Mutex mutex_;
+  Mutex mutex_, running_;
   Condition has_work_;
   std::vector<pthread_t> threads_;
+  pthread_t listener_{};
+  bool is_listening_ = false;
+  Box* box_ = nullptr;
+  uint64_t asked_before_ = 0;
+  const float* box_x_ = nullptr;
+  float* box_out_ = nullptr;
+  std::deque<std::vector<Product>> tasks_;  // of which none moves
 };
 
 }  // namespace outcore
@@ -198,10 +293,19 @@ EXPORT Team* outcore_product_team_new(int32_t variant, int32_t num_threads, int*
   return nullptr;
 }
 
-// x [m][columns] fp32; product->x and what follows from it are the team's own. 0 or an errno. One call at a time.
+// x [m][columns] fp32; product->x and what follows from it are the team's own. 0 or an errno. Calls wait for each other.
 EXPORT int outcore_product_run(Team* team, const Product* product, const float* x) { return team->run(*product, x); }
 
-// Nobody may be inside a call.
+// The box's thread begins to answer, with x [rows][columns] and results [rows][rows of weights], one product behind the
+// other, where these are; all must outlive the team. 0 or an errno. Once for a team.
+EXPORT int outcore_product_listen(Team* team, Box* box, const float* x, float* out) { return team->listen(box, x, out); }
+
+// The number of a task, or a negative errno. What the products name must outlive the team.
+EXPORT int64_t outcore_product_task(Team* team, const Product* products, int32_t count) {
+  return team->add_task(products, count);
+}
+
+// Nobody may be inside a call, nor wait for the box.
 EXPORT void outcore_product_team_delete(Team* team) {
   team->stop();
   delete team;

@@ -3,6 +3,7 @@
 // Activations are rounded to 16 bits with a scale for 256 columns; codes of weights become words, and products of words
 // are summed in int32 and scaled once for each run of columns. Weights are read once for all rows of activations.
 #pragma once
+#include <atomic>
 #include <stdint.h>
 
 namespace outcore {
@@ -34,6 +35,17 @@ struct ProductKernels {
   void (*rows)(const Product&, int64_t start, int64_t stop);
   // One row of activations to int16 in the order of the format, with a scale for each group and a sum for each run.
   void (*round_row)(const float* x, int64_t columns, int32_t format, int16_t* rounded, float* scale, float* sum);
+};
+
+// Where a GPU asks for products, in RAM that both read. It writes the rows, then to `asked` a number that was not there
+// before: a count in the upper half, rows, and the task. `answered` has the same number when the results are there.
+struct Box {
+  static constexpr int kTaskBits = 20;
+  alignas(64) std::atomic<uint64_t> asked;
+  alignas(64) std::atomic<uint64_t> answered;
+  alignas(64) double busy_s;  // that products have taken
+  static int32_t rows_of(uint64_t asked) { return (int32_t)((uint32_t)asked >> kTaskBits); }
+  static size_t task_of(uint64_t asked) { return asked & ((1u << kTaskBits) - 1); }
 };
 
 static inline int64_t groups_of(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
