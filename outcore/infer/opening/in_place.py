@@ -84,8 +84,8 @@ def try_in_place(
     engine: InferenceEngine, arrival: ResidentWeights, units: ModelParts, placement: Placement
 ) -> Placement:
     """The placement once whole passes have been timed, because one matrix may promise too much: one that computes no
-    layer on the CPU, and those of the fewest and of the most tokens that do, until they take what the rates say. No
-    layer where they never do. `arrival` follows it."""
+    layer on the CPU, and those of the fewest and of the most tokens that do, until they take what the rates say and
+    less than without. No layer where they never do. `arrival` follows it."""
     candidates = _candidates(units, placement)
     arrival.names = lambda tokens: ()
     without_s = engine.pass_s(1)
@@ -94,14 +94,15 @@ def try_in_place(
     rates = replace(placement.cpu_rates, link_gb_per_s=placement.travelling_bytes / without_s / GB)
     plain = replace(placement, cpu_parts={}, cpu_tokens=0, reasons=placement.reasons[:-1])  # what one matrix promised
     for _ in range(TRIALS):
-        arrival.names, times = placement.on_cpu, {}
+        arrival.names, times, most_s = placement.on_cpu, {}, 0.0
         for tokens in sorted({min(placement.cpu_parts), placement.cpu_tokens}):
             names = placement.on_cpu(tokens)
             size = placement.size_of(names)
             seconds = engine.pass_s(tokens)
             times[tokens] = seconds / rates.pass_s(len(names), size, placement.travelling_bytes - size, tokens)
             told += f"; with {len(names)} there, {format_s(seconds)} for a pass of {tokens}"
-        if max(times.values()) <= AS_TOLD:
+            most_s = max(most_s, seconds)
+        if max(times.values()) <= AS_TOLD and most_s < without_s:
             return replace(placement, cpu_rates=rates, reasons=(*placement.reasons, told))
         rates = rates.slower({tokens: max(1.0, slower) for tokens, slower in times.items()})
         placement = compute_in_place(plain, candidates, rates)
