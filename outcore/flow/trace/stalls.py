@@ -91,6 +91,10 @@ class Stalls:
             self.trace.host_wait(what, reason, stall.told_s, time.perf_counter())
             self.trace.device_wait(what, reason, stall.begin, stall.end)
 
+    def withdraw(self) -> None:
+        """The wait told last was none: the device had other work meanwhile."""
+        self._stalls.pop()
+
     @contextmanager
     def because(self, reason: Reason, what: str) -> Iterator[None]:
         """The host blocks here for this reason, within an `until` or (draining) outside of any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,9 @@ class ResidentWeights:
         self.experts: ExpertCache | None = None
         """Brings experts as they are chosen; None: they come with their layers."""
         self._read_there: set[int] = set()
+        self._beside: Any = torch.cuda.Stream(device) if on_cpu and device.type == "cuda" else None
+        self._expanded = dict[int, torch.Tensor]()
+        """Slabs that were expanded ahead, by use."""
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
         self._ahead: list[Part] | None = None
@@ -78,6 +82,7 @@ class ResidentWeights:
 
     def begin(self, sequence: Sequence[Part]) -> None:
         moving = [part for part in sequence if part.index not in self._slabs and not self.is_on_cpu(part)]
+        self._expanded = {}
         travels, numbers = {part.index for part in moving}, iter(range(len(moving)))
         self._uses = [(part, next(numbers) if part.index in travels else -1) for part in sequence]
         ahead, self._ahead = self._ahead, None
@@ -92,7 +97,27 @@ class ResidentWeights:
     def acquire(self, at: int) -> torch.Tensor:
         part, number = self._uses[at]
         if number < 0 and part.index not in self._slabs:
+            self._expand_ahead(at + 1)
             return self._homes[part.index]
+        if at in self._expanded:
+            with self.stalls.until(f"weights of {part.name}", "pcie"):
+                torch.cuda.current_stream().wait_stream(self._beside)
+            return self._expanded.pop(at)
+        return self._slab(at)
+
+    def _expand_ahead(self, at: int) -> None:
+        """Have the next part expanded while the CPU computes the one before, for which the device waits."""
+        part, number = self._uses[at] if at < len(self._uses) else (None, -1)
+        if part is None or not part.layout.packed_slots or (number < 0 and part.index not in self._slabs):
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())  # who used the buffer before
+        with torch.cuda.stream(self._beside):
+            self._expanded[at] = self._slab(at)
+        if number >= 0:
+            self.stalls.withdraw()  # nobody has waited yet
+
+    def _slab(self, at: int) -> torch.Tensor:
+        part, number = self._uses[at]
         if number < 0:
             return self._expansion.slab(part, self._slabs[part.index])
         assert self._travelling is not None

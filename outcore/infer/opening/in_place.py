@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn.functional import linear
@@ -33,8 +34,8 @@ TRIAL_COPIES_BYTES = 128 * MIB
 SETTLE_S = 0.05
 """Threads that filled those copies spin for some 15 ms before they sleep, on the cores that are to be measured."""
 LINK_BYTES, LINK_COPIES = 64 * MIB, 6
-TRIALS, AS_TOLD = 3, 1.1
-"""Trials with whole passes at most, and how many times as long as the rates say one may take."""
+TRIALS, STEPS = 6, 6
+"""Trials with whole passes of one size at most, each with a sixth of the layers more or fewer."""
 LAUNCH_S = 0.0001
 """Seconds of a layer's small kernels between its products, which compiled layers spare (assumed)."""
 
@@ -83,33 +84,64 @@ def open_in_place(
 def try_in_place(
     engine: InferenceEngine, arrival: ResidentWeights, units: ModelParts, placement: Placement
 ) -> Placement:
-    """The placement once whole passes have been timed, because one matrix may promise too much: one that computes no
-    layer on the CPU, and those of the fewest and of the most tokens that do, until they take what the rates say and
-    less than without. No layer where they never do. `arrival` follows it."""
-    candidates = _candidates(units, placement)
-    arrival.names = lambda tokens: ()
-    without_s = engine.pass_s(1)
-    told = f"whole passes were tried: {format_s(without_s)} without layers on the CPU"
+    """The placement once whole passes have been timed, because one matrix may promise too much: for some numbers of
+    tokens as many layers on the CPU as make the pass shortest, near what the rates say; none where a pass gains
+    nothing. `arrival` follows it."""
+    names, travelling = list(_candidates(units, placement)), placement.travelling_bytes
+
+    def seconds(count: int, tokens: int) -> float:
+        arrival.names = lambda _: InPlaceRates.evenly(names, count)
+        return engine.pass_s(tokens)
+
+    without_s = seconds(0, 1)
+    told = f"{format_s(without_s)} without layers on the CPU"
     assert placement.cpu_rates is not None
-    rates = replace(placement.cpu_rates, link_gb_per_s=placement.travelling_bytes / without_s / GB)
-    plain = replace(placement, cpu_parts={}, cpu_tokens=0, reasons=placement.reasons[:-1])  # what one matrix promised
-    for _ in range(TRIALS):
-        arrival.names, times, most_s = placement.on_cpu, {}, 0.0
-        for tokens in sorted({min(placement.cpu_parts), placement.cpu_tokens}):
-            names = placement.on_cpu(tokens)
-            size = placement.size_of(names)
-            seconds = engine.pass_s(tokens)
-            times[tokens] = seconds / rates.pass_s(len(names), size, placement.travelling_bytes - size, tokens)
-            told += f"; with {len(names)} there, {format_s(seconds)} for a pass of {tokens}"
-            most_s = max(most_s, seconds)
-        if max(times.values()) <= AS_TOLD and most_s < without_s:
-            return replace(placement, cpu_rates=rates, reasons=(*placement.reasons, told))
-        rates = rates.slower({tokens: max(1.0, slower) for tokens, slower in times.items()})
-        placement = compute_in_place(plain, candidates, rates)
-        if not placement.cpu_parts:
+    rates = replace(placement.cpu_rates, link_gb_per_s=travelling / without_s / GB)
+    chosen: dict[int, tuple[str, ...]] = {}
+    slower: dict[int, float] = {}
+    for tokens in sorted(placement.cpu_parts)[::2]:
+        most = len(min(chosen.values(), key=len, default=names))
+        count, best_s = _shortest(partial(seconds, tokens=tokens), min(most, len(placement.cpu_parts[tokens])), most)
+        parts = InPlaceRates.evenly(names, count)
+        size = placement.size_of(parts)
+        told += f"; with {count} there, {format_s(best_s)} for a pass of {tokens}"
+        slower[tokens] = max(1.0, best_s / rates.pass_s(count, size, travelling - size, tokens))
+        if best_s > rates.WORTH * without_s:
             break
-    arrival.names = lambda tokens: ()
-    return replace(plain, cpu_rates=rates, reasons=(*plain.reasons, f"{told}: so the GPU computes every layer"))
+        chosen[tokens] = parts
+    reasons = placement.reasons[:-1]  # less what one matrix promised
+    if chosen:
+        layers = ", ".join(f"{len(parts)} for up to {tokens}" for tokens, parts in chosen.items())
+        reasons += (
+            f"in passes of up to {max(chosen)} tokens the CPU computes some of the {len(names)} layers that travel, "
+            f"where they are ({layers}); whole passes were tried: {told}",
+        )
+    else:
+        reasons += (f"whole passes were tried: {told}: so the GPU computes every layer",)
+    placement = replace(
+        placement,
+        cpu_parts=chosen,
+        cpu_tokens=max(chosen, default=0),
+        cpu_rates=rates.slower(slower),
+        reasons=reasons,
+    )
+    arrival.names = placement.on_cpu
+    return placement
+
+
+def _shortest(seconds: Callable[[int], float], start: int, most: int) -> tuple[int, float]:
+    """(number of layers on the CPU, 1 to `most`, seconds of the shortest pass found): downhill from `start`."""
+    step, best, best_s = max(1, start // STEPS), start, seconds(start)
+    tried = 1
+    for direction in (-step, step):
+        while tried < TRIALS and 1 <= best + direction <= most:
+            found_s, tried = seconds(best + direction), tried + 1
+            if found_s >= best_s:
+                break
+            best, best_s = best + direction, found_s
+        if best != start:
+            break
+    return best, best_s
 
 
 def _on_cpu(

@@ -14,9 +14,6 @@ from outcore.common.quantities import format_s
 from outcore.sizing.inference.placement import Placement
 from outcore.sizing.inference.rates import InPlaceRates
 
-WORTH = 0.95
-"""Share of a pass's time without the CPU that it may take at most with it; otherwise no layer goes there."""
-
 
 def compute_in_place(
     placement: Placement, candidates: Mapping[str, int], rates: InPlaceRates, most_tokens: int | None = None
@@ -34,11 +31,11 @@ def compute_in_place(
     chosen: dict[int, tuple[str, ...]] = {}
     for tokens in sorted(rates.cpu_gb_per_s):
         on_cpu = min(range(count + 1), key=lambda n, tokens=tokens: seconds(n, tokens))
-        if seconds(on_cpu, tokens) > WORTH * seconds(0, tokens) or (
+        if seconds(on_cpu, tokens) > rates.WORTH * seconds(0, tokens) or (
             chosen and most_tokens is not None and max(chosen) >= most_tokens
         ):
             break
-        chosen[tokens] = tuple(names[(2 * n + 1) * count // (2 * on_cpu)] for n in range(on_cpu))
+        chosen[tokens] = rates.evenly(names, on_cpu)
     least = min(rates.cpu_gb_per_s)
     words = (
         f"{rates.cpu_gb_per_s[least]:.1f} GB/s measured on the CPU beside {rates.link_gb_per_s:.1f} over the link, "

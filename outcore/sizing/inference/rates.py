@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from outcore.common.quantities import GB
 
@@ -12,11 +13,19 @@ from outcore.common.quantities import GB
 class InPlaceRates:
     """Rates of this machine, each beside the other: both read the same memory."""
 
+    WORTH: ClassVar[float] = 0.95
+    """Share of a pass's time without the CPU that it may take at most with it; otherwise no layer goes there."""
+
     cpu_gb_per_s: Mapping[int, float]
     """Packed bytes a second of the CPU's kernels, by tokens of a pass."""
     link_gb_per_s: float
     part_s: float
     """Hand-overs of one layer: its activations to the CPU and back, once for each matrix, and its launches."""
+
+    @staticmethod
+    def evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
+        """So many of them for the CPU, between which the others lie evenly."""
+        return tuple(names[(2 * n + 1) * len(names) // (2 * count)] for n in range(count))
 
     def cpu_s(self, layers: int, size_bytes: float, tokens: float) -> float:
         """Seconds in which the CPU computes layers of so many bytes together, for so many tokens."""
