@@ -39,7 +39,7 @@ class InPlaceProducts:
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
         self._products, self._hand_over, self._copies = products, hand_over, SmallCopies(device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-        self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor] | None = None
+        self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor | None] | None = None
         """What was handed over last: the first weight, the activations, and their values where that is to be learnt
         from."""
         self._results: dict[int, torch.Tensor] = {}
