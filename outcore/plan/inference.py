@@ -31,6 +31,7 @@ from outcore.sizing.inference import (
     Placement,
     compute_in_place,
     pairs,
+    place_by_experts,
     place_inference,
 )
 from outcore.sizing.shape import ModelShape
@@ -292,13 +293,24 @@ def plan_inference(
     )
     if of_one := state_bytes_of(shape, itemsize):
         needs, limits = needs.with_snapshots(of_one, limits)
-    placement = place_inference(needs, limits, preset)
-    if expert_cache_gib is not None:
-        if not shape.is_moe or not placement.travels:
-            why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
-            raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
-        apart = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize, experts_apart=True)
-        placement = place_inference(replace(apart, num_snapshots=needs.num_snapshots), limits, preset)
+
+    def apart() -> InferenceNeeds | None:
+        if not shape.is_moe:
+            return None
+        found = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize, experts_apart=True)
+        return replace(found, num_snapshots=needs.num_snapshots)
+
+    is_asked = expert_cache_gib is not None
+    placement, placed = place_by_experts(
+        lambda asked: place_inference(asked, limits, preset),
+        needs,
+        apart,
+        is_asked=is_asked,
+        on_gpu=not hardware.is_cpu,
+    )
+    if is_asked and placed is needs:
+        why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
+        raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
     if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
         rates = (cpu_rates or {}).get(quantize)

@@ -269,6 +269,14 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
             plan_inference(resolve_shape(refused), laptop, expert_cache_gib=1)
 
 
+def test_experts_come_alone_where_a_whole_layer_does_not_fit(capsys):
+    laptop = load_hardware("rtx4070-laptop")
+    plan = plan_inference(resolve_shape("gpt-oss-120b"), laptop, context=1024)
+    assert plan.placement.experts is not None and plan.placement.expert_slots >= 4
+    assert "experts come as tokens choose them, because" in plan.placement.reasons[-1]
+    assert sum(plan.placement.vram_bytes.values()) < laptop.vram_bytes
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", pytest.param("gpt_oss", marks=needs_model("gpt_oss"))])
 def test_experts_are_counted_before_opening_as_after_it(family):
     loaded = tiny_loaded(family, dtype=torch.bfloat16)

@@ -58,9 +58,11 @@ from outcore.infer.passes import (
 )
 from outcore.infer.schedule import Scheduler
 from outcore.sizing.inference import (
+    InferenceNeeds,
     PassSize,
     Placement,
     RowCost,
+    place_by_experts,
     place_inference,
     row_cost_of,
 )
@@ -205,16 +207,26 @@ def open_found(
         needs, limits = needs.with_snapshots(kept.state_bytes, limits, 1 if share is None else share.world_size)
     if share is not None:
         limits = shared_limits(limits, needs, share)
-    placement = place_inference(needs, limits, settings.preset)
-    if share is None and settings.expert_cache_gib and placement.travels:
-        apart = experts_apart(units)
-        with_slots = replace(needs_of(found, apart, kept, layer, dtype, settings), num_snapshots=needs.num_snapshots)
-        if with_slots.experts is None:
-            raise ValueError(
-                "expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out."
-            )
-        placement = place_inference(with_slots, limits, settings.preset)
-        units, needs = apart, with_slots
+    alone: list[ModelParts] = []
+
+    def apart() -> InferenceNeeds | None:
+        if share is not None or settings.deterministic:  # which experts come together depends on company
+            return None
+        alone.append(experts_apart(units))
+        found_apart = needs_of(found, alone[0], kept, layer, dtype, settings)
+        if found_apart.experts is None:
+            return None
+        return replace(found_apart, num_snapshots=needs.num_snapshots)
+
+    is_asked = bool(settings.expert_cache_gib) and share is None
+    on_gpu = device.type == "cuda" and not settings.scores_only
+    placement, placed = place_by_experts(
+        lambda asked: place_inference(asked, limits, settings.preset), needs, apart, is_asked=is_asked, on_gpu=on_gpu
+    )
+    if is_asked and placement.travels and placed is needs:
+        raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")
+    if placed is not needs:
+        units, needs = alone[0], placed
     with ExitStack() as undo:
         rows = open_rows(units, placement, device, undo)
         if rows is None:

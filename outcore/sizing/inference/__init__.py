@@ -11,6 +11,6 @@ from outcore.sizing.inference.pass_bytes import (
     LayerSize,
     PassSize,
 )
-from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
+from outcore.sizing.inference.placement import DoesNotFit, Placement, place_by_experts, place_inference
 from outcore.sizing.inference.rates import InPlaceRates
 from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of

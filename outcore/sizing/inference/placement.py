@@ -9,7 +9,7 @@ the device is RAM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import format_gib
@@ -167,6 +167,30 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
     )
     placed = (_on_cpu if limits.vram_bytes is None else _on_gpu)(needs, limits, asked)
     return replace(placed, reasons=(*placed.reasons, *reasons))
+
+
+def place_by_experts(
+    place: Callable[[InferenceNeeds], Placement],
+    needs: InferenceNeeds,
+    apart: Callable[[], InferenceNeeds | None],
+    *,
+    is_asked: bool,
+    on_gpu: bool,
+) -> tuple[Placement, InferenceNeeds]:
+    """Place the needs of whole layers, or those of `apart`, in which experts come as tokens choose them; says whose.
+    The second where it is asked for and weights travel, or where a whole layer does not fit on the GPU. `apart` gives
+    None for a model without such experts. DoesNotFit."""
+    try:
+        placed = place(needs)
+        found = apart() if is_asked and placed.travels else None
+        return (placed, needs) if found is None else (place(found), found)
+    except DoesNotFit as error:
+        found = apart() if on_gpu else None
+        if found is None:
+            raise
+        placed = place(found)
+        reason = f"experts come as tokens choose them, because with whole layers {error}"
+        return replace(placed, reasons=(*placed.reasons, reason)), found
 
 
 def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int, least_tokens: int = 256) -> int:
