@@ -12,6 +12,7 @@ values, f feed-forward width, V vocabulary, e bytes of an element.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outcore.common.quantities import KIB, MIB
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS
@@ -24,8 +25,8 @@ GRAPH_KEYS = 1 << 18
 """Keys that all rows of such a pass may see together."""
 LEAST_GRAPH_ROWS = 64
 """Tokens of a pass that have room as CUDA graphs, however few answers there are."""
-DRAWN_ROWS, DRAWN_BYTES = 32, 44
-"""Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
+DRAWN_BYTES = 44
+"""Bytes for every token of the vocabulary in each row of logits that is sorted to draw a token."""
 TABLE_BYTES, LEAST_PAGE_TOKENS = 64 * KIB, 16
 """Small tensors of a pass, and the shortest page whose numbers in the chunks' tables are counted on."""
 EXPERT_COPIES, BIASED_COPIES = 4, 9
@@ -86,6 +87,8 @@ class LayerSize:
 class PassSize:
     """Tokens of a pass, and of the longest sequence in it."""
 
+    DRAWN_ROWS: ClassVar[int] = 32
+    """Rows of logits that are sorted together to draw tokens."""
     tokens: int
     chunk_tokens: int
     context_tokens: int
@@ -135,7 +138,7 @@ def logits_bytes(layer: LayerSize, vocab_size: int, size: PassSize, itemsize: in
     place of each answer, for its likelihoods and to draw from; or of one chunk of a text that is scored."""
     rows = min(size.sequences + size.guessed_tokens, size.tokens)
     made = itemsize if itemsize < 4 else 0
-    chosen = min(size.sequences, rows) * 12 + min(size.sequences, rows, DRAWN_ROWS) * DRAWN_BYTES
+    chosen = min(size.sequences, rows) * 12 + min(size.sequences, rows, size.DRAWN_ROWS) * DRAWN_BYTES
     answers = vocab_size * (rows * 4 + max(rows * made, chosen))
     most = max(16, LOGITS_CHUNK_BYTES // LOSS_CHUNKS // (4 * vocab_size))
     scored = vocab_size * min(most, size.chunk_tokens, size.tokens) * (4 + max(made, 4))
