@@ -161,6 +161,17 @@ def test_experts_are_multiplied_one_by_one(family, tmp_path, monkeypatch):
     assert {(256, 64), (64, 128)} <= taken  # experts: up and down
 
 
+def test_a_format_is_tried_on_a_matrix_of_the_layers_that_may_move():
+    def part(name, *packed):
+        slots = [SimpleNamespace(packed=PackedSpec(packed_format(kind), shape)) for kind, shape in packed]
+        return SimpleNamespace(name=name, layout=SimpleNamespace(packed_slots=slots))
+
+    layers = [part("moves", ("q4_k", (8, 256)), ("q6_k", (4, 256))), part("stays", ("q8_0", (64, 256))), part("none")]
+    units = SimpleNamespace(layer_units=layers, all=[part("head", ("q6_k", (1000, 256))), *layers])
+    assert in_place._tried(units, {"moves": 1}) == PackedSpec(packed_format("q4_k"), (8, 256))
+    assert in_place._tried(units, {"none": 1}) is None
+
+
 def test_stacks_that_are_multiplied_together_stay_with_the_gpu():
     def part(name, *shapes):
         slots = [SimpleNamespace(packed=SimpleNamespace(shape=shape)) for shape in shapes]

@@ -4,7 +4,7 @@ beside a GPU for which layers."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from outcore.common.quantities import GB, MIB, format_s
-from outcore.flow import ModelParts
+from outcore.flow import ModelParts, Part
 from outcore.flow.layers import GraphPool
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
@@ -45,7 +45,7 @@ def open_in_place(
 ) -> tuple[InPlaceProducts | None, Placement]:
     """(what computes with packed weights where they are, None where nothing does; the placement with that decision).
     `undo` ends its threads."""
-    specs = _specs(units)
+    specs = _specs(units.all)
     if (
         not specs
         or settings.cpu_tokens == 0
@@ -62,9 +62,9 @@ def open_in_place(
     if device.type == "cpu":
         return _on_cpu(products, with_kernel, units, settings, placement)
     candidates = _candidates(units, placement)
-    if not candidates or not with_kernel:
+    spec = _tried(units, candidates)
+    if spec is None:
         return None, placement
-    spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
     with torch.cuda.device(device):  # whose streams and events these are
         try:
             hand_over = HandOver(products, device)
@@ -167,10 +167,17 @@ def _on_cpu(
     return made, replace(placement, cpu_tokens=max(most.values(), default=0), reasons=reasons)
 
 
-def _specs(units: ModelParts) -> dict[str, PackedSpec]:
+def _tried(units: ModelParts, candidates: Collection[str]) -> PackedSpec | None:
+    """The largest matrix with a kernel of the layers that the CPU may take: a head in another format says nothing of
+    them."""
+    found = _specs(part for part in units.layer_units if part.name in candidates)
+    return max(filter(PackedProducts.can, found.values()), key=lambda s: s.size_bytes, default=None)
+
+
+def _specs(parts: Iterable[Part]) -> dict[str, PackedSpec]:
     """The largest matrix of each format, of a stack one."""
     found: dict[str, PackedSpec] = {}
-    for part in units.all:
+    for part in parts:
         for slot in part.layout.packed_slots:
             assert slot.packed is not None
             spec = PackedSpec(slot.packed.format, slot.packed.shape[-2:])
