@@ -70,6 +70,7 @@ def ours(args: argparse.Namespace) -> None:
     def row(case: str, rate: float, **facts: Any) -> None:
         rss_gib = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024 / GIB
         facts |= {"opening_s": opening_s, "rss_gib": rss_gib, "travelling_gb": opened.placement.travelling_bytes / 1e9}
+        facts["reasons"] = opened.placement.reasons  # how many layers the CPU computes, and what its trial found
         print(json.dumps({"case": case, "tokens_per_s": rate, **facts}), flush=True)
 
     if args.part == "many":
