@@ -10,12 +10,12 @@
 // not wait for the activations, nor launch what comes behind. As nobody could wake that thread, it looks again and again:
 // at once while products come, every few milliseconds when none has come for long.
 #include <atomic>
-#include <deque>
 #include <new>
 #include <vector>
 
 #include <errno.h>
 #include <sched.h>
+#include <stdlib.h>
 
 #include "abi.h"
 #include "products.h"
@@ -65,6 +65,9 @@ static const ProductKernels* product_kernels(int32_t variant) {
 class Team {
  public:
   explicit Team(const ProductKernels& kernels) : kernels_(kernels) {}
+  ~Team() {
+    for (const Task& task : tasks_) free(task.products);
+  }
 
   int start(int num_threads) {  // the caller is one of them
     for (int i = 1; i < num_threads; i++) {
@@ -107,13 +110,17 @@ class Team {
   // The number of products of the same rows, which the box may ask for from now on; or a negative errno.
   int64_t add_task(const Product* products, int count) {
     Guard guard(running_);
+    for (int n = 0; n < count; n++)
+      if (!has_room_for(products[n])) return -ENOMEM;
+    Product* own = (Product*)malloc(count * sizeof(Product));
+    if (own == nullptr) return -ENOMEM;
+    __builtin_memcpy(own, products, count * sizeof(Product));
     try {
-      tasks_.emplace_back(products, products + count);
+      tasks_.push_back({own, count});
     } catch (const std::bad_alloc&) {
+      free(own);
       return -ENOMEM;
     }
-    for (const Product& product : tasks_.back())
-      if (!has_room_for(product)) return -ENOMEM;
     return (int64_t)tasks_.size() - 1;
   }
 
@@ -154,7 +161,9 @@ class Team {
       }
       const double began_s = monotonic_s();
       float* out = box_out_;
-      for (Product product : task(asked)) {
+      const Task asked_for = task(asked);
+      for (int n = 0; n < asked_for.count; n++) {
+        Product product = asked_for.products[n];
         product.m = Box::rows_of(asked);
         product.out = out;
         run(product, box_x_);  // its room was made when the task was added
@@ -167,7 +176,12 @@ class Team {
     }
   }
 
-  const std::vector<Product>& task(uint64_t asked) {
+  struct Task {
+    Product* products;  // of malloc: a vector in a vector would need a newer C++ runtime
+    int count;
+  };
+
+  Task task(uint64_t asked) {
     Guard guard(running_);
     return tasks_[Box::task_of(asked)];
   }
@@ -271,7 +285,7 @@ class Team {
   uint64_t asked_before_ = 0;
   const float* box_x_ = nullptr;
   float* box_out_ = nullptr;
-  std::deque<std::vector<Product>> tasks_;  // of which none moves
+  std::vector<Task> tasks_;
 };
 
 }  // namespace outcore
