@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is not installed
 
 from outcore.formats import packed_format
+from outcore.formats.gguf_files import add_sizes
 from outcore.model.presets import preset_config
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
@@ -134,21 +135,7 @@ def write_random(file: Path, model: str, kind: str) -> dict[str, Any]:
 
 def add_facts(writer: Any, config: Any, name: str) -> None:
     """The header that both sides read sizes from."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    theta = dict(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    writer.add_name(name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(theta))
-    writer.add_rope_dimension_count(head)
-    writer.add_vocab_size(config.vocab_size)
+    add_sizes(writer, config, name)
     if config.model_type == "qwen3_moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -2,4 +2,4 @@
 
 from outcore.formats.gguf_files.read import open_gguf
 from outcore.formats.gguf_files.rules import GgufRefused
-from outcore.formats.gguf_files.write import default_file, write_gguf
+from outcore.formats.gguf_files.write import add_sizes, default_file, write_gguf

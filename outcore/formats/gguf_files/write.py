@@ -107,11 +107,10 @@ def _values(config: Any, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
             yield blocks.reshape(*value.shape[:-1], -1).numpy()
 
 
-def _add_facts(writer: Any, config: Any, kind: str, folder: Path) -> None:
-    import gguf
-
+def add_sizes(writer: Any, config: Any, name: str) -> None:
+    """The model's name and sizes, as llama.cpp and we read them from the header."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name(folder.name)
+    writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -124,6 +123,12 @@ def _add_facts(writer: Any, config: Any, kind: str, folder: Path) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
+
+
+def _add_facts(writer: Any, config: Any, kind: str, folder: Path) -> None:
+    import gguf
+
+    add_sizes(writer, config, folder.name)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, folder, config.vocab_size)
