@@ -184,12 +184,12 @@ def place_by_experts(
         placed = place(needs)
         found = apart() if is_asked and placed.travels else None
         return (placed, needs) if found is None else (place(found), found)
-    except DoesNotFit as error:
+    except DoesNotFit:
         found = apart() if on_gpu else None
         if found is None:
             raise
         placed = place(found)
-        reason = f"experts come as tokens choose them, because with whole layers {error}"
+        reason = "experts come as tokens choose them, because whole layers do not fit the GPU"
         return replace(placed, reasons=(*placed.reasons, reason)), found
 
 
