@@ -17,17 +17,15 @@ from outcore.common.quantities import GB, GIB, format_gib, format_s
 from outcore.model import shape_from_config
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
+from outcore.plan.inference_needs import kv_of, needs_of, state_bytes_of
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import (
     PRESETS,
-    AttentionSize,
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
     InPlaceRates,
     KvSize,
-    LayerSize,
-    PartSize,
     Placement,
     compute_in_place,
     pairs,
@@ -35,7 +33,7 @@ from outcore.sizing.inference import (
     place_inference,
 )
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.states import QUANTIZED, packed_size
+from outcore.sizing.states import QUANTIZED
 
 STREAMS = (1, 8, 64, 256)
 CONTEXTS = (1024, 32768)
@@ -199,61 +197,6 @@ class InferenceRates:
         if unhidden_bytes:
             between["embedding or head"] = unhidden_bytes / (hw.h2d_gb_per_s * GB)
         return PassTime(terms, between)
-
-
-def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_apart: bool = False) -> InferenceNeeds:
-    """What is to be placed, counted from the shape. `experts_apart`: a layer's experts are a part of their own."""
-    saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
-    in_experts = shape.expert_params if experts_apart and shape.is_moe else (0,) * shape.num_layers
-    layers, sizes = list[PartSize](), list[tuple[int, int, int]]()
-    for i, (n, e) in enumerate(zip(shape.layer_params, in_experts, strict=True)):
-        of_experts = packed_size(shape.quantize).of(e) if is_packed else e * itemsize
-        own = n * itemsize - saved - of_experts
-        layers.append(PartSize(f"layer {i}", own, True, (n - e) * itemsize if is_packed else 0))
-        if e:
-            expanded = e * itemsize if is_packed else 0
-            layers.append(PartSize(f"layer {i} experts", of_experts, True, expanded, is_experts=True))
-            sizes.append((of_experts // shape.num_experts, shape.num_experts, expanded // shape.num_experts))
-    if shape.tied:
-        ends = {"embedding and head": shape.embedding_params + shape.head_params}
-    else:
-        ends = {"embedding": shape.embedding_params, "head": shape.head_params}
-    first, *last = (
-        PartSize(name, params * itemsize, False, is_rows=name == "embedding") for name, params in ends.items()
-    )
-    windows = [window for window, _ in shape.windows] or [None]
-    attentions = tuple(
-        AttentionSize(
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.head_dim,
-            window,
-            shape.fused_attention,
-            shape.fused_attention and itemsize < 4,
-        )
-        for window in windows
-    )
-    layer = LayerSize(shape.hidden_size, shape.ffn_width, attentions, shape.experts_per_token)
-    kv = kv_of(shape, kv_itemsize)
-    states = InferenceNeeds.COPIES_WITH_GUESSES * state_bytes_of(shape, itemsize)
-    needs = InferenceNeeds(
-        (first, *layers, *last), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
-    )
-    return needs.with_experts(sizes)
-
-
-def state_bytes_of(shape: ModelShape, itemsize: int) -> int:
-    """Bytes of one answer's recurrent states; 0 where they are not known, which `words_of` says."""
-    own, wide = shape.states or (0, 0)
-    return own * itemsize + wide * 4
-
-
-def kv_of(shape: ModelShape, itemsize: float) -> KvSize:
-    """Keys and values of a token, `itemsize` bytes a number."""
-    of_layer = 2 * shape.num_kv_heads * shape.head_dim * itemsize
-    windows = shape.windows or ((None, shape.num_layers),)
-    return KvSize(tuple((window, round(layers * of_layer)) for window, layers in windows))
 
 
 def plan_inference(

@@ -270,9 +270,8 @@ def spilled(
             kept = max(least, gradients - over)
             gradients, over = kept, over - (gradients - kept)
         shares = {"states": 0.0, PARAMETERS: 0.0}
-        groups = [("states", states), (PARAMETERS, may_spill)]
-        if case.muon:  # the engine refuses to let any of it leave RAM
-            groups = []
+        # With Muon the engine refuses to let any of it leave RAM.
+        groups = [] if case.muon else [("states", states), (PARAMETERS, may_spill)]
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
