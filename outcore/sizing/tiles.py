@@ -48,6 +48,8 @@ class UnitSize:
     trainable_numel: int
     is_large: bool
     """Whether a weight of it would be cut: others gain nothing from tiles."""
+    expanded_bytes: int = 0
+    """Bytes once packed weights are expanded, which one unit at a time is, beside the buffers; 0: none is packed."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def held_bytes(model: Model, holding: Holding, tile_bytes: int = 0) -> HeldBytes
     ends_numel = max((unit.trainable_numel for unit in ends), default=0)
     weights = max((unit.size_bytes for unit in layers), default=0) * min(holding.layer_buffers, len(layers))
     weights += max((unit.size_bytes for unit in ends), default=0)
+    weights += max((unit.expanded_bytes for unit in layers), default=0)
     summed = layer_numel + ends_numel if model.tied else max(layer_numel, ends_numel)
     in_parts = max(layer_numel, min(holding.part_numel, ends_numel))
     leaving = in_parts if holding.ends_in_parts else max(layer_numel, ends_numel)

@@ -1,21 +1,28 @@
 """What a unit computed in tiles consists of: large weights in row blocks, and a small slab of all that is small.
 
 A *matrix* is a large weight (or one expert of a stacked one) that stays in its home; a *tile* is a block of its rows,
-contiguous there, so that a tile is one range of the unit's slab and of its gradient. Norms, biases and small weights
-are *resident*: they come up together, in a slab with a layout of its own. Pure bookkeeping, no memory is taken here."""
+contiguous there, so that a tile is one range of the unit's slab and of its gradient; of a packed one a range of each
+plane, which is expanded when it has come up. Norms, biases and small weights are *resident*: they come up together, in
+a slab with a layout of their own. Pure bookkeeping, no memory is taken here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outcore.common.quantities import round_up
 from outcore.flow.parts import Part, SlabLayout, Slot, StreamUnsupported
+from outcore.formats import PackedSpec
 from outcore.sizing.tiles import RESIDENT_SHARE
 
 ROUND_ROWS = 64
 """Tiles of at least so many rows have a multiple of it: whole blocks of a GPU's matrix units."""
+PACKED_ROWS = 4
+"""Tiles of packed rows have a multiple of it, so that they begin at whole elements of the home, of up to 4 bytes."""
+PLACE_ALIGN_NUMEL = 128
+"""Ranges of a tile's planes lie so far apart on the device: whole vectors of a kernel's reads."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,10 @@ class TiledMatrix:
     num_rows: int
     num_cols: int
     tile_rows: int
+    packed: PackedSpec | None = None
+    """Format, rows and columns of this matrix where it is packed at home; None: it is there as it is."""
+    planes: tuple[int, ...] = ()
+    """Element of the unit's home with which each plane begins."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -53,12 +64,49 @@ class TiledMatrix:
         """Elements of the largest tile."""
         return min(self.tile_rows, self.num_rows) * self.num_cols
 
+    def pieces(self, tile: int) -> list[tuple[int, int, int]]:
+        """[start, stop) of the unit's home that a tile is made of, and at which element of a buffer each comes."""
+        if self.packed is None:
+            return [(*self.span(tile), 0)]
+        itemsize, (first, last) = self.unit.layout.dtype.itemsize, self.rows(tile)
+        found, at = [], 0
+        for plane, begin in zip(self.packed.format.planes, self.planes, strict=True):
+            row_bytes = self.num_cols // self.packed.format.block * plane.block_bytes
+            start, stop = begin + first * row_bytes // itemsize, begin + -(-last * row_bytes // itemsize)
+            found.append((start, stop, at))
+            at += round_up(stop - start, PLACE_ALIGN_NUMEL)
+        return found
+
+    @property
+    def buffer_numel(self) -> int:
+        """Elements that its largest tile takes where it comes up."""
+        start, stop, at = self.pieces(0)[-1]
+        return at + stop - start
+
+    def expand(self, tile: int, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        """The values [rows, num_cols] of a packed tile whose pieces are in `buffer`, to `out`, on one device."""
+        assert self.packed is not None
+        first, last = self.rows(tile)
+        spec, planes = PackedSpec(self.packed.format, (last - first, self.num_cols)), []
+        for plane, (_, _, at) in zip(spec.format.planes, self.pieces(tile), strict=True):
+            data = buffer[at:].view(torch.uint8)[: spec.num_blocks * plane.block_bytes]
+            planes.append(data.view(plane.dtype).view(spec.num_blocks, plane.per_block))
+        spec.expand_planes(planes, out)
+
 
 def is_large(slot: Slot, itemsize: int, tile_bytes: int) -> bool:
     """Whether a parameter is not resident. An embedding's adapters are: peft transposes them to look up rows."""
     if "lora_embedding_" in slot.name:
         return False
     return len(slot.shape) > 1 and slot.numel * itemsize > tile_bytes // RESIDENT_SHARE
+
+
+def has_tiles(slot: Slot, itemsize: int) -> bool:
+    """Whether runs of its rows are whole elements of the home: always, but for odd blocks of some packed stack."""
+    if slot.packed is None:
+        return True
+    blocks = slot.packed.format.num_blocks(slot.packed.shape[-2:])
+    return all(blocks * plane.block_bytes % itemsize == 0 for plane in slot.packed.format.planes)
 
 
 def _length_of(weight: str) -> str:
@@ -77,7 +125,8 @@ def _is_of_stack(slot: Slot, slots: Sequence[Slot]) -> bool:
 
 
 class TiledPart:
-    """A unit and how it is cut; see the module docstring. StreamUnsupported for a large weight that has no rows."""
+    """A unit and how it is cut; see the module docstring. Of packed weights all are cut. StreamUnsupported for a large
+    weight that has no rows."""
 
     def __init__(self, unit: Part, tile_bytes: int) -> None:
         self.unit = unit
@@ -86,7 +135,8 @@ class TiledPart:
         itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot, unit.layout.slots):
+            is_small = not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot, unit.layout.slots)
+            if is_small and slot.packed is None:
                 small.append((slot.name, parameter))
             elif _length_of(slot.name) in names:
                 raise StreamUnsupported(
@@ -116,11 +166,23 @@ class TiledPart:
 
 
 def _matrices(unit: Part, slot: Slot, tile_numel: int) -> list[TiledMatrix]:
-    *stack, num_rows, num_cols = slot.shape
+    spec = slot.packed
+    *stack, num_rows, num_cols = slot.shape if spec is None else spec.shape
     tile_rows = max(1, min(num_rows, tile_numel // num_cols))
-    if ROUND_ROWS <= tile_rows < num_rows:
-        tile_rows -= tile_rows % ROUND_ROWS
-    return [
-        TiledMatrix(unit, slot, slot.offset + number * num_rows * num_cols, num_rows, num_cols, tile_rows)
-        for number in range(stack[0] if stack else 1)
-    ]
+    if tile_rows < num_rows:
+        grain = ROUND_ROWS if tile_rows >= ROUND_ROWS else 1 if spec is None else PACKED_ROWS
+        tile_rows = max(grain, tile_rows - tile_rows % grain)
+    found = []
+    for number in range(stack[0] if stack else 1):
+        start = slot.offset + number * num_rows * num_cols
+        own = None if spec is None else PackedSpec(spec.format, (num_rows, num_cols), spec.is_transposed)
+        planes = () if spec is None else tuple(_plane_starts(slot, spec, number, unit.layout.dtype.itemsize))
+        found.append(TiledMatrix(unit, slot, start, num_rows, num_cols, tile_rows, own, planes))
+    return found
+
+
+def _plane_starts(slot: Slot, spec: PackedSpec, number: int, itemsize: int) -> Iterator[int]:
+    """Elements of the unit's home with which the planes of one matrix of a stack begin."""
+    blocks = spec.format.num_blocks(spec.shape[-2:])
+    for plane, (start_bytes, _) in zip(spec.format.planes, spec.plane_ranges(), strict=True):
+        yield slot.home_offset + (start_bytes + number * blocks * plane.block_bytes) // itemsize

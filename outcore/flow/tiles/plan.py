@@ -13,7 +13,7 @@ import torch
 
 from outcore.common.quantities import format_gib
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported
-from outcore.flow.tiles.matrix import TiledPart, is_large
+from outcore.flow.tiles.matrix import TiledPart, has_tiles, is_large
 from outcore.sizing.tiles import (
     HELD_WHOLE,
     Holding,
@@ -48,10 +48,6 @@ class TilePlan:
     def indices(self) -> frozenset[int]:
         return frozenset(unit.unit.index for unit in self.tiled)
 
-    @property
-    def tile_numel(self) -> int:
-        return max((unit.tile_numel for unit in self.tiled), default=0)
-
 
 def free_device_bytes(device: torch.device) -> int | None:
     """Memory that this process may still take of the device, under the allocator's cap if there is one; CPU: None."""
@@ -80,8 +76,6 @@ def plan_tiles(
     StreamUnsupported when a unit that must be tiled cannot be, or rows that are to be cut."""
     if tile_bytes is None:
         tile_bytes = tile_bytes_of(device_bytes)
-    if device_bytes is not None:  # one packed unit at a time is expanded beside the buffers, which hold packed bytes
-        device_bytes -= max((unit.layout.size_bytes for unit in units.all if unit.layout.packed_slots), default=0)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
     holding = Holding(layer_buffers=num_layer_buffers)
     if choice == "on":
@@ -138,6 +132,7 @@ def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:
             unit.layout.home_bytes,
             unit.layout.trainable_numel,
             _has_large(unit, tile_bytes),
+            unit.layout.size_bytes if unit.layout.packed_slots else 0,
         )
         for unit in units.all
     )
@@ -145,7 +140,7 @@ def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:
 
 def _has_large(unit: Part, tile_bytes: int) -> bool:
     itemsize = unit.layout.dtype.itemsize
-    if unit.layout.packed_slots:  # tiles are ranges of slabs, which packed bytes do not have
+    if not all(has_tiles(slot, itemsize) for slot in unit.layout.slots):
         return False
     return any(is_large(slot, itemsize, tile_bytes) for slot in unit.layout.slots)
 

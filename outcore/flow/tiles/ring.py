@@ -9,7 +9,7 @@ so a tile is never older than the unit's last update. Cost: the buffers, and eve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +32,21 @@ class _Coming:
     matrix: TiledMatrix
     tile: int
     buffer: int
-    transfer: RangeUpload
+    transfers: list[RangeUpload]
 
 
 class TileRing:
-    """A few device buffers through which tiles come up. `tile_numel`: elements of the largest tile of any unit."""
+    """A few device buffers through which tiles of these matrices, all of one type, come up."""
 
-    def __init__(
-        self, ranges: SlabRanges, tile_numel: int, dtype: torch.dtype, *, stalls: Stalls | None = None
-    ) -> None:
+    def __init__(self, ranges: SlabRanges, matrices: Iterable[TiledMatrix], *, stalls: Stalls | None = None) -> None:
         self._ranges, lane = ranges, ranges.lane
         self._lane = lane
-        self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(NUM_BUFFERS)]
+        matrices = list(matrices)
+        dtype, numel = matrices[0].unit.layout.dtype, max(matrix.buffer_numel for matrix in matrices)
+        self._buffers = [torch.zeros(numel, dtype=dtype, device=lane.device) for _ in range(NUM_BUFFERS)]
+        expanded = max((matrix.tile_numel for matrix in matrices if matrix.packed is not None), default=0)
+        self._expanded = torch.zeros(expanded, dtype=dtype, device=lane.device)
+        """Values of the packed tile that is held."""
         self._over: list[Any] = [lane.streams.now()] * NUM_BUFFERS
         """Events after the last use of each; at first after its allocation, which is work of that stream."""
         self._turn = 0
@@ -61,7 +64,7 @@ class TileRing:
 
     @property
     def device_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return self._expanded.nbytes + sum(buffer.nbytes for buffer in self._buffers)
 
     def open(self, unit: Part) -> None:
         """From here on this unit is used, with its parameters as they are now."""
@@ -80,7 +83,7 @@ class TileRing:
 
     def give_up(self, deadline: Deadline | None = None) -> bool:
         """Drop after a failure: False when a tile is still on its way, and the ring must not be used again."""
-        coming = [coming.transfer for coming in self._coming]
+        coming = [transfer for coming in self._coming for transfer in coming.transfers]
         self._coming.clear()
         return settle(coming, deadline)
 
@@ -108,13 +111,19 @@ class TileRing:
 
     def _hold(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:
         coming = self._coming.popleft()
-        link = "nvme" if coming.transfer.is_from_drive else "pcie"
+        link = "nvme" if any(transfer.is_from_drive for transfer in coming.transfers) else "pcie"
         with self._stalls.until(f"a tile of {coming.matrix.slot.name}", link):
-            coming.transfer.wait_stream()
+            for transfer in coming.transfers:
+                transfer.wait_stream()
         first, last = coming.matrix.rows(number)
+        buffer, is_packed = self._buffers[coming.buffer], coming.matrix.packed is not None
+        tile = (self._expanded if is_packed else buffer)[: (last - first) * coming.matrix.num_cols]
+        tile = tile.view(last - first, -1)
         self._held += 1
         try:
-            yield number, self._buffers[coming.buffer][: (last - first) * coming.matrix.num_cols].view(last - first, -1)
+            if is_packed:
+                coming.matrix.expand(number, buffer, tile)
+            yield number, tile
         finally:
             self._held -= 1
             self._over[coming.buffer] = self._lane.streams.now()
@@ -131,10 +140,11 @@ class TileRing:
         return len(self._coming) + self._held < len(self._buffers)
 
     def _upload(self, matrix: TiledMatrix, tile: int) -> None:
-        start, stop = matrix.span(tile)
         buffer, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        event = self._over[buffer]
-        target = self._buffers[buffer][: stop - start]
-        transfer = self._ranges.submit(matrix.unit, start, stop, target, after=AT_ONCE if event is None else event)
+        after = AT_ONCE if self._over[buffer] is None else self._over[buffer]
+        transfers = [
+            self._ranges.submit(matrix.unit, start, stop, self._buffers[buffer][at : at + stop - start], after=after)
+            for start, stop, at in matrix.pieces(tile)
+        ]
         self.num_uploads += 1
-        self._coming.append(_Coming(matrix, tile, buffer, transfer))
+        self._coming.append(_Coming(matrix, tile, buffer, transfers))

@@ -153,6 +153,6 @@ def open_tiles(
     """Buffers for a plan with tiled parts. `inner`: brings the other parts; `gradients`: takes those of tiles, None:
     nothing is trained; `drive_lane`: for tiled parts' parameters on NVMe, nobody else's; None when all are in RAM."""
     ranges = SlabRanges(source, upload, drive_lane)
-    ring = TileRing(ranges, plan.tile_numel, plan.tiled[0].unit.layout.dtype, stalls=inner.stalls)
+    ring = TileRing(ranges, [matrix for unit in plan.tiled for matrix in unit.all_matrices], stalls=inner.stalls)
     parts = TiledParts(plan.tiled, TileWork(ring, source, upload, gradients), plan.chunk_bytes)
     return Tiles(parts, TiledArrival(inner, plan.tiled, ranges, ring))

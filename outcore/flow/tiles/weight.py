@@ -46,6 +46,9 @@ class StreamedWeight:
         self.device = work.ring.device
         self.name = matrices[0].slot.name
         self.requires_grad = matrices[0].slot.trainable
+        packed = matrices[0].packed
+        self.is_transposed = packed is not None and packed.is_transposed
+        """Whether the matrices at home are this weight's the other way round (gpt-oss, packed)."""
         self.anchor: torch.Tensor | None = None
         """Place where an embedding's result gets its place in autograd's graph from; None outside backward."""
 
@@ -108,7 +111,7 @@ class StreamedWeight:
 
 
 class _Expand(torch.autograd.Function):
-    """x [n, C] -> x W^T + b [n, R]."""
+    """x [n, C] -> x W^T + b [n, R], of the matrix as it is at home."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: StreamedWeight) -> torch.Tensor:
@@ -131,7 +134,7 @@ class _Expand(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """x [n, R] -> x W + b [n, C]."""
+    """x [n, R] -> x W + b [n, C], of the matrix as it is at home."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: StreamedWeight) -> torch.Tensor:
@@ -210,20 +213,22 @@ class _Rows(torch.autograd.Function):
 
 
 def _linear(x: torch.Tensor, weight: StreamedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    flat: Any = _Expand.apply(x.reshape(-1, x.shape[-1]), bias, weight)
-    return flat.view(*x.shape[:-1], weight.matrix.num_rows)  # named: an expert may get no token at all
+    function: Any = _Reduce if weight.is_transposed else _Expand
+    flat = function.apply(x.reshape(-1, x.shape[-1]), bias, weight)
+    return flat.view(*x.shape[:-1], weight.shape[0])  # named: an expert may get no token at all
 
 
 def _matmul(x: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
-    flat: Any = _Reduce.apply(x.reshape(-1, x.shape[-1]), None, weight)
-    return flat.view(*x.shape[:-1], weight.matrix.num_cols)
+    function: Any = _Expand if weight.is_transposed else _Reduce
+    flat = function.apply(x.reshape(-1, x.shape[-1]), None, weight)
+    return flat.view(*x.shape[:-1], weight.shape[1])
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
     if bias.ndim != 1:
         raise StreamUnsupported(f"{weight.name} is used in a sum with a matrix, which is not done in tiles")
-    flat: Any = _Reduce.apply(x, bias, weight)
-    return flat
+    function: Any = _Expand if weight.is_transposed else _Reduce
+    return function.apply(x, bias, weight)
 
 
 def _embedding(

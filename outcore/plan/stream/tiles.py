@@ -79,8 +79,6 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     """What the engine will do with this model there."""
     shape, layout, e = case.shape, case.layout, case.element_bytes
     device_bytes = device_bytes_of(case.hardware, layout)
-    if device_bytes is not None and shape.quantize:  # one layer at a time is expanded beside the buffers
-        device_bytes -= e * max(shape.layer_params)
     holding, in_ram = Holding(layer_buffers=layout.layer_buffers), layout.checkpoints_home == "ram"
     if device_bytes is None and layout.tiling not in ("on", "tokens"):
         return Tiling(holding=holding)
@@ -117,8 +115,9 @@ def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[Unit
         trained = beside if shape.lora_r else params
         size = element_bytes * (params + (adapters if is_layer else 0))
         is_large = element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE
-        if is_layer and shape.quantize:  # packed layers are never in tiles
-            return UnitSize(index, is_layer, size - shape.layer_saved_bytes(element_bytes), trained, False)
+        if is_layer and shape.quantize:
+            packed_bytes = size - shape.layer_saved_bytes(element_bytes)
+            return UnitSize(index, is_layer, packed_bytes, trained, is_large, expanded_bytes=size)
         return UnitSize(index, is_layer, size, trained, is_large)
 
     def largest_of(params: int) -> int:

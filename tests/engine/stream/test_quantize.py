@@ -15,8 +15,11 @@ from outcore.model import LoraSettings, ModelSettings, load_model
 from tests.engine.inside import parts_of
 from tests.engine.stream import test_lazy
 from tests.engine.stream.training import fixtures, homes_of, same
-from tests.flow.models import padded_batch, plain_batch
+from tests.flow.models import needs, padded_batch, plain_batch
 from tests.formats.test_gguf import folder_of, values_of
+from tests.infer.models import MIXTURE as MIXED
+from tests.infer.models import save_tiny_model
+from tests.infer.parts.test_experts import pack_experts
 
 (built,), of_loaded = fixtures, test_lazy.build
 FIELDS = {
@@ -57,6 +60,8 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
     ("nf4", "llama-1b", "bf16", {}), ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
     ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
     ("int8", "llama-1b", "fp32", {"activations": "ram"}), ("nf4", "tiny-moe", "bf16", {}),
+    ("nf4", "llama-1b", "fp32", {"tiling": "on", "tile_bytes": 1 << 20}),
+    ("nf4", "tiny-moe", "bf16", {"tiling": "on", "tile_bytes": 1 << 20, "weight_ram_bytes": 60_000}),
 ])  # fmt: skip
 def test_training_equals_that_over_the_expanded_base(build, quantize, preset, precision, changes):
     engine = build(settings_for(quantize, preset, precision), **changes)
@@ -156,6 +161,25 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(of_loaded, tm
     assert results[0][0] == results[1][0]
     assert getattr(packed.loaded.config, "quantization_config", None) is None
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
+
+
+@pytest.mark.parametrize("model", [pytest.param("gpt_oss", marks=needs("gpt_oss"))])
+def test_packed_experts_train_in_tiles_as_they_do_whole(of_loaded, tmp_path, engines, model):
+    """Experts as published in MXFP4, the other way round than their parameters: one by one, in runs of their rows."""
+    save_tiny_model(tmp_path, family=model, **MIXED)
+    pack_experts(tmp_path, "mxfp4")
+    lora = LoraSettings(r=4, target_modules=("q_proj", "o_proj"))
+    settings = ModelSettings(model_name_or_path=str(tmp_path), precision="fp32", seq_length=64, lora=lora)
+    found = []
+    for changes in ({}, {"tiling": "on", "tile_bytes": 40_000}):
+        of_loaded(load_model(settings, lazy=True, packed_feed=open_packed), **changes)
+        found.append(trained(engines[-1]))
+    tiled = [matrix for unit in parts_of(engines[1]).tile_plan.tiled for matrix in unit.all_matrices]
+    assert any(matrix.packed is not None and matrix.num_tiles > 2 for matrix in tiled)
+    assert packed_names(engines[1]) == {matrix.slot.name for matrix in tiled if matrix.packed is not None}
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    for name, value in found[1][1].items():
+        assert (value - found[0][1][name]).norm() <= 1e-3 * found[0][1][name].norm(), name
 
 
 def test_a_gguf_file_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines):
