@@ -20,6 +20,8 @@ class Expansion:
         self._indices = {part.index for part in parts}
         size_bytes = max((part.layout.size_bytes for part in parts if part.layout.packed_slots), default=0)
         self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        self.as_they_are = frozenset[int]()
+        """Indices of parts whose bytes are multiplied as they are for the time being, so that nothing is expanded."""
 
     @property
     def device_bytes(self) -> int:
@@ -27,10 +29,10 @@ class Expansion:
 
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
         """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
-        none of these the bytes themselves (uint8)."""
+        not expanded the bytes themselves (uint8)."""
         if not part.layout.packed_slots:
             return home.view(part.layout.dtype)
-        if part.index not in self._indices:
+        if part.index not in self._indices or part.index in self.as_they_are:
             return home.view(torch.uint8)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
         part.layout.expand(home.view(torch.uint8), slab)

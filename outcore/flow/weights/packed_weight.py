@@ -2,9 +2,10 @@
 
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
 transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
-packed bytes; above that, and for whatever else is done with a weight, its values are expanded for the call, which then
-gives what a layer that was expanded whole would give, bit for bit. A GPU hands its activations over to the CPU
-(`hand_over.py`), once for all weights that a layer multiplies them with: which these are shows its first pass.
+packed bytes, or the GPU's where they are there; above that, and for whatever else is done with a weight, its values are
+expanded for the call, which then gives what a layer that was expanded whole would give, bit for bit. A GPU hands its
+activations over to the CPU (`hand_over.py`), once for all weights that a layer multiplies them with: which these are
+shows its first pass.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.utils._pytree import tree_map
 
 from outcore.flow.parts import SlabLayout, Slot
 from outcore.flow.weights.hand_over import HandOver
-from outcore.formats import PackedProducts, PackedSpec, call_of
+from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, call_of, device_products
 from outcore.staging.pool import SmallCopies
 
 
 class InPlaceProducts:
-    """What computes with packed weights where they are. `most_rows`: rows up to which the kernels are taken, by name of
-    the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU, where that
-    is a GPU."""
+    """What computes with packed weights where they are. `most_rows`: rows up to which the CPU's kernels are taken, by
+    name of the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU,
+    where that is a GPU; `device_tokens`: rows up to which a GPU multiplies weights that are there."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class InPlaceProducts:
         most_rows: Mapping[str, int],
         device: torch.device,
         hand_over: HandOver | None = None,
+        device_tokens: int = 0,
     ) -> None:
-        self.most_rows, self.device = dict(most_rows), device
+        self.most_rows, self.device, self.device_tokens = dict(most_rows), device, device_tokens
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
         self._products, self._hand_over, self._copies = products, hand_over, SmallCopies(device)
@@ -46,7 +48,7 @@ class InPlaceProducts:
         """Results of it that nobody has asked for yet, by weight."""
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
-        """Whether the kernels multiply so many rows."""
+        """Whether the CPU's kernels multiply so many rows."""
         if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
             return False
         return self._hand_over is None or self._hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
@@ -55,11 +57,20 @@ class InPlaceProducts:
         """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
         return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
 
+    def multiplies(self, layout: SlabLayout) -> bool:
+        """Whether the device has kernels for every packed weight of a part that is there."""
+        specs = [slot.packed for slot in layout.packed_slots if slot.packed is not None]
+        fit = [len(spec.shape) == 2 and not spec.is_transposed and DeviceProducts.can(spec) for spec in specs]
+        return self.device_tokens > 0 and bool(fit) and all(fit)
+
     def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""
         rows = x.reshape(-1, x.shape[-1])
         if not len(rows):
             return x.new_empty((*x.shape[:-1], weight.spec.shape[0]))
+        if weight.is_on_device and len(rows) <= self.device_tokens and not self.is_exact:
+            found = device_products(self.device).multiply(weight.spec, weight.planes, rows)
+            return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
         if not self.takes(weight, len(rows)):
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
@@ -93,9 +104,10 @@ class InPlaceProducts:
         return found[0]
 
     def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
-        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM: views of those that
-        are not packed (copies where the device is another), packed weights for the rest."""
-        plain = self._copies.to(home.view(layout.dtype)[: layout.plain_numel])
+        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM or on the device: views
+        of those that are not packed (copies where the device is another), packed weights for the rest."""
+        plain = home.view(layout.dtype)[: layout.plain_numel]
+        plain = plain if home.device == self.device else self._copies.to(plain)
         found: list[torch.Tensor] = []
         for slot in layout.slots:
             if slot.packed is None:
@@ -124,7 +136,8 @@ class PackedWeight(torch.Tensor):
     planes: list[torch.Tensor]
     products: InPlaceProducts
     call: Any
-    """What the kernels need to know of it; None: there is no kernel for it."""
+    """What the CPU's kernels need to know of it; None: there is no kernel for it."""
+    is_on_device: bool
     followers: list[PackedWeight] | None
     """Weights that a GPU's layer multiplies the same activations with right behind this one; None: not seen yet."""
 
@@ -134,7 +147,8 @@ class PackedWeight(torch.Tensor):
     ) -> PackedWeight:
         made = torch.Tensor._make_wrapper_subclass(cls, spec.value_shape, dtype=dtype, device=products.device)
         made.spec, made.planes, made.products, made.followers = spec, planes, products, None
-        has_kernel = spec.format.name in products.most_rows and PackedProducts.can(spec)
+        made.is_on_device = planes[0].device.type == "cuda"
+        has_kernel = not made.is_on_device and spec.format.name in products.most_rows and PackedProducts.can(spec)
         made.call = call_of(spec, planes) if has_kernel else None
         return made
 

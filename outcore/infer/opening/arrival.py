@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from outcore.staging.pool import device_view
 class ResidentWeights:
     """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
     others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and of
-    `on_cpu` (whole in RAM, they travel otherwise) those that `names` tells for a number of tokens. `expansion`: the one
-    that `travelling` uses."""
+    `on_cpu` (whole in RAM, they travel otherwise) those that `names` tells for a number of tokens; on a GPU also those
+    that arrive there, in passes of few tokens. `expansion`: the one that `travelling` uses."""
 
     def __init__(
         self,
@@ -36,6 +36,8 @@ class ResidentWeights:
         self._expansion = Expansion(parts, device) if expansion is None else expansion
         self.names = names
         self._in_place, self._now = in_place, frozenset[str]()
+        self._as_they_are = frozenset[int]()
+        """Parts that the device can multiply as they are."""
         self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self.experts: ExpertCache | None = None
@@ -49,6 +51,12 @@ class ResidentWeights:
         self._ahead: list[Part] | None = None
         """What the next pass is expected to bring: the same as the last one. Its first uploads begin as soon as buffers
         are free, so that the link is busy while tokens are chosen."""
+
+    def multiply_there(self, parts: Iterable[Part]) -> None:
+        """Have the device multiply those of these parts as they are that it can, in passes of few tokens."""
+        if self._in_place is not None:
+            can = self._in_place.multiplies
+            self._as_they_are = frozenset(part.index for part in parts if can(part.layout))
 
     def read_there(self, part: Part, home: torch.Tensor, device: torch.device) -> None:
         """Have the device read rows of a part that stays in page-locked RAM, where they are."""
@@ -75,6 +83,8 @@ class ResidentWeights:
         self._now = frozenset(() if tokens is None else self.names(tokens))
         if self._in_place is not None:
             self._in_place.is_exact = tokens is None
+            is_small = tokens is not None and tokens <= self._in_place.device_tokens
+            self._expansion.as_they_are = self._as_they_are if is_small else frozenset()
 
     def is_on_cpu(self, part: Part) -> bool:
         """Whether the CPU computes a part of the next pass for the GPU."""
@@ -110,6 +120,8 @@ class ResidentWeights:
         part, number = self._uses[at] if at < len(self._uses) else (None, -1)
         if part is None or not part.layout.packed_slots or (number < 0 and part.index not in self._slabs):
             return
+        if part.index in self._expansion.as_they_are:
+            return
         self._beside.wait_stream(torch.cuda.current_stream())  # who used the buffer before
         with torch.cuda.stream(self._beside):
             self._expanded[at] = self._slab(at)
@@ -137,7 +149,8 @@ class ResidentWeights:
 
     def stays(self, part: Part) -> bool:
         """Whether the part's slab has one address for good, also while other parts are used."""
-        return part.index in self._slabs and not part.layout.packed_slots
+        is_expanded = part.layout.packed_slots and part.index not in self._expansion.as_they_are
+        return part.index in self._slabs and not is_expanded
 
     def abort(self, deadline: Deadline | None = None) -> None:
         self._ahead = None

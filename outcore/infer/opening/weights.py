@@ -180,6 +180,8 @@ def open_weights(
         )
     on_cpu = [part for part in travels if home_of[part.name].home == "ram"] if placement.cpu_parts else []
     arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
+    if device.type == "cuda":
+        arrival.multiply_there(whole)
     for part in units.all:
         if part.name in rows:
             arrival.read_there(part, homes.ram(part), device)
