@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -65,6 +66,27 @@ def token_batches(options: dict[str, Any], device: str = "cpu") -> list[dict[str
     shape = (options["mb"], options["seq"])
     ids = [torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(options["gas"])]
     return [{"input_ids": i, "labels": i.clone()} for i in ids]
+
+
+def learnable_batches(options: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches that no other step has: four of five tokens are what a fixed table says to the one before, so a
+    model learns the table and no batch by heart."""
+    vocabulary = min(4096, config_of(options["shape"], options["seq"]).vocab_size)
+    table = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1 + step)
+    shape = (options["gas"], options["mb"], options["seq"])
+    ids = torch.randint(0, vocabulary, shape, generator=generator)
+    follows = torch.rand(shape, generator=generator) < 0.8
+    for at in range(1, options["seq"]):
+        ids[..., at] = torch.where(follows[..., at], table[ids[..., at - 1]], ids[..., at])
+    return [{"input_ids": i, "labels": i.clone()} for i in ids]
+
+
+def free_port() -> str:
+    """A port for processes of this host that look for each other."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def cap_allocator(cap_gib: float) -> None:

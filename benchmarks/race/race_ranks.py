@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from race_common import SHAPES, cap_allocator, memory_rate_bytes_per_s, synchronize, token_batches
+from race_common import (
+    SHAPES,
+    cap_allocator,
+    free_port,
+    learnable_batches,
+    memory_rate_bytes_per_s,
+    synchronize,
+    token_batches,
+)
 from race_ours import random_model
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -60,6 +68,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cap_gib", type=float, default=0.0, help="of each GPU")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--fresh", action="store_true", help="every step has tokens of its own: for losses of many steps"
+    )
     parser.add_argument("--settings", type=json.loads, default={}, help="of StreamSettings, as JSON")
     parser.add_argument("--tolerance", type=float, default=5e-3)
     parser.add_argument("--timeout_s", type=float, default=600.0)
@@ -125,11 +136,19 @@ def run_rank(options: argparse.Namespace) -> None:
     settings = StreamSettings(**{"step_tokens": tokens, "row_tokens": options.seq, **options.settings})
     engine = build_stream_engine(loaded, settings, device=device, place=RankPlace(rank, world_size, exchange))
     try:
-        losses = [engine.train_step(batches, 1e-4).loss for _ in range(options.warm)]
+        steps = iter(range(options.warm + options.steps))
+
+        def train() -> Any:
+            step = next(steps)
+            return engine.train_step(
+                learnable_batches(told, step)[rank::world_size] if options.fresh else batches, 1e-4
+            )
+
+        losses = [train().loss for _ in range(options.warm)]
         synchronize()
         begin_s, phases = time.perf_counter(), {}
         for _ in range(options.steps):
-            step = engine.train_step(batches, 1e-4)
+            step = train()
             losses.append(step.loss)
             for name, seconds in step.phase_s.items():
                 phases[name] = phases.get(name, 0.0) + seconds / options.steps
@@ -196,14 +215,14 @@ def run_rival(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     told |= {"where": "cpu", "clip": 1.0, "chunked_loss": True, "cap_gib": options.cap_gib}
     told |= {"warm": options.warm, "repeats": 1, "steps": options.steps}
     child = Path(__file__).with_name("race_stock.py")
-    children, tails = [], []
+    children, tails, port = [], [], free_port()
     for rank in range(world_size):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
         environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             **{k: str(v) for k, v in names.items()},
-            "MASTER_PORT": "29523",
+            "MASTER_PORT": port,
         }
         children.append(
             subprocess.Popen(

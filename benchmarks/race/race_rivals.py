@@ -29,7 +29,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from race_common import DeviceWatch, cap_allocator, config_of, finish, rss_bytes, synchronize, token_batches
+from race_common import (
+    DeviceWatch,
+    cap_allocator,
+    config_of,
+    finish,
+    free_port,
+    rss_bytes,
+    synchronize,
+    token_batches,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,7 +102,7 @@ def one_process() -> None:
     """This process as the only rank."""
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
         os.environ[name] = str(value)
-    os.environ["MASTER_PORT"] = "29513"
+    os.environ["MASTER_PORT"] = free_port()
 
 
 def zero(options: dict[str, Any], device: str) -> Step:

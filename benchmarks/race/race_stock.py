@@ -14,7 +14,16 @@ import time
 from typing import Any
 
 import torch
-from race_common import DeviceWatch, cap_allocator, config_of, drive_bytes, finish, synchronize, token_batches
+from race_common import (
+    DeviceWatch,
+    cap_allocator,
+    config_of,
+    drive_bytes,
+    finish,
+    free_port,
+    synchronize,
+    token_batches,
+)
 
 
 def deepspeed_config(options: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def deepspeed_config(options: dict[str, Any]) -> dict[str, Any]:
 
 def stock(options: dict[str, Any]) -> Any:
     """A function that makes one step and returns its loss."""
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: os.environ.get(name, value) for name, value in one.items()})
     import deepspeed
     from transformers import AutoModelForCausalLM
