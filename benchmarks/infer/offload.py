@@ -9,7 +9,8 @@ pinned RAM; start it with `deepspeed`'s variables unset), once (decode and many 
 tokens: first pass and seconds a token, from which the rate of whole answers follows for ours as it does for the rivals;
 for when a GPU is lent for minutes).
 Each prints one JSON line as it ends. `link_share`: bytes of weights that crossed the link per second of a pass, over
-the link's rate measured in the same run.
+the link's rate measured in the same run; `share_of_bound`: the link's seconds, or those of the same layers' bare
+arithmetic where they are more, over those of scoring.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from common import (
 
 from outcore.common.quantities import GIB
 from outcore.infer import Request, Sampling
+from outcore.infer.passes import lay_out_texts
 
 PROMPT, ANSWER = 512, 128
 CASES = ("decode", "many", "score", "accelerate", "zero", "once")
@@ -242,9 +244,10 @@ def main() -> None:
 
 
 def score(opened: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Documents of 4K tokens through the model, and the rates of link and arithmetic that this is."""
+    """Documents of 4K tokens through the model, and the larger of what the link and what arithmetic takes for them."""
     texts = prompts(16 if not args.dry_run else 3, 4096 if not args.dry_run else 40, args.vocab)
-    opened.engine.score(texts[:1])
+    runner, placement = opened.engine.runner, opened.placement
+    opened.engine.score(texts[:4])  # as many as share a pass
     synchronise()
     began = time.perf_counter()
     opened.engine.score(texts)
@@ -253,16 +256,54 @@ def score(opened: Any, args: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(map(len, texts))
     config = opened.found.loaded.config
     embedding = config.vocab_size * config.hidden_size
-    params = sum(part.size_bytes for part in opened.placement.parts) / 2 - embedding
+    params = sum(part.size_bytes for part in placement.parts) / 2 - embedding
     attention = 2 * config.num_hidden_layers * config.hidden_size * sum(len(text) ** 2 for text in texts)  # causal
     flops = 2 * params * tokens + attention
-    found = {"s": seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12}
+    bare = bare_s(opened, texts)
+    link_s = -(-tokens // runner.limits.score_tokens) * placement.travelling_bytes / link_gb_per_s(opened.device) / 1e9
+    found = {"s": seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12, "link_s": link_s, **bare}
+    found["bare_tflops"] = flops / sum(bare.values()) / 1e12
     if opened.device.type == "cuda":
-        peak = matmul_tflops(opened.device, 4096, config.hidden_size, config.intermediate_size)
-        link_s = -(-tokens // 65536) * opened.placement.travelling_bytes / link_gb_per_s(opened.device) / 1e9
-        bound_s = max(link_s, flops / peak / 1e12)
-        found |= {"matmul_tflops": peak, "link_s": link_s, "share_of_bound": bound_s / seconds}
+        found["matmul_tflops"] = matmul_tflops(opened.device, 4096, config.hidden_size, config.intermediate_size)
+        found["share_of_bound"] = max(link_s, sum(bare.values())) / seconds
     return found
+
+
+@torch.inference_mode()
+def bare_s(opened: Any, texts: list[tuple[int, ...]]) -> dict[str, float]:
+    """Seconds of the arithmetic alone: the same layers' code on the same rows back to back, one layer's weights on the
+    device for all, nothing travelling; and the head's products, nothing done with the logits."""
+    runner, flow = opened.engine.runner, opened.engine.runner.flow
+    units, arrival, attention, calls = flow.units, flow.arrival, runner.attention, lay_out_texts(texts, 1)
+    cache, attention.cache = attention.cache, None
+    try:
+        arrival.begin([units.embed, units.layer_units[0], units.head])
+        slab = arrival.acquire(0)
+        logs = [flow.runner.embed(slab, call.batch(runner.copies)) for call in calls]
+        arrival.release(0)
+        slab, head = arrival.acquire(1), arrival.acquire(2)
+        hidden = [log.hidden for log in logs]
+        vocabulary = next(
+            w for w in flow.runner.weights.tensors(units.head, head) if w.shape[0] == flow.head.vocab_size
+        )
+        room = hidden[0].new_empty((512, flow.head.vocab_size))
+        synchronise()
+        began = time.perf_counter()
+        attention.begin([call.tables(runner.copies) for call in calls])
+        for layer in range(len(units.layers)):
+            for at, log in enumerate(logs):
+                hidden[at], _ = flow.runner.layer(0, slab, hidden[at], log.call(0))
+                attention.moved(layer, at)
+        synchronise()
+        layers_s = time.perf_counter() - began
+        for rows in hidden:
+            for part in rows[0].split(len(room)):
+                torch.mm(part, vocabulary.t(), out=room[: len(part)])
+        synchronise()
+        return {"bare_layers_s": layers_s, "bare_head_s": time.perf_counter() - began - layers_s}
+    finally:
+        attention.cache = cache
+        arrival.abort()
 
 
 def matmul_tflops(device: torch.device, rows: int, width: int, wider: int) -> float:

@@ -222,7 +222,8 @@ class InferenceEngine:
         seconds, counts = self._clock() - now_s, self.counts
         counts.last_pass_s, counts.last_pass_rows = seconds, rows_of(works)
         counts.passes, counts.pass_s = counts.passes + 1, counts.pass_s + seconds
-        self.scheduler.cost.add(counts.last_pass_rows, seconds)
+        if self.runner.is_usual:
+            self.scheduler.cost.add(counts.last_pass_rows, seconds)
         self.on_pass(works, seconds)
         return True
 
@@ -362,10 +363,9 @@ class InferenceEngine:
         sequence, counts = work.sequence, self.counts
         sequence.drafted, sequence.accepted = sequence.drafted + work.num_drafts, sequence.accepted + right
         counts.drafted, counts.accepted = counts.drafted + work.num_drafts, counts.accepted + right
-        if work.num_drafts and sequence.drafter is not None:
-            sequence.drafter.learn_from(work.num_drafts, right)
-            if sequence.drafter.is_from_model and self.drafts is not None:
-                self.drafts.learn_from(work.num_drafts, right)
+        drafter = sequence.drafter
+        if work.num_drafts and self.drafts is not None and drafter is not None and drafter.is_from_model:
+            self.drafts.learn_from(work.num_drafts, right)
         stored = work.start + work.count - work.num_drafts + right
         if right < work.num_drafts and sequence.pages is not None and sequence.pages.states is not None:
             stored = sequence.pages.states.step_back()  # what was right is read again, with what was chosen behind it

@@ -100,7 +100,8 @@ def test_compiled_layers_say_what_transformers_says(family):
     assert len(made) == 2 * layers.num_kinds, "one function for any number of tokens, one for a single token"
     assert one.greedy(prompts, 12) == expected and not layers.why_not
     scores = one.engine.score(prompts)
-    assert len(made) == 2 * layers.num_kinds, "prompts of other lengths and scores compile nothing new"
+    assert one.engine.score(prompts[2:4]) == [pytest.approx(s, abs=1e-4) for s in scores[2:4]]
+    assert len(made) == 2 * layers.num_kinds + 1, "of scores one more, for any number of tokens: that of the logits"
     layers.why_not = "compared"
     assert one.engine.score(prompts) == [pytest.approx(s, abs=1e-4) for s in scores]
     one.close()

@@ -71,6 +71,7 @@ class CompiledLayers:
         self._roles: dict[str, Role] = {"forward": lambda forward, trainable: forward}
         self._functions: dict[tuple[str, int, bool], Callable[..., Any]] = {}
         """Functions by role, kind, and whether for the usual shape only."""
+        self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._usual: torch.Size | None = None
         if not self.why_not:  # for good, not in a context around every call
             limits = torch._dynamo.config
@@ -151,9 +152,25 @@ class CompiledLayers:
                     return function(*args)
                 return self.graphs.run((kind, role), function, *args)
         except compiler_errors() as error:
-            text = str(error).strip().splitlines()
-            self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
+            self._failed(error)
             return None
+
+    def _failed(self, error: BaseException) -> None:
+        text = str(error).strip().splitlines()
+        self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
+
+    def fused(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which is no layer's, in few kernels that take any number of rows."""
+        if function not in self._fused:
+            self._fused[function] = torch.compile(function, fullgraph=True, backend=self._backend)
+        for value in args:
+            if isinstance(value, torch.Tensor) and len(value) > 1:
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        try:
+            return self._fused[function](*args)
+        except compiler_errors() as error:
+            self._failed(error)
+            return function(*args)
 
     def has_eager_graphs(self, layer: int) -> bool:
         """Whether this layer, not being compiled, is to be run through graphs: in the same mode, until one fails."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from outcore.flow.layers.unit_weights import in_place
 from outcore.flow.parts import LayerCall, StreamUnsupported
 from outcore.model import HeadLoss, summed_loss
 from outcore.model.forward import IGNORE, shifted_targets
-from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS, auto_num_chunks
+from outcore.sizing.activations import FUSED_CHUNKS, LOGITS_CHUNK_BYTES, LOSS_CHUNKS, auto_num_chunks
 
 
 class Head:
@@ -103,15 +104,13 @@ class Head:
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)
             flat = final.reshape(-1, final.shape[-1])
-            start = 0
-            for target in targets.tensor_split(self.num_chunks(len(flat), LOSS_CHUNKS)):
+            start, judge, smaller, compiled = 0, likelihoods, LOSS_CHUNKS, self.runner.compiled
+            if num_top == 1 and compiled is not None and not compiled.why_not:
+                judge, smaller = partial(compiled.fused, likelihoods), FUSED_CHUNKS
+            for target in targets.tensor_split(self.num_chunks(len(flat), smaller)):
                 here = slice(start, start + len(target))
-                logits = self.units.parts.logits(flat[here][None])[0].float()
-                total = logits.logsumexp(-1, keepdim=True)
-                own = logits.gather(-1, target.clamp_min(0)[:, None])
-                logprobs[here] = (own - total)[:, 0].where(target != IGNORE, 0.0)
-                values, top_ids[here] = logits.topk(num_top, dim=-1)
-                top_logprobs[here] = values - total
+                logits = self.units.parts.logits(flat[here][None])[0]
+                logprobs[here], top_ids[here], top_logprobs[here] = judge(logits, target, num_top)
                 start += len(target)
         shape = labels.shape
         # From the place that predicts to the token itself.
@@ -139,3 +138,15 @@ class Head:
         """How many chunks so many tokens are cut into; `smaller`: so many times less memory than `logits_chunk_bytes`
         for each."""
         return min(num_tokens, auto_num_chunks(num_tokens, self.vocab_size, max(1, self.logits_chunk_bytes // smaller)))
+
+
+def likelihoods(
+    logits: torch.Tensor, targets: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For logits [n, V] the targets' fp32 log-probabilities [n] (0 where there is none), the likeliest tokens and
+    theirs [n, num_top]. Compiled, the likeliest one is found without logits in fp32 in memory."""
+    logits = logits.float()
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(-1, targets.clamp_min(0)[:, None]) - total
+    values, ids = logits.max(-1, keepdim=True) if num_top == 1 else logits.topk(num_top, dim=-1)
+    return own[:, 0].where(targets != IGNORE, 0.0), ids, values - total

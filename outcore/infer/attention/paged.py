@@ -153,6 +153,8 @@ class PagedAttention:
         value_KNE: torch.Tensor,
     ) -> torch.Tensor:
         heads, rows, _ = query_HND.shape
+        if self.cache is None and [(span.start, span.count) for span in tables.spans] == [(0, rows)]:
+            return self._attend_fresh(slice(0, rows), rule, query_HND, key_KND, value_KNE)
         output = query_HND.new_zeros((rows, heads, shape.value_width))  # rows that pad the call stay zero
         fresh = [span for span in tables.spans if span.start == 0]
         stored = [span for span in tables.spans if span.start > 0]
@@ -177,7 +179,7 @@ class PagedAttention:
                         after.read_ahead(together.pages)
         for span in fresh:
             here = slice(span.row, span.row + span.count)
-            self._attend_fresh(here, rule, query_HND, key_KND, value_KNE, output)
+            output[here] = self._attend_fresh(here, rule, query_HND, key_KND, value_KNE)
         return output
 
     def _attend_fresh(
@@ -187,9 +189,8 @@ class PagedAttention:
         query_HND: torch.Tensor,
         key_KND: torch.Tensor,
         value_KNE: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """A sequence that begins in this pass: its keys and values are at hand."""
+    ) -> torch.Tensor:
+        """[n, H, E] of a sequence that begins in this pass: its keys and values are at hand."""
         query, key, value = query_HND[:, here], key_KND[:, here], value_KNE[:, here]
         count = query.shape[1]
         zero = torch.zeros(1, dtype=torch.long, device=query.device)
@@ -198,11 +199,10 @@ class PagedAttention:
             step = max(1, self._limits.scores // (query.shape[0] * count))
             cuts = [slice(at, at + step) for at in range(0, count, step)]
             pieces = ((key[:, c].transpose(0, 1), value[:, c].transpose(0, 1), whole[:, c]) for c in cuts)
-            output[here] = attend_in_pieces(query, pieces, rule).transpose(0, 1)
-            return
+            return attend_in_pieces(query, pieces, rule).transpose(0, 1)
         masked = rule.window is not None and rule.window < count
         mask = causal_mask(zero, count, zero, count, rule.window) if masked else None
-        output[here] = attend_at_once(query[None], key[None], value[None], mask, rule)[0].transpose(0, 1)
+        return attend_at_once(query[None], key[None], value[None], mask, rule)[0].transpose(0, 1)
 
     def _batches(self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int) -> Iterator[list[Span]]:
         """Spans to be attended together: of one count, of similar length, not too many."""

@@ -153,7 +153,7 @@ class DraftModel:
             chosen = choose(
                 logits, [self._row(s, targets[id(s)], guesses[id(s)]) for s in sequences], self._runner.copies.to
             )
-            if step:  # the first one also reads what was said meanwhile
+            if step and self._runner.is_usual:  # the first one also reads what was said meanwhile
                 self.cost.add(len(works), self._clock() - began)
             works = []
             for sequence, token in zip(sequences, chosen, strict=True):

@@ -175,6 +175,8 @@ class SmallPasses:
         self.why_not = ""
         self.capture_s = 0.0
         """Seconds that captures have taken."""
+        self.is_first = False
+        """Whether the last pass made something that later ones of its size find: its seconds tell nothing of theirs."""
         self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool = GraphPool(device)
@@ -186,6 +188,7 @@ class SmallPasses:
 
     def run(self, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
         """Logits as `PassRunner.run`; None where this is no such pass."""
+        self.is_first = False
         if self.why_not or not all(work.is_last for work in works):
             return None
         size = self._size(works)
@@ -193,11 +196,13 @@ class SmallPasses:
             return None
         slot = self._slot(size)
         slot.tables.fill(rows_of(works))
+        self.is_first, captured_s = not slot.runs, self.capture_s
         try:
             logits = slot.run(self._capture if self._is_captured and slot.runs else None)
         except _CaptureFailed as error:
             self._give_up(str(error))
             return None
+        self.is_first = self.is_first or self.capture_s > captured_s
         found, at = [], 0
         for work in works:
             at += work.count

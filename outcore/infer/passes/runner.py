@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from outcore.flow import Call, Flow, Output, Part
+from outcore.flow.trace import Moment, moment, wait_for
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
@@ -20,8 +21,7 @@ Found = list[tuple[Work, torch.Tensor]]
 """For each complete work its logits [1 + guesses, V]."""
 
 
-@dataclass(frozen=True)
-class TokenScore:
+class TokenScore(NamedTuple):
     """How likely one token was after those before it."""
 
     logprob: float
@@ -40,6 +40,11 @@ class PassRunner(Protocol):
     """Whether tokens that were computed may turn out to be wrong guesses."""
     copies: SmallCopies
     """Way of small tensors to where logits are."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the last pass ran as others of its size will."""
+        ...
 
     def run(self, works: Sequence[Work]) -> Found:
         """Compute these tokens; logits of those that complete a sequence."""
@@ -95,6 +100,10 @@ class PagedRunner:
         names, takes_any = accepted_names(flow.units.parts.decoder)
         self._takes_positions = "position_ids" in names or takes_any
 
+    @property
+    def is_usual(self) -> bool:
+        return self.small is None or not self.small.is_first
+
     def run(self, works: Sequence[Work]) -> Found:
         self._expect(sum(work.count for work in works))
         found = None if self.small is None else self.small.run(works)
@@ -132,18 +141,16 @@ class PagedRunner:
         return lay_out_texts(texts, self.limits.call_tokens if self.has_rows else 1)
 
     def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
-        scores: list[list[TokenScore]] = [[] for _ in texts]
-        calls = self._lay_out_texts(texts)
+        scores, calls = Scores(len(texts), self.device), self._lay_out_texts(texts)
         cache, self.attention.cache = self.attention.cache, None
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])
                 batches = [Call(self._taken(call.batch(self.copies)), "logprobs", num_top=num_top) for call in group]
-                for output in self.flow.run(batches, on_part=self._moved):
-                    share_out(group[output.number].texts, output, scores)
+                scores.bring(group, list(self.flow.run(batches, on_part=self._moved)))
         finally:
             self.attention.cache = cache
-        return scores
+        return scores.all()
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
@@ -190,12 +197,36 @@ def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list
         at += len(tokens)
 
 
-def share_out(texts: Sequence[tuple[int, Sequence[int]]], output: Output, scores: list[list[TokenScore]]) -> None:
-    """Put a call's results where their texts belong."""
-    assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
-    values, ids, tops = (x[0].tolist() for x in (output.logprobs, output.top_ids, output.top_logprobs))
-    at = 0
-    for number, tokens in texts:
-        places = range(at + 1, at + len(tokens))
-        scores[number] = [TokenScore(values[p], tuple(zip(ids[p], tops[p], strict=True))) for p in places]
-        at += len(tokens)
+class Scores:
+    """Results of texts on their way from the device: put where they belong while the next pass runs."""
+
+    def __init__(self, num_texts: int, device: torch.device) -> None:
+        self._found: list[list[TokenScore]] = [[] for _ in range(num_texts)]
+        self._device = device
+        self._coming: list[tuple[TextCall, list[torch.Tensor]]] = []
+        self._come: Moment | None = None
+
+    def bring(self, calls: Sequence[TextCall], outputs: Sequence[Output]) -> None:
+        """Have the results of a pass copied, then take those of the pass before."""
+        coming = []
+        for call, output in zip(calls, outputs, strict=True):
+            assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
+            values = output.logprobs, output.top_ids, output.top_logprobs
+            coming.append((call, [value[0].to("cpu", non_blocking=True) for value in values]))
+        come = moment(self._device)
+        self.all()
+        self._coming, self._come = coming, come
+
+    def all(self) -> list[list[TokenScore]]:
+        """The scores of every text, once they have come."""
+        if self._come is not None:
+            wait_for(self._come, "a pass")
+        for call, tensors in self._coming:
+            values, ids, tops = (tensor.tolist() for tensor in tensors)
+            at = 0
+            for number, tokens in call.texts:
+                places = range(at + 1, at + len(tokens))
+                self._found[number] = [TokenScore(values[p], tuple(zip(ids[p], tops[p], strict=True))) for p in places]
+                at += len(tokens)
+        self._coming = []
+        return self._found

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from outcore.flow import Call, Flow
 from outcore.infer.passes.rows import lay_out_texts
-from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, pool, share_out
+from outcore.infer.passes.runner import Found, RunnerLimits, Scores, TokenScore, grouped, pool
 from outcore.infer.schedule import Work
 from outcore.model import LoadedModel
 from outcore.model.forward import accepted_names
@@ -25,6 +25,7 @@ class WholeRunner:
     """Runner for models whose sequences cannot share rows."""
 
     can_step_back = False
+    is_usual = True
 
     def __init__(self, flow: Flow, loaded: LoadedModel, limits: RunnerLimits, device: torch.device) -> None:
         self.flow, self.limits, self.device, self.copies = flow, limits, device, SmallCopies(device)
@@ -57,17 +58,15 @@ class WholeRunner:
         return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
 
     def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
-        scores: list[list[TokenScore]] = [[] for _ in texts]
-        calls = lay_out_texts(texts, 1)  # each text has a call of its own
+        scores, calls = Scores(len(texts), self.device), lay_out_texts(texts, 1)  # each text has a call of its own
         for group in grouped(calls, self.limits.score_tokens):
             batches = []
             for call in group:
                 batch = call.batch(self.copies)
                 batch.pop("position_ids")
                 batches.append(Call(batch, "logprobs", num_top=num_top))
-            for output in self.flow.run(batches):
-                share_out(group[output.number].texts, output, scores)
-        return scores
+            scores.bring(group, list(self.flow.run(batches)))
+        return scores.all()
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]

@@ -1,5 +1,6 @@
 """Who computes what in the next pass: sequences, chunks, guesses."""
 
-from outcore.infer.schedule.drafts import Drafter, PassCost
+from outcore.infer.schedule.cost import PassCost
+from outcore.infer.schedule.drafts import Drafter
 from outcore.infer.schedule.scheduler import ScheduleLimits, Scheduler, Work, rows_of
 from outcore.infer.schedule.sequence import Clock, Sequence

@@ -1,38 +1,47 @@
-"""Guesses of the next tokens from the text itself: what followed the last few tokens when they stood there before.
+"""Guesses of the next tokens from the text itself: what followed its last few tokens when they stood there before.
 
-While weights travel, a pass over ten tokens costs as much as over one, so a right guess is a token for nothing. How
-long a guess pays is asked of the measured cost of a row and of how many of the last guesses came true; where results
-must be reproducible, of a cost that is taken for granted.
+While weights travel, a pass over sixty tokens costs as much as over one, so a right guess is a token for nothing. The
+longest run of tokens that ends the text and stood in it before is followed from token to token, whether or not guesses
+are made of it. So it is known, free of charge, how often what follows a run of such a length comes true: in copied text
+nearly always behind long runs, in a story seldom behind short ones. Guesses are as many as make the most of a pass by
+these chances and by what passes cost (`PassCost`); none where none pay. Runs that come true again are guessed from
+again at once.
+Cost: some microseconds a token, and where runs part a walk over the last places where the same two tokens stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-MIN_MATCH, MAX_MATCH, MATCH_BESIDE_MODEL = 1, 6, 3
-"""Tokens that must have stood there before; at least so many where a small model guesses better than a short match."""
-MAX_DRAFT = 24
-"""Longest guess."""
-FADING = 0.95
-"""Weight of a pass's seconds after one more pass."""
-FORGETTING = 0.9
-"""Weight of a guess's outcome after one more guess: edited text changes between copied and new."""
-ASSUMED_SHARE = 0.05
-"""Cost of a row, as a share of a pass of few rows, where measured costs must not decide or tell too little yet."""
-TRIED_DRAFTS = 8
-"""Guesses of a sequence after which measured costs decide."""
+MATCH_BESIDE_MODEL = 3
+"""Tokens that must have stood there before, where a small model guesses better than a short match."""
+MAX_DRAFT = 63
+"""Longest guess: with the token before it 64 rows, which CUDA graphs hold."""
+LONGEST_RUN, MOST_PLACES = 32, 64
+"""Length from which runs count as equally long, and places that are compared."""
+FORGETTING = 0.97
+"""Weight of an outcome after one more: edited text changes between copied and new."""
+USUAL_CHANCES = (0.2, 0.45, 0.7, 0.9, 0.97)
+"""How often what followed comes true behind runs of 1, 2, 4, 8 and 16 tokens and more, until outcomes tell."""
+WEIGHT_OF_USUAL = 3.0
+"""Outcomes that the usual chance counts for."""
 
 
 class Drafter:
     """Prompt lookup for one sequence."""
 
     def __init__(self, beside_model: bool = False) -> None:
-        self._least = MATCH_BESIDE_MODEL if beside_model else MIN_MATCH
-        self._places: dict[tuple[int, ...], int] = {}
-        """Place where each run of tokens ended last."""
-        self._seen = 0
-        self._right = self._wrong = 0.0
+        self._least = MATCH_BESIDE_MODEL if beside_model else 1
+        self._behind_one: dict[int, int] = {}
+        self._behind_two: dict[tuple[int, ...], int] = {}
+        """Place behind the last occurrence of a token, and of two."""
+        self._earlier: list[int] = [0]
+        """For each place, the last one before it that the same two tokens stand before; 0: there is none."""
+        self._place, self._length = 0, 0
+        """Where what may follow begins, and the length of the run before it that ends the text, too; 0: none does."""
+        self._right = [WEIGHT_OF_USUAL * chance for chance in USUAL_CHANCES]
+        self._tried = [WEIGHT_OF_USUAL] * len(USUAL_CHANCES)
+        """Outcomes by length of the run: its tokens came true, or not."""
         self.offered: list[int] = []
         """Guesses of a small model, for where the text suggests none."""
         self.is_from_model = False
@@ -40,89 +49,82 @@ class Drafter:
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether the text suggests nothing."""
-        return self._match(tokens) is None
+        self._follow(tokens)
+        return self._length < self._least
 
-    def propose(self, tokens: Sequence[int], most: int, share_of_row: float = ASSUMED_SHARE) -> list[int]:
-        """Up to `most` tokens that may follow, as many as pay where a row costs this share of a pass; none when nothing
-        fits."""
+    def propose(self, tokens: Sequence[int], most: int, worth: Callable[[Sequence[float]], int]) -> list[int]:
+        """Up to `most` tokens that may follow, none where nothing fits. `worth` tells how many guesses pay, given the
+        chance of each that it and all before it are right."""
         offered, self.offered = self.offered, []
-        found = self._match(tokens)
-        self.is_from_model = found is None
-        if found is None:
-            return offered[: max(0, most)]
-        right = (self._right + 1) / (self._right + self._wrong + 2)
-        count, likely = 0, right
-        while count < min(most, MAX_DRAFT) and likely > share_of_row:
-            count, likely = count + 1, likely * right
-        if not count and most > 0:
-            self._forget()  # so that it is tried again
+        if most <= 0:  # what is said meanwhile is taken in once guesses are asked for
+            return []
+        self.is_from_model = self.wants(tokens)
+        if self.is_from_model:
+            return offered[:most]
         guess: list[int] = []
-        for place in range(found, found + count):  # past the end the guess itself goes on, as a text that repeats does
+        for place in range(self._place, self._place + worth(self._chances(min(most, MAX_DRAFT)))):
+            # Past the end the guess itself goes on, as a text that repeats does.
             guess.append(tokens[place] if place < len(tokens) else guess[place - len(tokens)])
         return guess
 
-    def learn_from(self, proposed: int, accepted: int) -> None:
-        """Tell how many of the last guess were right."""
-        if proposed and not self.is_from_model:
-            self._forget()
-            self._right, self._wrong = self._right + accepted, self._wrong + (accepted < proposed)
+    def _chances(self, count: int) -> list[float]:
+        found, chance = [], 1.0
+        for length in range(self._length, self._length + count):
+            kind = _kind(length)
+            chance *= self._right[kind] / self._tried[kind]
+            found.append(chance)
+        return found
 
-    def _forget(self) -> None:
-        self._right, self._wrong = FORGETTING * self._right, FORGETTING * self._wrong
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Take in what was said since."""
+        known = len(self._earlier) - 1
+        if not known:  # a prompt: what stands in it is looked up once, at its end
+            for end in range(1, len(tokens)):
+                self._keep(tokens, end)
+            known = max(0, len(tokens) - 1)
+        for end in range(known + 1, len(tokens) + 1):
+            if self._length:
+                self._settle(is_right := tokens[self._place] == tokens[end - 1])
+            else:
+                is_right = False
+            if is_right:  # no other run can be longer: it would have been before
+                self._place, self._length = self._place + 1, self._length + 1
+            else:
+                self._find(tokens, end)
+            self._keep(tokens, end)
 
-    def _match(self, tokens: Sequence[int]) -> int | None:
-        """Find where what followed the longest known run at the end of `tokens` begins."""
-        self._learn(tokens[:-1])
-        for size in range(min(MAX_MATCH, len(tokens) - 1), self._least - 1, -1):
-            place = self._places.get(tuple(tokens[-size:]))
-            if place is not None and place < len(tokens):
-                return place
-        return None
+    def _settle(self, is_right: bool) -> None:
+        kind = _kind(self._length)
+        self._right[kind] = FORGETTING * self._right[kind] + is_right
+        self._tried[kind] = FORGETTING * self._tried[kind] + 1
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        for end in range(max(self._seen + 1, self._least), len(tokens) + 1):
-            for size in range(self._least, min(MAX_MATCH, end) + 1):
-                self._places[tuple(tokens[end - size : end])] = end
-        self._seen = max(self._seen, len(tokens))
+    def _find(self, tokens: Sequence[int], end: int) -> None:
+        """The longest run that ends here and stood there before; of equally long ones the last."""
+        self._place, self._length = self._behind_one.get(tokens[end - 1], 0), 0
+        if self._place:
+            self._length = 1
+        place = self._behind_two.get(_pair(tokens, end), 0)
+        for _ in range(MOST_PLACES):
+            if not place or self._length == LONGEST_RUN:
+                break
+            length = 2
+            while length < min(place, LONGEST_RUN) and tokens[place - 1 - length] == tokens[end - 1 - length]:
+                length += 1
+            if length > self._length:
+                self._place, self._length = place, length
+            place = self._earlier[place]
+
+    def _keep(self, tokens: Sequence[int], end: int) -> None:
+        self._behind_one[tokens[end - 1]] = end
+        pair = _pair(tokens, end)
+        self._earlier.append(self._behind_two.get(pair, 0))
+        self._behind_two[pair] = end
 
 
-@dataclass
-class PassCost:
-    """Seconds of a pass as base + slope x rows, by least squares over recent passes."""
+def _pair(tokens: Sequence[int], end: int) -> tuple[int, ...]:
+    return tuple(tokens[max(0, end - 2) : end])
 
-    weight: float = 0.0
-    rows: float = 0.0
-    seconds: float = 0.0
-    rows_rows: float = 0.0
-    rows_seconds: float = 0.0
 
-    def add(self, rows: int, seconds: float) -> None:
-        """One pass."""
-        for name, value in (
-            ("weight", 1.0),
-            ("rows", rows),
-            ("seconds", seconds),
-            ("rows_rows", rows * rows),
-            ("rows_seconds", rows * seconds),
-        ):
-            setattr(self, name, getattr(self, name) * FADING + value)
-
-    def seconds_of(self, rows: float) -> float | None:
-        """Seconds of a pass of so many rows; None while nothing is known."""
-        if not self.weight:
-            return None
-        base, slope = self._line()
-        return base + slope * rows
-
-    def share_of_row(self) -> float:
-        """What one more row costs, as a share of a pass of few rows; 0 while it is not known."""
-        base, slope = self._line()
-        return slope / max(base + slope, 1e-9)
-
-    def _line(self) -> tuple[float, float]:
-        """(base, slope); no slope while too few passes tell one."""
-        spread = self.weight * self.rows_rows - self.rows**2
-        slope = 0.0
-        if self.weight >= 3 and spread > 1e-9 * self.weight * self.rows_rows:
-            slope = max(0.0, (self.weight * self.rows_seconds - self.rows * self.seconds) / spread)
-        return (self.seconds - slope * self.rows) / max(self.weight, 1e-9), slope
+def _kind(length: int) -> int:
+    """Runs of 1, 2, 4, 8, 16 tokens and more."""
+    return min(length.bit_length(), len(USUAL_CHANCES)) - 1

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from outcore.infer.cache import KvCache, OutOfPages
-from outcore.infer.schedule.drafts import ASSUMED_SHARE, TRIED_DRAFTS, PassCost
+from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
@@ -122,14 +123,15 @@ class Scheduler:
         """Work for the next pass, pages ready; empty when nothing is to do."""
         works: list[Work] = []
         limits, row_cost = self.limits, self.limits.row_cost
-        left, drafts = _Left(limits.pass_tokens, limits.pass_tokens), limits.draft_tokens
+        left, rows = _Left(limits.pass_tokens, limits.pass_tokens), sum(s.is_writing for s in self.running)
+        drafts = limits.draft_tokens
         for sequence in list(self.running):
             if sequence.is_writing and sequence.pages is not None and left.tokens > 0:
-                work = self._writing(sequence, min(drafts, left.tokens - 1), works)
+                work = self._writing(sequence, min(drafts, left.tokens - 1), rows, works)
                 if work is not None:
                     works.append(work)
                     left.take(work.start, work.count, row_cost)
-                    drafts -= work.num_drafts
+                    drafts, rows = drafts - work.num_drafts, rows + work.num_drafts
         if works:
             left.cost = max(left.cost, LEAST_READ * limits.pass_tokens)
         else:
@@ -156,21 +158,20 @@ class Scheduler:
 
     # --- parts of a pass
 
-    def _writing(self, sequence: Sequence, most_drafts: int, works: list[Work]) -> Work | None:
-        tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts)
+    def _writing(self, sequence: Sequence, most_drafts: int, rows: int, works: list[Work]) -> Work | None:
+        tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts, rows)
         if not self._room(sequence, len(tokens) + len(drafts), works):
             drafts = []
             if not self._room(sequence, len(tokens), works, may_preempt=True):
                 return None
         return Work(sequence, len(tokens) - 1, (tokens[-1], *drafts), len(drafts))
 
-    def _drafts(self, sequence: Sequence, most: int) -> list[int]:
+    def _drafts(self, sequence: Sequence, most: int, rows: int) -> list[int]:
+        """Guesses, as many as pay in a pass that has so many rows without them."""
         if sequence.drafter is None:
             return []
-        most = min(most, sequence.left - 1)
-        is_known = not self.limits.is_deterministic and sequence.drafted >= TRIED_DRAFTS
-        share = self.cost.share_of_row() if is_known else ASSUMED_SHARE
-        drafts = sequence.drafter.propose(sequence.tokens, most, share)
+        worth = PassCost().worth if self.limits.is_deterministic else partial(self.cost.worth, rows=rows)
+        drafts = sequence.drafter.propose(sequence.tokens, min(most, sequence.left - 1), worth)
         return drafts if sequence.matcher is None else drafts[: sequence.matcher.count_allowed(drafts)]
 
     def _reading(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work]) -> bool:

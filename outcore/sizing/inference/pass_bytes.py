@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outcore.common.quantities import KIB, MIB
-from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS
+from outcore.sizing.activations import FUSED_CHUNKS, LOGITS_CHUNK_BYTES, LOSS_CHUNKS
 
 GUESSED_TOKENS = 64
 """Guessed tokens of a pass, of all answers together, unless told."""
@@ -140,8 +140,10 @@ def logits_bytes(layer: LayerSize, vocab_size: int, size: PassSize, itemsize: in
     made = itemsize if itemsize < 4 else 0
     chosen = min(size.sequences, rows) * 12 + min(size.sequences, rows, size.DRAWN_ROWS) * DRAWN_BYTES
     answers = vocab_size * (rows * 4 + max(rows * made, chosen))
-    most = max(16, LOGITS_CHUNK_BYTES // LOSS_CHUNKS // (4 * vocab_size))
-    scored = vocab_size * min(most, size.chunk_tokens, size.tokens) * (4 + max(made, 4))
+    scored = 0
+    for smaller, of_number in ((LOSS_CHUNKS, 4 + max(made, 4)), (FUSED_CHUNKS, itemsize)):
+        most = max(16, LOGITS_CHUNK_BYTES // smaller // (4 * vocab_size))
+        scored = max(scored, vocab_size * min(most, size.chunk_tokens, size.tokens) * of_number)
     chunk = min(size.chunk_tokens, size.tokens)
     return max(answers, scored) + chunk * layer.hidden_size * (itemsize + 8)
 
