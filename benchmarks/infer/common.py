@@ -163,6 +163,8 @@ def run_requests(
     after_s = [(a.timings.total_s - a.timings.first_token_s) / max(1, len(a.tokens) - 1) for a in answers]
     return {
         "s": seconds,
+        "tokens": written,
+        "begins": [chosen.token for chosen in answers[0].tokens[:32]],
         "tokens_per_s": written / seconds,
         "passes": len(passes),
         "s_per_pass": seconds / max(1, len(passes)),

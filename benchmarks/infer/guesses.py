@@ -19,14 +19,19 @@ from typing import Any
 
 import torch
 from common import Cases, Numbers, device_of, open_found_with, run_requests
+from guess_texts import texts
 
 from outcore.infer.opening import FoundModel
 from outcore.infer.requests import Prompts
+from outcore.infer.schedule import PassCost
 from outcore.model import ModelSettings, load_model
 
-CODE = Path(__file__).resolve().parents[2] / "outcore" / "common" / "words.py"
-EDIT = "Here is a Python file:\n```python\n{}\n```\nRename did_you_mean to suggestion and print the whole file again."
-STORY = "Write a story about a lighthouse keeper who finds a strange machine on the beach."
+
+class SameCost(PassCost):
+    """Passes of any number of rows take as long, as they do while weights travel: for a run on the CPU."""
+
+    def add(self, rows: int, seconds: float) -> None:
+        super().add(rows, 1.0)
 
 
 class Widened:
@@ -114,13 +119,14 @@ def found(args: argparse.Namespace, precision: str) -> tuple[FoundModel, Any]:
 
 
 def main() -> None:
-    """Open it, answer each text twice."""
+    """Open it, answer each text without guesses and with them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--model", default="llama-8b", help="the preset whose shape it gets")
     parser.add_argument("--narrow", action="store_true", help="the small model's own shape, on the CPU")
-    parser.add_argument("--tokens", type=int, default=192, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=2, help="each text is answered twice a round; the best counts")
+    parser.add_argument("--texts", default="", help="those whose name has one of these words (commas between)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer with guesses")
+    parser.add_argument("--plain_tokens", type=int, default=32, help="of each without: there every pass is alike")
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -128,17 +134,31 @@ def main() -> None:
     cases = Cases(device, args.out)
     model, tokenizer = found(args, "bf16" if device.type == "cuda" else "fp32")
     opened = open_found_with(model, device, context=1024)
-    texts = {"edit": EDIT.format(CODE.read_text()[:1800]), "story": STORY}
-    asked = {name: Prompts(tokenizer).of_messages([{"role": "user", "content": text}]) for name, text in texts.items()}
-    run_requests(opened, [asked["story"]], 8)  # compiles and captures
-    for name, ids in asked.items():
-        seconds = {}
-        for guesses in (False, True) * args.rounds:
-            opened.engine.speculates = guesses
-            word = "with" if guesses else "without"
-            row = cases.note(f"{name}, {word} guesses", lambda i=ids: run_requests(opened, [i], args.tokens))
-            seconds[word] = min(row.get("s", math.inf), seconds.get(word, math.inf))
-        cases.note(f"{name}: gain", lambda s=seconds: {"gain": s["without"] / s["with"]})
+    prompts, engine = Prompts(tokenizer), opened.engine
+    for name, asked in texts().items():
+        if not any(word in name for word in args.texts.split(",")):
+            continue
+        ids = (
+            prompts.of_messages([{"role": "user", "content": asked.text}])
+            if asked.is_chat
+            else prompts.of_text(asked.text)
+        )
+        rows = {}
+        for speculates, count in ((False, args.plain_tokens), (True, args.tokens)):
+            engine.speculates, engine.scheduler.cost = speculates, SameCost() if args.narrow else PassCost()
+            word = "with" if speculates else "without"
+            rows[speculates] = cases.note(
+                f"{name}, {word} guesses",
+                lambda i=ids, n=count, t=asked.temperature: run_requests(opened, [i], n, t),
+            )
+        cases.note(
+            f"{name}: gain",
+            lambda r=rows: {
+                "tokens_per_pass": r[True]["tokens"] / r[True]["passes"],
+                "gain": r[False]["s_per_token_after"] / r[True]["s_per_token_after"],
+                "begins_alike": r[True]["begins"][: args.plain_tokens] == r[False]["begins"],
+            },
+        )
     opened.close()
 
 

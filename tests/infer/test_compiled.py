@@ -24,15 +24,18 @@ def slots_used(one: TinyEngine) -> dict:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_slots_say_what_transformers_says(family):
+def test_slots_say_what_transformers_says(family, monkeypatch):
     loaded = tiny_loaded(family)
     prompts = prompts_of(6)
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
     one = TinyEngine(family, loaded=loaded, small=True)
+    told: list[int] = []
+    monkeypatch.setattr(one.engine.scheduler.cost, "add", lambda rows, seconds: told.append(rows))
     assert one.greedy(prompts, 20) == expected
     assert one.engine.counts.accepted > 0, "guesses are rows of one sequence"
     used = slots_used(one)
     assert len(used) > 2 and max(used.values()) > 1
+    assert len(told) == one.engine.counts.passes - len(used), "a slot's first pass makes what later ones find"
     one.close()
 
 

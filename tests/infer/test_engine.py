@@ -1,5 +1,6 @@
 """The engine: answers do not depend on company, guesses, room or order; what is cancelled or late ends at once."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -189,3 +190,15 @@ def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monk
     one.greedy([list(range(2, 42))], 2)
     one.close()
     assert seen == ["waited", "asked", "waited", "asked", "asked", "asked"]
+
+
+def test_texts_of_several_passes_are_told_apart():
+    one, texts = TinyEngine("llama"), prompts_of(8)
+    together = one.runner.score(texts)
+    assert [len(scores) for scores in together] == [len(text) - 1 for text in texts]
+    one.runner.limits = dataclasses.replace(one.runner.limits, call_tokens=20, score_tokens=24)
+    for one_by_one, of_text in zip(one.runner.score(texts, 3), together, strict=True):
+        assert [s.logprob for s in one_by_one] == [pytest.approx(s.logprob, abs=1e-5) for s in of_text]
+        assert [s.top[0][0] for s in one_by_one] == [s.top[0][0] for s in of_text]
+        assert all(len(s.top) == 3 and s.top[0][1] == max(value for _, value in s.top) for s in one_by_one)
+    one.close()
