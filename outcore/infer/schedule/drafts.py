@@ -38,7 +38,7 @@ class Drafter:
         self._earlier: list[int] = [0]
         """For each place, the last one before it that the same two tokens stand before; 0: there is none."""
         self._place, self._length = 0, 0
-        """Where what may follow begins, and the length of the run before it that ends the text, too; 0: none does."""
+        """Place where what may follow begins, and length of the run before it that ends the text, too; 0: none does."""
         self._right = [WEIGHT_OF_USUAL * chance for chance in USUAL_CHANCES]
         self._tried = [WEIGHT_OF_USUAL] * len(USUAL_CHANCES)
         """Outcomes by length of the run: its tokens came true, or not."""
