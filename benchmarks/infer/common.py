@@ -180,11 +180,17 @@ def run_requests(
     }
 
 
-def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, vocab: int) -> dict[str, Any]:
-    """Passes that only write: median seconds, and the share of the link that they reach."""
+def decode_passes(
+    opened: OpenedModel, batch: int, count: int, prompt: int, vocab: int, temperature: float = 0.0
+) -> dict[str, Any]:
+    """Passes that only write: median seconds, and the share of the link that they reach. At temperature 1 tokens are
+    drawn, so that each chooses other experts; the likeliest of random weights repeat themselves."""
     engine, experts = opened.engine, opened.weights.experts
     counts = ExpertCounts() if experts is None else experts.counts
-    sampling = Sampling(temperature=0, max_tokens=count + 4, ignore_eos=True)
+    sampling = Sampling(temperature=temperature, seed=1, max_tokens=count + 4, ignore_eos=True)
+    small = getattr(engine.runner, "small", None)
+    few = None if small is None else small.experts
+    answered = (0, 0.0)
     speculates, engine.speculates = engine.speculates, False
     done: list[Any] = []
     for i, ids in enumerate(prompts(batch, prompt, vocab)):
@@ -199,12 +205,14 @@ def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, voca
             times.append(time.perf_counter() - began)
             if len(times) == 3:
                 before = replace(counts)
+                answered = answered if few is None else few.answered()
     engine.speculates = speculates
     times = sorted(times[3:])  # the first ones compile and capture
     asked, hits = counts.asked - before.asked, counts.hits - before.hits
     expert_bytes = (counts.read_bytes - before.read_bytes) / max(1, len(times))
     middle = times[len(times) // 2] if times else float("nan")
-    travelling, small = opened.placement.travelling_bytes, getattr(engine.runner, "small", None)
+    travelling = opened.placement.travelling_bytes
+    questions, cpu_s = (0, 0.0) if few is None else (now - then for now, then in zip(few.answered(), answered))
     cache = engine.scheduler.cache
     stored_tokens = sum(ledger.num_pages for ledger in cache.ledgers) * cache.settings.page_tokens
     kv_bytes = 0 if opened.placement.kv_home == "vram" else batch * prompt * cache.size_bytes / stored_tokens
@@ -218,6 +226,8 @@ def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, voca
         "kv_gb": kv_bytes / 1e9,
         "expert_hit_rate": hits / asked if asked else None,
         "experts_gb": expert_bytes / 1e9,
+        "cpu_questions": questions / max(1, len(times)),
+        "cpu_s": cpu_s / max(1, len(times)),
         "streamed_gb_per_s": (travelling + expert_bytes + kv_bytes) / middle / 1e9,
         "tokens_per_s": batch / middle,
         "travelling_gb": travelling / 1e9,

@@ -22,6 +22,8 @@ STEP = 64
 """Columns that a kernel takes together."""
 BOX_BYTES, ANSWERED_AT, BUSY_AT, TASK_BITS = 192, 64, 128, 20
 """products.h: Box."""
+MOST_PAIRS = 1024
+"""products.cpp: kMostPairs."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
 _CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
 """products.h: Packed."""
@@ -47,6 +49,22 @@ class CProduct(ctypes.Structure):
         ("scale_type", ctypes.c_int32),
         ("block_shift", ctypes.c_int32),
         ("m", ctypes.c_int32),
+        ("places", ctypes.c_void_p),
+    )
+
+
+class CStack(ctypes.Structure):
+    """products.h: Stack."""
+
+    _fields_ = (
+        ("first", CProduct),
+        ("codes_stride", ctypes.c_int64),
+        ("scale_stride", ctypes.c_int64),
+        ("zero_stride", ctypes.c_int64),
+        ("numbers", ctypes.c_void_p),
+        ("elsewhere", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("share", ctypes.c_int32),
     )
 
 
@@ -99,6 +117,25 @@ class PackedProducts:
                 raise MemoryError(os.strerror(code))
         return out
 
+    def multiply_chosen(
+        self, stack: CStack, x: torch.Tensor, numbers: torch.Tensor, share: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Row n / share of x [rows, columns] times weight number n of `numbers` (int32) of the stack: [pairs, rows of a
+        weight] in fp32, in `out` where that is given. Where the number is negative nothing is written. `MOST_PAIRS` at
+        most."""
+        pairs = len(numbers)
+        assert pairs <= MOST_PAIRS and len(x) * share >= pairs and x.shape[1] == stack.first.columns
+        x, numbers = x.float().contiguous(), numbers.to(torch.int32).contiguous()
+        if out is None:
+            out = torch.zeros(pairs, stack.first.rows, dtype=torch.float32)
+        with self._lock:
+            stack.numbers, stack.share, stack.elsewhere = numbers.data_ptr(), share, None
+            run = self._library.outcore_product_run_stack
+            code = run(self._team, ctypes.byref(stack), pairs, x.data_ptr(), out.data_ptr())
+            if code:
+                raise MemoryError(os.strerror(code))
+        return out
+
     def listen(self, box: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
         """Answer from now on to what is written to the box (products.h: Box), a uint8 tensor like the others: room for
         rows of activations, and for the results of one task behind each other, in fp32."""
@@ -110,10 +147,14 @@ class PackedProducts:
 
     def task(self, calls: Sequence[CProduct]) -> int:
         """Number by which the box may ask for these products, all of the same rows of activations."""
-        found = self._library.outcore_product_task(self._team, (CProduct * len(calls))(*calls), len(calls))
-        if not 0 <= found < 1 << TASK_BITS:
-            raise MemoryError(os.strerror(-found) if found < 0 else "more tasks than a box can name")
-        return found
+        return _task(self._library.outcore_product_task(self._team, (CProduct * len(calls))(*calls), len(calls)))
+
+    def task_of_chosen(self, stack: CStack, numbers: torch.Tensor, share: int, elsewhere: torch.Tensor) -> int:
+        """Number by which the box may ask for products of rows with those weights of a stack that `numbers` says when
+        it asks, as `multiply_chosen`; of as many pairs as it asks for, all numbers at most. `elsewhere`: for each
+        weight -1, or who else multiplies it. Both int32, on the CPU, and there as long as this is."""
+        stack.numbers, stack.share, stack.elsewhere = numbers.data_ptr(), share, elsewhere.data_ptr()
+        return _task(self._library.outcore_product_stack(self._team, ctypes.byref(stack), len(numbers)))
 
     @staticmethod
     def question(task: int, rows: int) -> int:
@@ -157,6 +198,14 @@ def call_of(spec: PackedSpec, planes: Sequence[torch.Tensor]) -> CProduct:
     )
 
 
+def stack_of(spec: PackedSpec, planes: Sequence[torch.Tensor], stride_bytes: Sequence[int]) -> CStack:
+    """A stack of weights, spec [weights, rows, columns], for whose rows there is a kernel: by the planes of the first
+    one on the CPU and what lies in each plane between a weight and the next."""
+    one = PackedSpec(spec.format, spec.shape[1:], spec.is_transposed)
+    strides = [*stride_bytes, 0, 0]
+    return CStack(call_of(one, planes), strides[0], strides[1], strides[2], count=spec.shape[0])
+
+
 def available_variants() -> tuple[str, ...]:
     """Names of the instruction sets that this processor has kernels for, the fastest last."""
     found = int(_library().outcore_product_variants())
@@ -172,11 +221,19 @@ def _library() -> ctypes.CDLL:
         ("run", ctypes.c_int, (p, p, p)),
         ("listen", ctypes.c_int, (p, p, p, p)),
         ("task", ctypes.c_int64, (p, p, i32)),
+        ("run_stack", ctypes.c_int, (p, p, i32, p, p)),
+        ("stack", ctypes.c_int64, (p, p, i32)),
         ("team_delete", None, (p,)),
     ):
         function = getattr(library, f"outcore_product_{name}")
         function.restype, function.argtypes = returns, arguments
     return library
+
+
+def _task(found: int) -> int:
+    if not 0 <= found < 1 << TASK_BITS:
+        raise MemoryError(os.strerror(-found) if found < 0 else "more tasks than a box can name")
+    return found
 
 
 def _address(plane: torch.Tensor | None) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from outcore.formats import PackedSpec, packed_format
-from outcore.formats.products import VARIANT_NAMES, PackedProducts, available_variants
+from outcore.formats import PackedSpec, packed_format, stack_of
+from outcore.formats.products import VARIANT_NAMES, CStack, PackedProducts, available_variants
 from tests.formats.test_formats import random_planes
 
 FORMATS = ("nf4", "int8", "int4_128_fp16", "int4_64_bf16_zero", "int4_32_fp32_zero", "mxfp4")
@@ -74,6 +76,63 @@ def test_threads_that_come_late_see_whole_products() -> None:
         for number in range(600):
             spec, data, x, expected = cases[number * 5 % len(cases)]
             assert torch.equal(products.product(spec, data, x), expected), number
+
+
+def a_stack(name: str, count: int, rows: int, columns: int, gap: int = 0) -> tuple[list, CStack]:
+    """Weights of one shape, and how they lie: the planes of one behind the other, `gap` bytes between them."""
+    spec = PackedSpec(packed_format(name), (rows, columns))
+    weights = [spec.assemble(random_planes(name, spec.num_blocks)) for _ in range(count)]
+    stride = spec.size_bytes + gap
+    memory = torch.zeros(count * stride, dtype=torch.uint8)
+    for number, data in enumerate(weights):
+        memory[number * stride : number * stride + spec.size_bytes] = data
+    planes = spec.planes(memory[: spec.size_bytes])
+    stack = stack_of(PackedSpec(spec.format, (count, rows, columns)), planes, [stride] * len(planes))
+    return [memory, spec, weights], stack
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_times_the_weights_that_they_chose_have_the_bits_of_single_products(name: str) -> None:
+    (memory, spec, weights), stack = a_stack(name, 5, ROWS, COLUMNS, gap=256)
+    choices = [[3], [0, 4, 2, 1], [1, 1, -1, 3, 1, 3], [-1, -1], [2] * 35 + [0] * 3]
+    for threads in (1, 3):
+        with PackedProducts(threads) as products:
+            for chosen, share in [(chosen, share) for chosen in choices for share in (1, 2)]:
+                x = torch.randn(-(-len(chosen) // share), COLUMNS)
+                out = torch.full((len(chosen), ROWS), 7.0)
+                products.multiply_chosen(stack, x, torch.tensor(chosen), share, out)
+                for pair, number in enumerate(chosen):
+                    row = x[pair // share : pair // share + 1]
+                    expected = (
+                        torch.full((1, ROWS), 7.0) if number < 0 else products.product(spec, weights[number], row)
+                    )
+                    assert torch.equal(out[pair : pair + 1], expected), (chosen, pair)
+    assert len(memory)
+
+
+def test_a_box_takes_chosen_weights_where_nobody_else_does() -> None:
+    (memory, spec, weights), stack = a_stack("q4_k", 4, 40, 256)
+    host = torch.zeros(1 << 16, dtype=torch.uint8)
+    box, words = host[:4096], host[:4096].view(torch.int64)
+    x, out = host[4096 : 1 << 15].view(torch.float32), host[1 << 15 :].view(torch.float32)
+    numbers, elsewhere = torch.zeros(12, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)
+    with PackedProducts(3) as products:
+        products.listen(box, x, out)
+        task = products.task_of_chosen(stack, numbers, 2, elsewhere)
+        for turn, (chosen, there) in enumerate([([3, 1, 3, 0], []), ([0, 1], [1]), ([2, 2, 2, 0, 1, 2], [0, 1])], 1):
+            rows = x[: len(chosen) // 2 * 256].view(-1, 256).copy_(torch.randn(len(chosen) // 2, 256))
+            out.fill_(7.0)
+            numbers[: len(chosen)] = torch.tensor(chosen)
+            elsewhere.fill_(-1)[there] = 5
+            words[0] = number = turn << 32 | PackedProducts.question(task, len(chosen))
+            until_s = time.monotonic() + 60
+            while words[8] != number:
+                assert time.monotonic() < until_s
+            for pair, weight in enumerate(chosen):
+                found, row = out[pair * 40 : pair * 40 + 40], rows[pair // 2 : pair // 2 + 1]
+                expected = torch.full((1, 40), 7.0) if weight in there else products.product(spec, weights[weight], row)
+                assert torch.equal(found, expected[0])
+    assert len(memory)
 
 
 def test_what_has_no_kernel_is_told() -> None:

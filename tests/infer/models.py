@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -32,6 +33,21 @@ class Words:
 
     def decode(self, tokens, skip_special_tokens=True):
         return "".join(chr(0x4E00 + t) for t in tokens)
+
+
+class AsksHere:
+    """In place of the kernels by which a GPU asks the CPU."""
+
+    def ask(self, box, turn, question, *, waits):
+        turn[0] += 1
+        turn[1] = box.view(torch.int64)[0] = int(turn[0]) << 32 | question
+        if waits:
+            self.wait(box, turn)
+
+    def wait(self, box, turn):
+        words, until_s = box.view(torch.int64), time.monotonic() + 60
+        while words[8] != turn[1]:
+            assert time.monotonic() < until_s
 
 
 def off_device(placement, ram_share: float):

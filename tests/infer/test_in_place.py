@@ -30,7 +30,7 @@ from outcore.sizing.inference import (
 )
 from outcore.sizing.inference.homes import PartHome
 from outcore.staging import PinnedPool
-from tests.infer.models import off_device, prompts_of, save_tiny_model
+from tests.infer.models import AsksHere, off_device, prompts_of, save_tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = prompts_of(4, vocab=280)
@@ -60,20 +60,10 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
 
 
-def ask_here(box, turn, question):
-    """In place of the GPU's kernel."""
-    turn += 1
-    number = int(turn) << 32 | question
-    words, until_s = box.view(torch.int64), time.monotonic() + 60
-    words[0] = number
-    while words[8] != number:
-        assert time.monotonic() < until_s
-
-
 def test_a_layer_hands_over_once_for_weights_of_the_same_rows(weight_of):
     spec_of = {"q": (40, 128), "k": (24, 128), "o": (128, 64)}
     with PackedProducts(2) as products:
-        in_place = InPlaceProducts(products, {"q8_0": 40}, CPU, HandOver(products, CPU, ask_here))
+        in_place = InPlaceProducts(products, {"q8_0": 40}, CPU, HandOver(products, CPU, AsksHere()))
         weights = {name: weight_of(shape) for name, shape in spec_of.items()}
         for weight in weights.values():
             weight.products = in_place

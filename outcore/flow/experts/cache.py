@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from outcore.common.deadline import Deadline
 from outcore.flow.experts.form import form_of
-from outcore.flow.experts.next_use import NextUses
+from outcore.flow.experts.next_use import Key, NextUses
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import RangeUpload, SlabRanges, settle
+from outcore.staging.pool import SmallCopies
 
-Key = tuple[int, int]
-"""(layer, expert)."""
 NEARLY_ALL = 0.9
 """Share of a layer's experts touched from which the next layer's are read before they are asked for."""
 
@@ -90,6 +90,14 @@ class ExpertCache:
         self._keys: list[Key | None] = [None] * num_slots
         """What lies in each slot."""
         self._uses = NextUses(num_slots, {layer: form.num_experts for layer, form in self.forms.items()})
+        shape = len(layers), max(form.num_experts for form in self.forms.values())
+        self.where = torch.full(shape, -1, dtype=torch.int32, device=device)
+        """Slot of each expert [layers, experts], -1 where it is in none, as `settle` left it; on the device."""
+        self.where_now = torch.full(shape, -1, dtype=torch.int32)
+        """Copy of it in RAM."""
+        self._row = {layer: row for row, layer in enumerate(layers)}
+        self._moved, self._just = set[Key](), set[Key]()
+        """Experts of which that is another by now, and those that have only just been asked for."""
         self._over: dict[int, Any] = {}
         """Event after the last use of a slot; those that are missing are free since `_since`."""
         self._since = ranges.lane.streams.now()
@@ -125,6 +133,61 @@ class ExpertCache:
             pinned.difference_update(slots)
             coming.difference_update(slots)
 
+    def planes(self, part: Part) -> list[list[torch.Tensor]]:
+        """For each parameter its arrays in all slots: [slots, ...] as one expert's are, or [slots, blocks, per_block]
+        of a packed one."""
+        form = form_of(part)
+        found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
+        for piece in form.pieces:
+            slot, planes = part.layout.slots[piece.slot], found[piece.slot]
+            size_bytes = piece.numel * part.layout.dtype.itemsize
+            dtype, shape = part.layout.dtype, slot.shape[1:]
+            if slot.packed is not None:
+                plane = slot.packed.format.planes[len(planes)]
+                dtype, shape = plane.dtype, (-1, plane.per_block)
+            of_all = self.memory[:, piece.at_bytes : piece.at_bytes + size_bytes].view(dtype)
+            planes.append(of_all.unflatten(1, shape))
+        return found
+
+    def fill(self) -> None:
+        """Begin to read as many experts as there are slots, of every layer as many: before anything is known of what
+        will be chosen."""
+        keys = [(layer, expert) for expert in range(self.where.shape[1]) for layer in self.parts]
+        self._bring([key for key in keys if key[1] < self.forms[key[0]].num_experts][: self.num_slots], set())
+
+    def settle(self, copies: SmallCopies) -> None:
+        """Bring `where` up to date for passes that are queued from now on. None must be under way that reads it.
+        What has only just been asked for counts from the next time on: waiting for it would take longer than it saves.
+        EngineError for what could not be read."""
+        for key in self._moved - self._just:
+            slot = self._table.get(key)
+            if slot is not None and slot.arriving is not None:
+                slot.arriving.wait_stream()
+                slot.arriving = None
+            self.where_now[self._row[key[0]], key[1]] = -1 if slot is None else slot.place
+        if self._moved - self._just:
+            copies.into(self.where_now, self.where)
+        self._moved, self._just = self._just, set()
+
+    def used(self) -> None:
+        """What was queued until now may read any slot."""
+        self._over, self._since = {}, self._ranges.lane.streams.now()
+
+    def adapt(self, chosen: torch.Tensor, where: torch.Tensor, most: int) -> None:
+        """Learn from what a pass chose [layers, pairs], for which experts were where `where` says, and begin to read up
+        to so many of those that it missed, where they are likely to be asked for sooner than what makes room."""
+        missing = []
+        for layer, numbers, places in zip(self.parts, chosen.numpy(), where.numpy(), strict=True):
+            experts = np.unique(numbers)
+            self.counts.asked += len(experts)
+            self.counts.hits += int((places[experts] >= 0).sum())
+            self._uses.visit(layer, experts)
+            missing += [(layer, expert) for expert in experts.tolist() if (layer, expert) not in self._table]
+        kept = {slot.place for slot in self._table.values() if slot.arriving is not None}
+        for key, place in self._uses.sooner(missing, most, kept):
+            self._put(key, place)
+            self._just.add(key)
+
     def abort(self, deadline: Deadline | None = None) -> None:
         """After a failure: wait for reads under way; what they were to bring is not there."""
         under_way = [slot for slot in self._table.values() if slot.arriving is not None]
@@ -158,14 +221,20 @@ class ExpertCache:
     def _bring(self, keys: Sequence[Key], kept: set[int], *, is_ahead: bool = False) -> None:
         """Begin to read experts into slots that are free or will be missed least; not into those of `kept`."""
         for key, place in zip(keys, self._uses.latest(len(keys), kept), strict=True):
-            self._empty(place)
-            self._table[key] = _Slot(place, self._read(key, place), is_ahead)
-            self._keys[place] = key
-            self._uses.put(place, *key)
+            self._put(key, place, is_ahead=is_ahead)
+
+    def _put(self, key: Key, place: int, *, is_ahead: bool = False) -> None:
+        self._empty(place)
+        self._table[key] = _Slot(place, self._read(key, place), is_ahead)
+        self._keys[place] = key
+        self._uses.put(place, *key)
+        self._moved.add(key)
 
     def _empty(self, place: int) -> None:
         gone, self._keys[place] = self._keys[place], None
         self._uses.clear(place)
+        if gone is not None:
+            self._moved.add(gone)
         if gone is not None and (transfer := self._table.pop(gone).arriving) is not None:  # read ahead in vain
             transfer.wait_stream()
             self._over[place] = None  # it is written to until then

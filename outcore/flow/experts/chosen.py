@@ -10,15 +10,17 @@ N tokens, K experts of each, E experts of the layer, G in a group, P pairs of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from outcore.flow.experts.cache import ExpertCache
-from outcore.flow.experts.form import experts_of, form_of
-from outcore.flow.parts import ModelParts, Part, bound
+from outcore.flow.experts.form import experts_of
+from outcore.flow.parts import ModelParts, bound
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedSpec
 from outcore.staging.pool import SmallCopies
@@ -27,22 +29,69 @@ MOST_STACKED = 1023
 """Experts of a stack: CUDA's `grouped_mm` refuses 1,024 groups, also empty ones."""
 
 
-class ChosenExperts:
-    """Runs the experts of one layer. `in_place`: computes with packed weights as they are; None: nothing does."""
+opened: WeakValueDictionary[int, ChosenLayers] = WeakValueDictionary()
+"""Layers of each model, by number: compiled code cannot hold an object, so it names the model that it means."""
+_numbers = itertools.count()
 
-    def __init__(
-        self, module: nn.Module, layer: int, cache: ExpertCache, in_place: InPlaceProducts | None, scratch: GroupMemory
-    ) -> None:
-        self._module, self._layer, self._cache = module, layer, cache
-        self._in_place, self._scratch = in_place, scratch
-        self._part = cache.parts[layer]
-        self._is_packed = bool(self._part.layout.packed_slots)
-        self._planes = _slot_views(self._part, cache)
-        self._copies = SmallCopies(cache.memory.device)
+
+@torch.library.custom_op("outcore::chosen_experts", mutates_args=())
+def chosen_experts(hidden: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    """[N, H] by the experts of the layer that is run, of the model of this number: an operation that the compiler does
+    not look into."""
+    layers = opened[number]
+    return layers.of[layers.now](hidden, choice, weights)
+
+
+@chosen_experts.register_fake
+def _(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+class ChosenLayers:
+    """The experts of all layers of a model, forward of each of their modules: so that these are alike to who looks, and
+    compiled code serves them all. `scratch`: where experts are expanded."""
+
+    def __init__(self, scratch: GroupMemory) -> None:
+        self.number, self.scratch = next(_numbers), scratch
+        self.of: dict[int, ChosenExperts] = {}
+        self.now = -1
+        """Layer that is run."""
+        self.is_few = False
+        """Whether they run by `ChosenExperts.few`."""
+        opened[self.number] = self
+
+    def enter(self, layer: int) -> None:
+        """A layer is about to be run."""
+        self.now = layer
 
     def __call__(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """hidden [N, H], choice [N, K], weights [N, K] -> [N, H], in whatever way the model's code gives them."""
         hidden, choice, weights = (*args, *named.values())
+        if torch.compiler.is_compiling():
+            return chosen_experts(hidden, choice, weights, self.number)
+        return self.of[self.now](hidden, choice, weights)
+
+
+class ChosenExperts:
+    """Runs the experts of one layer. `in_place`: computes with packed weights as they are; None: nothing does."""
+
+    def __init__(
+        self, module: nn.Module, layer: int, cache: ExpertCache, in_place: InPlaceProducts | None, layers: ChosenLayers
+    ) -> None:
+        self._module, self._layer, self._cache = module, layer, cache
+        self._in_place, self._scratch, self._layers = in_place, layers.scratch, layers
+        self._part = cache.parts[layer]
+        self._is_packed = bool(self._part.layout.packed_slots)
+        self._planes = cache.planes(self._part)
+        self._copies = SmallCopies(cache.memory.device)
+        self.few: Callable[..., torch.Tensor] | None = None
+        """Runs few tokens without the host."""
+
+    def __call__(self, hidden: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [N, H], choice [N, K], weights [N, K] -> [N, H]."""
+        if self._layers.is_few:
+            assert self.few is not None
+            return self.few(hidden, choice, weights)
         chosen = choice.reshape(-1).cpu()  # waits for the device
         rows, found = choice.shape[1], None
         for experts, slots in self._stackable(self._cache.groups(self._layer, chosen.unique().tolist())):
@@ -140,28 +189,13 @@ class ChosenWeight(PackedWeight):
         return PackedWeight(spec, [plane[self.slots[index]] for plane in self.planes], self.dtype, self.products)
 
 
-def run_chosen(units: ModelParts, cache: ExpertCache, in_place: InPlaceProducts | None) -> int:
-    """Have the layers' experts run from the cache's slots; bytes of the scratch memory that they share."""
+def run_chosen(units: ModelParts, cache: ExpertCache, in_place: InPlaceProducts | None) -> ChosenLayers:
+    """Have the layers' experts run from the cache's slots."""
     needed = max(form.expanded_bytes for form in cache.forms.values()) * cache.group if in_place is None else 0
-    scratch = GroupMemory(needed, cache.memory.device)
+    layers = ChosenLayers(GroupMemory(needed, cache.memory.device))
     for layer in cache.parts:
         module = experts_of(units.layers[layer])
         assert module is not None
-        module.forward = ChosenExperts(module, layer, cache, in_place, scratch)
-    return needed
-
-
-def _slot_views(part: Part, cache: ExpertCache) -> list[list[torch.Tensor]]:
-    """For each parameter its arrays in all slots: [slots, ...] as one expert's are, or [slots, blocks, per_block]."""
-    form = form_of(part)
-    found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
-    for piece in form.pieces:
-        slot, planes = part.layout.slots[piece.slot], found[piece.slot]
-        size_bytes = piece.numel * part.layout.dtype.itemsize
-        dtype, shape = part.layout.dtype, slot.shape[1:]
-        if slot.packed is not None:
-            plane = slot.packed.format.planes[len(planes)]
-            dtype, shape = plane.dtype, (-1, plane.per_block)
-        of_all = cache.memory[:, piece.at_bytes : piece.at_bytes + size_bytes].view(dtype)
-        planes.append(of_all.unflatten(1, shape))
-    return found
+        layers.of[layer] = ChosenExperts(module, layer, cache, in_place, layers)
+        module.forward = layers
+    return layers

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+Key = tuple[int, int]
+"""(layer, expert)."""
 LATELY, OFTEN = 1 / 2, 1 / 16
 """Weights of a visit in its layer's two moving averages. One alone loses to the least recently used on traces that
 repeat themselves (1/16) or on skewed ones that do not (1/2); half of each does on none of those tried."""
@@ -42,7 +44,7 @@ class NextUses:
         """Whether the layer asks no more in this pass, as the layer before it did; False in the first layer."""
         return self._calls >= self._expected_calls
 
-    def visit(self, layer: int, experts: Sequence[int]) -> None:
+    def visit(self, layer: int, experts: Sequence[int] | np.ndarray) -> None:
         """A layer asks for experts: once for each call of a pass, calls one after the other."""
         rank = self._rank[layer]
         if rank == self._now:
@@ -72,10 +74,30 @@ class NextUses:
         """Find `count` slots: empty ones first, then those that will be asked for latest; none of `kept`."""
         if not count:
             return []
-        when = self._passes.take(self._place) + self._ahead.take(self._layer)
+        when = self._when()
         if not self.is_last_call:  # the next call is likely to ask again
             own = np.flatnonzero(self._layer == self._now)
             when[own[self._in_pass[self._place[own] % self._width]]] = 0
         when[list(kept)] = -1
+        return self._last(when, count)
+
+    def sooner(self, wanted: Sequence[Key], most: int, kept: Collection[int]) -> list[tuple[Key, int]]:
+        """((layer, expert), slot) of up to so many of those wanted, for which what lies in the slot makes room because
+        it will be asked for later; none of `kept`."""
+        if not wanted:
+            return []
+        rank, expert = np.array([(self._rank[layer], expert) for layer, expert in wanted]).reshape(-1, 2).T
+        wanted_when = self._passes[rank * self._width + expert] + self._ahead[rank]
+        first, when = np.argsort(wanted_when, kind="stable")[: min(most, len(self._layer) - len(kept))], self._when()
+        when[list(kept)] = -1
+        places = self._last(when, len(first)) if len(first) else []
+        return [(wanted[at], place) for at, place in zip(first, places) if wanted_when[at] < when[place]]
+
+    def _when(self) -> np.ndarray:
+        """In how many passes what lies in each slot will be asked for."""
+        return self._passes.take(self._place) + self._ahead.take(self._layer)
+
+    @staticmethod
+    def _last(when: np.ndarray, count: int) -> list[int]:
         found = np.argpartition(when, len(when) - count)[len(when) - count :]
         return found[np.argsort(-when[found], kind="stable")].tolist()

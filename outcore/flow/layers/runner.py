@@ -7,7 +7,7 @@ Router logits of a mixture of experts, seen while its layers run: by what the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,7 @@ class HeadInput:
 class PartRunner:
     """Forward of a model's parts. `tiles`: parts in tiles; `taps`: see the routers' logits as layers run;
     `in_place`: computes with packed parts that are not expanded; `long_rows`: runs layers on long rows, whose hidden
-    states are in RAM from the embedding to the head."""
+    states are in RAM from the embedding to the head; `entering`: hears of each layer before it is run."""
 
     def __init__(
         self,
@@ -112,9 +112,10 @@ class PartRunner:
         taps: RouterTaps | None = None,
         in_place: InPlaceProducts | None = None,
         long_rows: LongRows | None = None,
+        entering: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self.units, self.compiled, self.tiles, self.taps = units, compiled, tiles, taps
-        self.long_rows = long_rows
+        self.long_rows, self._entering = long_rows, entering
         self.weights = PartWeights(tiles, in_place)
 
     @torch.no_grad()
@@ -133,6 +134,7 @@ class PartRunner:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(output, router logits) of layer `index`."""
         unit = self.units.layer_units[index]
+        self._entering(index)
         tensors = self.weights.tensors(unit, slab)
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_forward(unit)

@@ -8,8 +8,8 @@ thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -20,16 +20,25 @@ from outcore.staging.pool import device_view
 X_BYTES, OUT_BYTES, BOX_ROOM = 8 * MIB, 16 * MIB, 4 * KIB
 """Room for activations, for results, and for the box before them."""
 
-Ask = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""(box, turn, question): queues the question, behind which the stream waits for the answer."""
+
+class Asks(Protocol):
+    """How a stream asks. `turn`: a count, and what was asked for last."""
+
+    def ask(self, box: torch.Tensor, turn: torch.Tensor, question: int, *, waits: bool) -> None:
+        """Queue a question, behind which the stream waits for the answer, if it is to."""
+        ...
+
+    def wait(self, box: torch.Tensor, turn: torch.Tensor) -> None:
+        """Have the stream wait for the answer to what it asked for last."""
+        ...
 
 
 class HandOver:
     """Way of one device's activations to `products` and back. One stream at a time. RuntimeError or MemoryError where
     the device cannot ask."""
 
-    def __init__(self, products: PackedProducts, device: torch.device, ask: Ask | None = None) -> None:
-        self._products, self._device, self._ask = products, device, ask or _kernel()
+    def __init__(self, products: PackedProducts, device: torch.device, asks: Asks | None = None) -> None:
+        self.products, self._asks = products, asks or _Kernels()
         has_gpu = device.type == "cuda"
         self._host = torch.zeros(BOX_ROOM + X_BYTES + OUT_BYTES, dtype=torch.uint8, pin_memory=has_gpu)
         view = device_view(self._host, device) if has_gpu else self._host
@@ -37,7 +46,7 @@ class HandOver:
         products.listen(*self._host.split(sizes))
         self._box, x, out = view.split(sizes)
         self._x, self._out = x.view(torch.float32), out.view(torch.float32)
-        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._turn = torch.zeros(2, dtype=torch.int64, device=device)
         self._tasks: dict[tuple[tuple[int, int], ...], int] = {}
 
     def takes(self, num_rows: int, columns: int, results: int) -> bool:
@@ -48,10 +57,10 @@ class HandOver:
         """Rows [m, columns] times the weight of each call: [m, rows of the weight] on the device, in their type."""
         key = tuple((call.codes, call.rows) for call in calls)
         if key not in self._tasks:
-            self._tasks[key] = self._products.task(calls)
+            self._tasks[key] = self.products.task(calls)
         # Kernels and never copies, which would wait behind weights on their way: hence the products with one.
         torch.mul(rows, 1, out=self._x[: rows.numel()].view(rows.shape))
-        self._ask(self._box, self._turn, PackedProducts.question(self._tasks[key], len(rows)))
+        self._asks.ask(self._box, self._turn, PackedProducts.question(self._tasks[key], len(rows)), waits=True)
         found, at = [], 0
         for call in calls:
             here = self._out[at : at + len(rows) * call.rows].view(len(rows), call.rows)
@@ -59,11 +68,30 @@ class HandOver:
             at += here.numel()
         return found
 
+    def ask_chosen(self, task: int, rows: torch.Tensor, pairs: int) -> None:
+        """Ask for a task of chosen weights (`PackedProducts.task_of_chosen`) and go on."""
+        torch.mul(rows, 1, out=self._x[: rows.numel()].view(rows.shape))
+        self._asks.ask(self._box, self._turn, PackedProducts.question(task, pairs), waits=False)
 
-def _kernel() -> Ask:
-    try:
-        from outcore.flow.weights.ask_kernel import ask
-    except ImportError as error:
-        raise RuntimeError(f"the kernel that asks the CPU needs Triton ({error})") from error
-    launch: Any = ask
-    return lambda box, turn, task: launch[(1,)](box, turn, task, num_warps=1)
+    def chosen(self, pairs: int, results: int) -> torch.Tensor:
+        """Wait for what was asked for: fp32 [pairs, results] in the CPU's RAM, good until the next question. What was
+        not for the CPU is undefined."""
+        self._asks.wait(self._box, self._turn)
+        return self._out[: pairs * results].view(pairs, results)
+
+
+class _Kernels:
+    """The GPU's own way."""
+
+    def __init__(self) -> None:
+        try:
+            from outcore.flow.weights import ask_kernel
+        except ImportError as error:
+            raise RuntimeError(f"the kernel that asks the CPU needs Triton ({error})") from error
+        self._kernels: Any = ask_kernel
+
+    def ask(self, box: torch.Tensor, turn: torch.Tensor, question: int, *, waits: bool) -> None:
+        self._kernels.ask[(1,)](box, turn, question, WAITS=waits, num_warps=1)
+
+    def wait(self, box: torch.Tensor, turn: torch.Tensor) -> None:
+        self._kernels.wait[(1,)](box, turn, num_warps=1)

@@ -39,7 +39,7 @@ class InPlaceProducts:
         self.most_rows, self.device, self.device_tokens = dict(most_rows), device, device_tokens
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
-        self._products, self._hand_over, self._copies = products, hand_over, SmallCopies(device)
+        self._products, self.hand_over, self._copies = products, hand_over, SmallCopies(device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor | None] | None = None
         """What was handed over last: the first weight, the activations, and their values where that is to be learnt
@@ -51,7 +51,7 @@ class InPlaceProducts:
         """Whether the CPU's kernels multiply so many rows."""
         if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
             return False
-        return self._hand_over is None or self._hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
+        return self.hand_over is None or self.hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
 
     def takes_all(self, layout: SlabLayout) -> bool:
         """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
@@ -74,11 +74,11 @@ class InPlaceProducts:
         if not self.takes(weight, len(rows)):
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
-        if self._hand_over is None:
+        if self.hand_over is None:
             assert self._products is not None
             found = self._products.multiply(weight.call, rows.to("cpu", torch.float32)).to(x.dtype)
         else:
-            found = self._handed_over(self._hand_over, weight, x, rows)
+            found = self._handed_over(self.hand_over, weight, x, rows)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 
     def _handed_over(

@@ -104,8 +104,11 @@ class ResidentWeights:
         if ahead is None:
             self._travelling.begin(moving)
 
-    def acquire(self, at: int) -> torch.Tensor:
+    def acquire(self, at: int, *, expands: bool = True) -> torch.Tensor:
+        """Slab of a use. `expands`: of a packed part that stays; else its bytes, for `expanded`."""
         part, number = self._uses[at]
+        if not expands:
+            return self._slabs[part.index]
         if number < 0 and part.index not in self._slabs:
             self._expand_ahead(at + 1)
             return self._homes[part.index]
@@ -148,9 +151,14 @@ class ResidentWeights:
                 self.stalls.begin()
 
     def stays(self, part: Part) -> bool:
-        """Whether the part's slab has one address for good, also while other parts are used."""
-        is_expanded = part.layout.packed_slots and part.index not in self._expansion.as_they_are
-        return part.index in self._slabs and not is_expanded
+        """Whether the part's bytes have one address for good, also while other parts are used, and become its slab when
+        it runs. Where the CPU computes layers, packed ones are expanded beside it."""
+        is_beside = part.layout.packed_slots and self._homes and part.index not in self._expansion.as_they_are
+        return part.index in self._slabs and not is_beside
+
+    def expanded(self, part: Part, given: torch.Tensor) -> torch.Tensor:
+        """Slab of a part that stays, from its bytes; good until another is expanded."""
+        return self._expansion.slab(part, given)
 
     def abort(self, deadline: Deadline | None = None) -> None:
         self._ahead = None

@@ -19,13 +19,14 @@ from outcore.flow import (
     discover_units,
     let_segments_grow,
 )
-from outcore.flow.experts import experts_apart
+from outcore.flow.experts import FewTokens, experts_apart
 from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
+from outcore.infer.opening.few_tokens import open_few_tokens, try_few_tokens
 from outcore.infer.opening.in_place import open_in_place, try_in_place
 from outcore.infer.opening.limits import (
     guessed_tokens_of,
@@ -246,7 +247,8 @@ def open_found(
         weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place, rows)
         undo.callback(weights.arrival.abort)
         compiled = layers_of(units, settings, way, device, progress)
-        runner = PartRunner(units, compiled=compiled, in_place=in_place)
+        entering = {} if weights.chosen is None else {"entering": weights.chosen.enter}
+        runner = PartRunner(units, compiled=compiled, in_place=in_place, **entering)
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
         open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
         memory = open_memory(
@@ -260,7 +262,8 @@ def open_found(
         if settings.prefix_path is not None:
             cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
-        passes = _runner(found, flow, cache, placement, settings, way, weights.arrival)
+        few, placement = open_few_tokens(units, weights, placement, in_place, settings, device, undo)
+        passes = _runner(found, flow, cache, placement, settings, way, weights.arrival, few)
         scheduler = Scheduler(
             cache,
             schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
@@ -272,6 +275,10 @@ def open_found(
         _warm_up(engine, runner, placement, progress)
         if placement.cpu_parts and settings.cpu_tokens is None:
             placement = try_in_place(engine, weights.arrival, units, placement)
+            progress(placement.reasons[-1])
+        if few is not None:
+            placement = try_few_tokens(engine, few, placement)
+        if placement.experts is not None and device.type == "cuda":
             progress(placement.reasons[-1])
         engine.waited_s = weights.arrival.waited_s
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
@@ -286,8 +293,6 @@ def layers_of(
         layers.why_not = "compile: auto compiles on a GPU only"
     elif way != "paged":
         layers.cannot("its layers keep states of their own between passes.")
-    elif units.expert_units:
-        layers.cannot("its experts come as they are chosen, between which no code is compiled.")
     elif layers.num_kinds > MAX_KINDS:
         layers.cannot(f"its layers are of {layers.num_kinds} kinds, each of which would be compiled twice.")
     if layers.why_not and device.type == "cuda":
@@ -338,6 +343,7 @@ def _runner(
     settings: InferSettings,
     way: Way,
     arrival: ResidentWeights,
+    few: FewTokens | None,
 ) -> PassRunner:
     sizes, device = (placement.pass_tokens, placement.chunk_tokens), flow.device
     limits = RunnerLimits(sizes[1], sizes[0], is_deterministic=settings.deterministic)
@@ -349,7 +355,8 @@ def _runner(
     if way != "paged":
         return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
-    if device.type == "cuda" and runs_graphs(settings) and arrival.experts is None:
+    if device.type == "cuda" and runs_graphs(settings) and (arrival.experts is None or few is not None):
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, guessed_tokens_of(settings, way))
-        small = SmallPasses(flow, attention, cache, device, most_rows=size.graph_rows, is_on_cpu=arrival.is_on_cpu)
+        rows = size.graph_rows if few is None else min(few.most_tokens, size.graph_rows)
+        small = SmallPasses(flow, attention, cache, device, most_rows=rows, is_on_cpu=arrival.is_on_cpu, experts=few)
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

@@ -11,7 +11,7 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib, round_up
 from outcore.flow import FixedWeights, ModelParts, Part
-from outcore.flow.experts import ExpertCache, run_chosen
+from outcore.flow.experts import ChosenLayers, ExpertCache, run_chosen
 from outcore.flow.weights import (
     Expansion,
     InPlaceProducts,
@@ -111,6 +111,8 @@ class OpenedWeights:
     pool: PinnedPool | None
     lanes: dict[str, UploadLane]
     experts: ExpertCache | None = None
+    chosen: ChosenLayers | None = None
+    """Runs experts as they are chosen."""
 
 
 def open_weights(
@@ -164,7 +166,7 @@ def open_weights(
     homes.adopt()
     if share is not None:
         share.exchange(None)  # the values of all parts are there
-    travelling = None
+    travelling = chosen = None
     is_expanded = in_place is None or device.type != "cpu"
     whole = [part for part in units.all if part.index not in apart]
     expansion = Expansion(whole if is_expanded else (), device)
@@ -189,8 +191,8 @@ def open_weights(
         ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))
         sizes = placement.expert_slots, placement.experts.group(placement.expert_slots)
         arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls)
-        run_chosen(units, arrival.experts, in_place if device.type == "cpu" else None)
-    return OpenedWeights(arrival, homes, pool, lanes, arrival.experts)
+        chosen = run_chosen(units, arrival.experts, in_place if device.type == "cpu" else None)
+    return OpenedWeights(arrival, homes, pool, lanes, arrival.experts, chosen)
 
 
 def open_rows(

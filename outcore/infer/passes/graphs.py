@@ -22,6 +22,7 @@ import torch
 from outcore.common.deadline import after
 from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
+from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
@@ -100,7 +101,7 @@ class SlotPass:
             arrival.begin(self._parts)
             self.attention.begin([self.tables])
             for segment in self.segments:
-                slabs = [arrival.acquire(at) for at in segment.uses]
+                slabs = [arrival.acquire(at, expands=not arrival.stays(self._parts[at])) for at in segment.uses]
                 addresses = tuple(slab.data_ptr() for slab in slabs)
                 replays = replays and addresses == segment.addresses
                 if not replays:
@@ -121,9 +122,11 @@ class SlotPass:
         return self._logits
 
     def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
-        runner = self.flow.runner
+        runner, arrival = self.flow.runner, self.flow.arrival
         self.attention.moved(segment.uses.start - 2, 0)  # graphs before it have run without telling
         for at, slab in zip(segment.uses, slabs, strict=True):
+            if arrival.stays(self._parts[at]):
+                slab = arrival.expanded(self._parts[at], slab)
             if at == 0:
                 self.tables.work_out()
                 self._log = runner.embed(slab, self._batch)
@@ -157,7 +160,7 @@ class SlotPass:
 
 class SmallPasses:
     """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
-    launches always (for tests)."""
+    launches always (for tests). `experts`: those of a mixture that come as they are chosen; None: there are none."""
 
     def __init__(
         self,
@@ -169,6 +172,7 @@ class SmallPasses:
         most_rows: int = GRAPH_ROWS[-1],
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
+        experts: FewTokens | None = None,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
         self._copies = SmallCopies(device)
@@ -177,7 +181,7 @@ class SmallPasses:
         """Seconds that captures have taken."""
         self.is_first = False
         """Whether the last pass made something that later ones of its size find: its seconds tell nothing of theirs."""
-        self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
+        self._is_captured, self._is_on_cpu, self.experts = is_captured, is_on_cpu, experts
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool = GraphPool(device)
         self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
@@ -189,7 +193,7 @@ class SmallPasses:
     def run(self, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
         """Logits as `PassRunner.run`; None where this is no such pass."""
         self.is_first = False
-        if self.why_not or not all(work.is_last for work in works):
+        if self.why_not or not all(work.is_last for work in works) or not (self.experts is None or self.experts.is_on):
             return None
         size = self._size(works)
         if size is None:
@@ -197,11 +201,16 @@ class SmallPasses:
         slot = self._slot(size)
         slot.tables.fill(rows_of(works))
         self.is_first, captured_s = not slot.runs, self.capture_s
+        if self.experts is not None:
+            self.experts.begin(size[0])
         try:
             logits = slot.run(self._capture if self._is_captured and slot.runs else None)
         except _CaptureFailed as error:
             self._give_up(str(error))
             return None
+        finally:
+            if self.experts is not None:
+                self.experts.end()
         self.is_first = self.is_first or self.capture_s > captured_s
         found, at = [], 0
         for work in works:

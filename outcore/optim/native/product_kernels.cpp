@@ -359,7 +359,8 @@ void rows_product(const Product& p, int64_t first, int64_t stop, int from) {
   for (int r = 0; r < R; r++) {
     if (Format::kChunks == 1 && p.columns % kGroup != 0) add_rest<Format, M>(p, row[r], from, sums[r], taken[r]);
     for (int m = 0; m < M; m++) {
-      float& out = p.out[(from + m) * p.rows + row[r]];
+      const int64_t place = p.places ? p.places[from + m] : from + m;
+      float& out = p.out[place * p.rows + row[r]];
       out = Format::kUnit * total(sums[r][m]);
       if (Format::kMinima) out -= total(taken[r][m]);
     }

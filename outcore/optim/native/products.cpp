@@ -5,6 +5,8 @@
 // threads of its own). A thread takes a part of the rows that are left, so a slow core takes fewer: long parts first, as
 // what a kernel asks for behind its part was read in vain, and short ones last, so that all end together. A product is
 // over when its rows are: a thread that found no core meanwhile is not waited for, the door is closed behind the others.
+// Weights of a stack that rows of activations chose are one product more each, but handed out together: those of a
+// mixture's experts are small. Rows that chose the same weight are multiplied together, which reads it once.
 //
 // A GPU can ask for products itself, through a box in page-locked RAM that one more thread looks into. So the host need
 // not wait for the activations, nor launch what comes behind. As nobody could wake that thread, it looks again and again:
@@ -16,6 +18,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "abi.h"
 #include "products.h"
@@ -66,7 +69,7 @@ class Team {
  public:
   explicit Team(const ProductKernels& kernels) : kernels_(kernels) {}
   ~Team() {
-    for (const Task& task : tasks_) free(task.products);
+    for (const Task& task : tasks_) free(task.products), free(task.stack);
   }
 
   int start(int num_threads) {  // the caller is one of them
@@ -107,6 +110,56 @@ class Team {
     return 0;
   }
 
+  // Pairs of a stack, kMostPairs at most: x [pairs / share][columns] in fp32, out [pairs][rows]. 0, or ENOMEM.
+  int run_stack(const Stack& stack, int32_t pairs, const float* x, float* out) {
+    Guard guard(running_);
+    if (pairs > kMostPairs || !has_room_for_pairs(stack, pairs)) return ENOMEM;
+    FloatMode ieee;
+    const int64_t groups = groups_of(stack.first.columns), stride = groups * kGroup;
+    const int32_t given = (pairs + stack.share - 1) / stack.share;
+    for (int32_t m = 0; m < given; m++)
+      round_row(stack.first, x, m, m);
+    int32_t* order = order_.data();
+    int32_t taken = 0, at_copy = given;
+    for (int32_t pair = 0; pair < pairs; pair++) {  // by number, and in order where numbers are equal
+      const int32_t number = stack.numbers[pair];
+      if (number < 0 || number >= stack.count || (stack.elsewhere && stack.elsewhere[number] >= 0)) continue;
+      int32_t place = taken++;
+      for (; place > 0 && stack.numbers[order[place - 1]] > number; place--) order[place] = order[place - 1];
+      order[place] = pair;
+    }
+    num_products_ = 0;
+    for (int32_t start = 0; start < taken;) {
+      const int32_t number = stack.numbers[order[start]];
+      int32_t stop = start + 1;
+      while (stop < taken && stop - start < kMostRows && stack.numbers[order[stop]] == number) stop++;
+      Product& product = products_[(size_t)num_products_++] = stack.first;
+      product.codes += number * stack.codes_stride;
+      if (product.scale) product.scale = (const uint8_t*)product.scale + number * stack.scale_stride;
+      if (product.zero) product.zero += number * stack.zero_stride;
+      product.m = stop - start;
+      product.out = out;
+      product.places = order + start;
+      int64_t first = order[start] / stack.share;
+      if (stop - start > 1) {  // kernels take rows that lie one behind the other
+        first = at_copy;
+        for (int32_t at = start; at < stop; at++, at_copy++) {
+          const int64_t from = order[at] / stack.share;
+          memcpy(rounded_.data() + at_copy * stride, rounded_.data() + from * stride, (size_t)stride * sizeof(int16_t));
+          memcpy(scales_.data() + at_copy * groups, scales_.data() + from * groups, (size_t)groups * sizeof(float));
+          memcpy(sums_.data() + at_copy * groups * kRuns, sums_.data() + from * groups * kRuns,
+                 (size_t)(groups * kRuns) * sizeof(float));
+        }
+      }
+      product.x = rounded_.data() + first * stride;
+      product.x_scale = scales_.data() + first * groups;
+      product.x_sum = sums_.data() + first * groups * kRuns;
+      start = stop;
+    }
+    if (num_products_) run_products();
+    return 0;
+  }
+
   // The number of products of the same rows, which the box may ask for from now on; or a negative errno.
   int64_t add_task(const Product* products, int count) {
     Guard guard(running_);
@@ -114,14 +167,18 @@ class Team {
       if (!has_room_for(products[n])) return -ENOMEM;
     Product* own = (Product*)malloc(count * sizeof(Product));
     if (own == nullptr) return -ENOMEM;
-    __builtin_memcpy(own, products, count * sizeof(Product));
-    try {
-      tasks_.push_back({own, count});
-    } catch (const std::bad_alloc&) {
-      free(own);
-      return -ENOMEM;
-    }
-    return (int64_t)tasks_.size() - 1;
+    memcpy(own, products, count * sizeof(Product));
+    return add({own, count, nullptr});
+  }
+
+  // The same for pairs of a stack, up to so many of them.
+  int64_t add_stack(const Stack& stack, int32_t most_pairs) {
+    Guard guard(running_);
+    if (most_pairs > kMostPairs || !has_room_for_pairs(stack, most_pairs)) return -ENOMEM;
+    Stack* own = (Stack*)malloc(sizeof(Stack));
+    if (own == nullptr) return -ENOMEM;
+    *own = stack;
+    return add({nullptr, 0, own});
   }
 
   int listen(Box* box, const float* x, float* out) {
@@ -136,6 +193,7 @@ class Team {
   static constexpr double kSpinS = 500e-6, kListenS = 0.2, kLongestNapS = 0.01;
   static constexpr int kPauses = 16, kClosed = 1 << 30, kParts = 4;  // of a thread's share of the rows left
   static constexpr int32_t kMostRows = 16;  // of activations that are multiplied together
+  static constexpr int32_t kMostPairs = 1024;
 
   static void* listener(void* team) {
     ((Team*)team)->answer();
@@ -162,6 +220,7 @@ class Team {
       const double began_s = monotonic_s();
       float* out = box_out_;
       const Task asked_for = task(asked);
+      if (asked_for.stack) run_stack(*asked_for.stack, Box::rows_of(asked), box_x_, out);
       for (int n = 0; n < asked_for.count; n++) {
         Product product = asked_for.products[n];
         product.m = Box::rows_of(asked);
@@ -179,16 +238,35 @@ class Team {
   struct Task {
     Product* products;  // of malloc: a vector in a vector would need a newer C++ runtime
     int count;
+    Stack* stack;  // instead of products
   };
+
+  int64_t add(const Task& task) {
+    try {
+      tasks_.push_back(task);
+    } catch (const std::bad_alloc&) {
+      free(task.products), free(task.stack);
+      return -ENOMEM;
+    }
+    return (int64_t)tasks_.size() - 1;
+  }
 
   Task task(uint64_t asked) {
     Guard guard(running_);
     return tasks_[Box::task_of(asked)];
   }
 
-  bool has_room_for(const Product& product) {
-    const size_t groups = (size_t)(kMostRows * groups_of(product.columns));
+  bool has_room_for(const Product& product) { return has_room(kMostRows, product.columns, 1); }
+
+  bool has_room_for_pairs(const Stack& stack, int32_t pairs) {
+    const int32_t given = (pairs + stack.share - 1) / stack.share;
+    return has_room(given + pairs, stack.first.columns, pairs);  // each may be copied
+  }
+
+  bool has_room(int64_t rows, int64_t columns, int32_t products) {
+    const size_t groups = (size_t)(rows * groups_of(columns));
     try {
+      if (products_.size() < (size_t)products) products_.resize((size_t)products), order_.resize((size_t)products);
       if (rounded_.size() < groups * kGroup) rounded_.resize(groups * kGroup);
       if (scales_.size() < groups) scales_.resize(groups);
       if (sums_.size() < groups * kRuns) sums_.resize(groups * kRuns);
@@ -198,18 +276,29 @@ class Team {
     return true;
   }
 
+  // Row `from` of the activations to place `to`.
+  void round_row(const Product& product, const float* x, int64_t from, int64_t to) {
+    const int64_t groups = groups_of(product.columns);
+    kernels_.round_row(x + from * product.columns, product.columns, product.format,
+                       rounded_.data() + to * groups * kGroup, scales_.data() + to * groups,
+                       sums_.data() + to * groups * kRuns);
+  }
+
   void run_some(Product product, const float* x) {
     FloatMode ieee;
-    const int64_t groups = groups_of(product.columns), stride = groups * kGroup;
-    for (int m = 0; m < product.m; m++)
-      kernels_.round_row(x + m * product.columns, product.columns, product.format, rounded_.data() + m * stride,
-                         scales_.data() + m * groups, sums_.data() + m * groups * kRuns);
+    for (int m = 0; m < product.m; m++) round_row(product, x, m, m);
     product.x = rounded_.data();
     product.x_scale = scales_.data();
     product.x_sum = sums_.data();
-    product_ = product;
+    products_[0] = product;
+    num_products_ = 1;
+    run_products();
+  }
+
+  // All of `products_`, which have as many rows of weights.
+  void run_products() {
     next_.store(0, std::memory_order_relaxed);
-    inside_.fetch_and(~kClosed, std::memory_order_release);  // publishes the product
+    inside_.fetch_and(~kClosed, std::memory_order_release);  // publishes the products
     {
       Guard guard(mutex_);
       turn_.fetch_add(1);
@@ -256,20 +345,27 @@ class Team {
 
   void work() {
     FloatMode ieee;
-    const int64_t rows = product_.rows, parts = kParts * ((int64_t)threads_.size() + 1);
+    const int64_t rows = products_[0].rows, all = rows * num_products_;
+    const int64_t parts = kParts * ((int64_t)threads_.size() + 1);
     int64_t start = next_.load(std::memory_order_relaxed);
-    while (start < rows) {
-      const int64_t count = (rows - start) / parts / kTaskRows * kTaskRows;
+    while (start < all) {
+      const int64_t count = (all - start) / parts / kTaskRows * kTaskRows;
       int64_t stop = start + (count < kTaskRows ? kTaskRows : count);
-      if (stop > rows) stop = rows;
+      if (stop > all) stop = all;
       if (!next_.compare_exchange_weak(start, stop, std::memory_order_relaxed)) continue;
-      kernels_.rows(product_, start, stop);
+      while (start < stop) {
+        const int64_t first = start % rows, last = first + stop - start < rows ? first + stop - start : rows;
+        kernels_.rows(products_[(size_t)(start / rows)], first, last);
+        start += last - first;
+      }
       start = next_.load(std::memory_order_relaxed);
     }
   }
 
   const ProductKernels& kernels_;
-  Product product_{};
+  std::vector<Product> products_;
+  int64_t num_products_ = 0;
+  std::vector<int32_t> order_;  // pairs of a stack, by weight
   std::vector<int16_t> rounded_;
   std::vector<float> scales_, sums_;
   std::atomic<int64_t> next_{0};
@@ -317,6 +413,16 @@ EXPORT int outcore_product_listen(Team* team, Box* box, const float* x, float* o
 // The number of a task, or a negative errno. What the products name must outlive the team.
 EXPORT int64_t outcore_product_task(Team* team, const Product* products, int32_t count) {
   return team->add_task(products, count);
+}
+
+// Pairs of a stack at once: x [pairs / share][columns], out [pairs][rows of a weight], both fp32. 0 or an errno.
+EXPORT int outcore_product_run_stack(Team* team, const Stack* stack, int32_t pairs, const float* x, float* out) {
+  return team->run_stack(*stack, pairs, x, out);
+}
+
+// The number of a task of so many pairs at most, or a negative errno. What the stack names must outlive the team.
+EXPORT int64_t outcore_product_stack(Team* team, const Stack* stack, int32_t most_pairs) {
+  return team->add_stack(*stack, most_pairs);
 }
 
 // Nobody may be inside a call, nor wait for the box.

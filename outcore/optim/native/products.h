@@ -28,6 +28,17 @@ struct Product {
   int32_t format, scale_type;
   int32_t block_shift;    // columns that share a scale, as a power of two
   int32_t m;
+  const int32_t* places;  // [m], where each row's results go among the rows of `out`; null: in order
+};
+
+// Weights of one shape (experts), of which each pair of a row of activations and a weight is multiplied: pair number n
+// has row n / share and weight numbers[n]; those without a weight are left out, with what `out` held.
+struct Stack {
+  Product first;          // weight 0
+  int64_t codes_stride, scale_stride, zero_stride;  // bytes from a weight to the next
+  const int32_t* numbers;   // [pairs]
+  const int32_t* elsewhere; // [count]: not below 0 for weights that somebody else multiplies; null: there are none
+  int32_t count, share;   // weights; neighbouring pairs of a row
 };
 
 struct ProductKernels {

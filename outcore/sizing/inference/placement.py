@@ -64,6 +64,10 @@ class Placement:
         """Size of the largest pass."""
         return PassSize(self.pass_tokens, self.chunk_tokens, self.context_tokens, self.max_sequences, guessed_tokens)
 
+    def because(self, reason: str) -> Placement:
+        """Add a reason."""
+        return replace(self, reasons=(*self.reasons, reason))
+
     def on_cpu(self, tokens: float) -> tuple[str, ...]:
         """Parts that do not travel in a pass of so many tokens, because the CPU computes them."""
         sizes = [most for most in self.cpu_parts if most >= tokens]

@@ -14,6 +14,7 @@ from outcore.flow.experts import ExpertCache
 from outcore.flow.experts.form import stack
 from outcore.flow.parts import Part, SlabLayout
 from outcore.flow.trace import Stalls
+from outcore.staging.pool import SmallCopies
 
 CPU = torch.device("cpu")
 
@@ -149,3 +150,31 @@ def test_a_prompt_in_between_leaves_what_tokens_choose_often():
         run_pass(cache, often)
     run_pass(cache, [list(range(32))] * 4)
     assert run_pass(cache, often)[1] == 16
+
+
+def test_slots_follow_what_tokens_choose_between_passes():
+    """Few experts at a time, and the table names a slot only when what it names has had a pass to come."""
+    often = torch.tensor([[7, 8, 9, 10]] * 4)
+    cache, copies = cache_of(4, 32, 20, 4), SmallCopies(CPU)
+    cache.fill()
+    for number in range(12):
+        cache.settle(copies)
+        where, read = cache.where_now.clone(), len(cache._ranges.seen)
+        assert torch.equal(cache.where, where) and int((where >= 0).sum()) <= 20
+        places = where[where >= 0].tolist()
+        assert len(set(places)) == len(places)
+        assert all(cache._keys[place] == (row, expert) for row, expert, place in located(where))
+        cache.used()
+        cache.adapt(often, where, 3)
+        assert len(cache._ranges.seen) - read <= 3
+        if number > 6:
+            assert (where.gather(1, often) >= 0).all()
+    assert cache.counts.hits < cache.counts.asked == 12 * 16
+    run_pass(cache, [list(range(32))] * 4)
+    cache.settle(copies)
+    cache.settle(copies)
+    assert all(cache._keys[place] == (row, expert) for row, expert, place in located(cache.where))
+
+
+def located(where):
+    return [(row, expert, int(where[row, expert])) for row, expert in (where >= 0).nonzero().tolist()]

@@ -1,0 +1,169 @@
+"""Experts of few tokens by their numbers: the answers of those that the host brings, wherever each lies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from outcore.flow import CompiledLayers
+from outcore.flow.experts import FewTokens
+from outcore.flow.weights import HandOver
+from outcore.formats import PackedProducts
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, build, few_tokens, open_engine
+from outcore.infer.passes import SmallPasses
+from tests.flow.models import needs
+from tests.infer.models import SCARCE, AsksHere, off_device, prompts_of
+from tests.infer.parts.test_experts import folder_of  # noqa: F401
+
+CPU = torch.device("cpu")
+PROMPTS = prompts_of(4, vocab=280)
+SLOTS = 9
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES = [("qwen3_moe", None, "nf4"), ("mixtral", None, "nf4"), ("gpt_oss", "mxfp4", None), ("deepseek_v3", None, "nf4")]
+CASES = [pytest.param(*case, marks=needs(case[0]), id="-".join(map(str, case))) for case in CASES]
+GPU_CASES = [
+    ("qwen3_moe", None, "nf4", "auto", "vram"),
+    ("qwen3_moe", None, "nf4", "off", "ram"),
+    ("mixtral", None, "nf4", "off", "vram"),
+    ("gpt_oss", "mxfp4", None, "auto", "vram"),
+]
+
+
+@pytest.fixture
+def experts_in_ram(monkeypatch):
+    """Have experts live in RAM and come as they are chosen on a CPU, where only a drive has them do so otherwise."""
+    place = build.place_inference
+
+    def placed(*args):
+        made = place(*args)
+        if not made.expert_slots:
+            return made
+        homes = [
+            dataclasses.replace(part, home="ram", ram_bytes=part.size_bytes)
+            if part.is_experts
+            else dataclasses.replace(part, home="nvme", ram_bytes=0)  # something has to travel
+            for part in made.parts
+        ]
+        return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
+
+    monkeypatch.setattr(build, "place_inference", placed)
+
+
+def opened_with(folder, tmp_path, **settings):
+    same = {"device": "cpu", "precision": "fp32", "compile": "off", "cpu_tokens": 0, "nvme_path": (tmp_path,)}
+    asked = {"expert_cache_gib": 0.0012, "ram_gib": 0.0022, "context": 128, **SCARCE}
+    return open_engine(str(folder), InferSettings(**same, **asked, **settings))
+
+
+def greedy(opened, count=12):
+    sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+    requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+    found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+    return [found[str(i)] for i in range(len(PROMPTS))]
+
+
+def with_few_tokens(opened, hand_over):
+    """Have the opened model's passes of few tokens run so; who sees to it."""
+    runner, weights = opened.engine.runner, opened.weights
+    sizes = weights.homes, hand_over, weights.chosen, opened.placement.experts.of_token
+    few = FewTokens(runner.flow.units, weights.experts, *sizes)
+    runner.small = SmallPasses(
+        runner.flow, runner.attention, runner.attention.cache, CPU,
+        most_rows=few.most_tokens, is_captured=False, experts=few,
+    )  # fmt: skip
+    return few
+
+
+@pytest.mark.parametrize(("family", "method", "quantize"), CASES)
+@pytest.mark.usefixtures("experts_in_ram")
+def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, family, method, quantize):  # noqa: F811
+    opened = opened_with(folder_of(family, method), tmp_path, quantize=quantize)
+    try:
+        expected = greedy(opened)
+        cache = opened.weights.experts
+        before, read = dataclasses.replace(cache.counts), cache.counts.read_bytes
+        with PackedProducts(2) as products:
+            with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+            assert greedy(opened) == expected
+            layers = len(cache.parts)
+            assert products.answered()[0] >= 2 * layers * 4, "two questions for every layer of a pass"
+        assert cache.num_slots == SLOTS < 8 * layers
+        asked, hits = cache.counts.asked - before.asked, cache.counts.hits - before.hits
+        assert 0 < hits < asked
+        assert cache.counts.read_bytes > read
+    finally:
+        opened.close()
+
+
+@pytest.mark.usefixtures("experts_in_ram")
+def test_what_cannot_run_so_is_told(folder_of, tmp_path):  # noqa: F811
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path)
+    try:
+        with PackedProducts(1) as products, pytest.raises(ValueError, match="not two packed matrices"):
+            with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+    finally:
+        opened.close()
+
+
+@pytest.mark.usefixtures("experts_in_ram")
+def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, tmp_path):  # noqa: F811
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
+    try:
+        expected = greedy(opened)
+        with PackedProducts(2) as products:
+            with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+            runner = opened.engine.runner.flow.runner
+            runner.compiled = CompiledLayers(runner.units, "on", backend="eager", training=False, any_shape=True)
+            assert greedy(opened) == expected and not runner.compiled.why_not
+            assert runner.compiled.num_kinds == 1 < len(runner.units.layers)
+            assert products.answered()[0]
+    finally:
+        opened.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "method", "quantize", "compile_choice", "dense"), GPU_CASES)
+def test_graphs_run_experts_where_they_lie(
+    folder_of,  # noqa: F811
+    monkeypatch,
+    caplog,
+    family,
+    method,
+    quantize,
+    compile_choice,
+    dense,
+):
+    place = build.place_inference
+
+    def placed(needs, limits, preset):
+        made = off_device(place(needs, limits, preset), 1)
+        if needs.experts is None:
+            return made
+        if dense == "ram":
+            return dataclasses.replace(made, expert_slots=SLOTS)
+        homes = [part if part.is_experts else dataclasses.replace(part, home="vram") for part in made.parts]
+        return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
+
+    monkeypatch.setattr(build, "place_inference", placed)
+    for module in (few_tokens, build):  # layers eagerly, yet in graphs
+        monkeypatch.setattr(module, "runs_graphs", lambda settings: True)
+    common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "context": 128, "quantize": quantize}
+    common |= {"expert_cache_gib": 0.0012, "compile": compile_choice}
+    found = []
+    for is_few in (True, False):
+        monkeypatch.setattr(few_tokens, "is_worth_it", lambda own_s, host_s, found=is_few: found)
+        opened = open_engine(str(folder_of(family, method)), InferSettings(**common))
+        try:
+            small, counts = opened.engine.runner.small, opened.weights.experts.counts
+            before = sum(slot.runs for slot in small._slots.values())
+            found.append(greedy(opened))
+            assert (sum(slot.runs for slot in small._slots.values()) > before) is is_few
+            assert not small.why_not and "without CUDA graphs" not in caplog.text
+            assert any(slot.runs > 2 and slot.is_captured for slot in small._slots.values())
+            assert 0 < counts.hits < counts.asked
+        finally:
+            opened.close()
+    assert found[0] == found[1]
