@@ -53,7 +53,7 @@ def ours(args: argparse.Namespace) -> None:
     found = find_file(str(args.file), "bf16" if device.type == "cuda" else "fp32")
     vocab, began = found.loaded.config.vocab_size, time.perf_counter()
     more: dict[str, Any] = {"share_prefixes": False}
-    if float(args.expert_cache_gib):
+    if args.expert_cache_gib != "auto":
         more["expert_cache_gib"] = float(args.expert_cache_gib)
     if args.ram_gib:
         more |= {"ram_gib": args.ram_ours_gib, "nvme_path": (args.nvme_path,)}
@@ -337,7 +337,9 @@ def main() -> None:
     parser.add_argument("--streams", default="8,64", help="answers at once, of the case many")
     parser.add_argument("--threads", default="8,16", help="llama.cpp's; the last one where only one is tried")
     parser.add_argument(
-        "--expert_cache_gib", default="0", help="ours in the case decode, each in turn: experts come as they are chosen"
+        "--expert_cache_gib",
+        default="auto",
+        help="ours in the case decode, each in turn: GiB, or auto (the rule)",
     )
     parser.add_argument("--ram_gib", type=float)
     parser.add_argument("--ram_ours_gib", type=float)
@@ -358,10 +360,10 @@ def main() -> None:
     args.layers = find_file(str(args.file), "bf16").loaded.config.num_hidden_layers
     for part in args.parts.split(","):
         if "ours" in args.sides:
-            for cache_gib in args.expert_cache_gib.split(",") if part == "decode" else ["0"]:
+            for cache_gib in args.expert_cache_gib.split(",") if part == "decode" else ["auto"]:
                 one = [sys.executable, *sys.argv, "--part", part, "--expert_cache_gib", cache_gib]
                 out, facts = run(one, device, args.limit_s)
-                facts |= {"flags": f"expert cache {cache_gib} GiB"} if cache_gib != "0" else {}
+                facts |= {"flags": f"expert cache {cache_gib} GiB"} if cache_gib != "auto" else {}
                 for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")] or [
                     {"case": "none"}
                 ]:

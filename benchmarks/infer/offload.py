@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--ram_gib", type=float)
     parser.add_argument("--compile", default="auto", help="auto, on or off")
     parser.add_argument("--quantize", help="nf4 or int8: ours with packed weights")
-    parser.add_argument("--expert_cache_gib", type=float, default=0.0, help="experts are read as they are chosen")
+    parser.add_argument("--expert_cache_gib", type=float, help="for experts as they are chosen; 0: with their layers")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry_run", action="store_true")
     args = parser.parse_args()
@@ -190,7 +190,7 @@ def main() -> None:
     if args.dry_run:
         args.model, args.requests, args.prompt, args.answer, args.vocab = "tiny", 6, 24, 8, 200
         args.batches, args.rival_batches, args.once_answer = "1,4", "2", 6
-        if args.expert_cache_gib:
+        if args.expert_cache_gib is not None:
             args.model, args.nvme_path, args.ram_gib = "tiny-moe", tempfile.gettempdir(), DRY_RAM_GIB
     cases, wanted = Cases(device, args.out), args.cases.split(",")
     if unknown := set(wanted) - set(CASES):

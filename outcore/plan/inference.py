@@ -48,6 +48,9 @@ SERIAL_S = 0.002
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
 """Python and launches of one eager layer's call on a CPU, and of each answer's attention in it. Measured with tiny
 layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6 to 8.6 ms a pass."""
+CPU_SHARE, HAND_OVER_S = 0.85, 15e-6
+"""Share of the RAM's rate at which a CPU's kernels read packed experts, where no start measured it, and seconds of a
+GPU's question and its answer (assumed)."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -113,6 +116,9 @@ class InferencePlan:
         the experts chosen that are on the device, where they come as they are chosen."""
         traffic = self.traffic(rows, kv_tokens, answers, seen, hit_rate)
         found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes())
+        if self._is_few(rows):
+            of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
+            return PassTime(found.terms, {**found.between, **of_cpu})
         on_cpu, rates = self.placement.on_cpu(rows), self.placement.cpu_rates
         if on_cpu and rates is not None:
             link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
@@ -132,19 +138,24 @@ class InferencePlan:
         windows = shape.windows or ((None, shape.num_layers),)
         seen_by_layers = sum(layers * min(seen, rows * (window or math.inf)) for window, layers in windows)
         kv_travels = placement.kv_home != "vram"
-        is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and not placement.expert_slots
+        is_few = self._is_few(rows)
+        is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         chosen = placement.expert_share(rows)
         unread = 1.0 - chosen * (1.0 - hit_rate)
         experts = {home: placement.expert_bytes_at(home) for home in ("ram", "nvme")}
         hits_bytes = chosen * hit_rate * sum(experts.values())
-        travelling_bytes += (1.0 - unread) * sum(experts.values())
+        travelling_bytes += 0.0 if is_few else (1.0 - unread) * sum(experts.values())
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             attention_flops=4.0 * seen_by_layers * shape.num_heads * shape.head_dim,
-            device_bytes=resident_bytes + hits_bytes + travelling_bytes + self._expanded_bytes(chosen) + states_bytes,
+            device_bytes=resident_bytes
+            + hits_bytes
+            + travelling_bytes
+            + self._expanded_bytes(0.0 if is_few else chosen)
+            + states_bytes,
             launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme")
@@ -152,6 +163,18 @@ class InferencePlan:
             + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") - unread * experts["ram"] + kv_bytes + states_bytes if is_cpu else 0.0,
         )
+
+    def _is_few(self, rows: float) -> bool:
+        """Whether the experts that a pass of so many tokens chose are computed where they lie."""
+        return not self.hardware.is_cpu and rows <= self.placement.few_tokens
+
+    def _few_experts_s(self, rows: float, hit_rate: float) -> float:
+        """Seconds in which the CPU computes the experts chosen that are in no slot, for which the GPU waits."""
+        placement, rates = self.placement, self.placement.cpu_rates
+        assert placement.experts is not None
+        missed_bytes = placement.expert_share(rows) * (1.0 - hit_rate) * placement.expert_bytes_at("ram")
+        gb_per_s = self.hardware.ram_gb_per_s * CPU_SHARE if rates is None else rates.gb_per_s(rows)
+        return missed_bytes / (gb_per_s * GB) + 2 * placement.experts.num_layers * HAND_OVER_S
 
     @property
     def _graph_rows(self) -> int:
@@ -250,7 +273,10 @@ def plan_inference(
         apart,
         is_asked=is_asked,
         on_gpu=not hardware.is_cpu,
+        runs_few=not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize) and cpu_tokens != 0,
     )
+    if placed is not needs and cpu_rates:
+        placement = replace(placement, cpu_rates=cpu_rates.get(quantize))
     if is_asked and placed is needs:
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")

@@ -244,9 +244,14 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     assert experts is not None and (experts.num_experts, experts.num_layers, experts.of_token) == (128, 48, 8)
     assert plan.placement.vram_bytes["experts"] == slots * experts.slot_bytes > 2.9 * GIB
     assert sizes[0] == pytest.approx(sizes[1]) and sum(plan.placement.vram_bytes.values()) < laptop.vram_bytes
-    none, half = plan.decode(1, 1024), plan.decode(1, 1024, 0.5)
-    assert none.terms["PCIe"] == pytest.approx(48 * 8 * experts.slot_bytes / laptop.h2d_gb_per_s / 1e9, rel=1e-3)
+    none, half = plan.decode(32, 1024), plan.decode(32, 1024, 0.5)
+    assert none.terms["PCIe"] == pytest.approx(48 * 128 * experts.slot_bytes / laptop.h2d_gb_per_s / 1e9, rel=1e-3)
     assert half.terms["PCIe"] == pytest.approx(none.terms["PCIe"] / 2) and plan.hit_rates == (0.0, 1.0)
+    rates, few = InPlaceRates({1: 40.0, 4: 30.0}, 20.0, 1e-3), plan.decode(1, 1024, 0.5)
+    measured = plan_inference(shape, laptop, **asked, expert_cache_gib=3, cpu_rates={"nf4": rates}).decode(1, 1024, 0.5)
+    for seconds, gb_per_s in ((few, 0.85 * laptop.ram_gb_per_s), (measured, 40.0)):
+        missed_s = 48 * 4 * experts.slot_bytes / gb_per_s / 1e9
+        assert seconds.between["CPU"] == pytest.approx(missed_s + 96 * 15e-6, rel=1e-3) and not seconds.terms["PCIe"]
     low, high = (plan.tokens_per_s(1, 1024, hit_rate) for hit_rate in plan.hit_rates)
     assert 5 * whole.tokens_per_s(1, 1024) < low < high and whole.hit_rates == (0.0,)
     command = [
@@ -268,6 +273,15 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     ):
         with pytest.raises(ValueError, match=why):
             plan_inference(resolve_shape(refused), laptop, expert_cache_gib=1)
+
+
+def test_experts_come_alone_where_passes_of_few_tokens_are_what_counts(capsys):
+    laptop, shape = load_hardware("rtx4070-laptop"), resolve_shape("qwen3-30b-a3b")
+    few = {"quantize": "nf4", "preset": "latency"}
+    plan = plan_inference(shape, laptop, **few)
+    assert plan.placement.few_tokens == 16 and "computed where they lie" in plan.placement.reasons[-1]
+    for other in ({"preset": "throughput"}, {"quantize": "none"}, {"cpu_tokens": 0}):
+        assert plan_inference(shape, laptop, **few | other).placement.experts is None, other
 
 
 def test_experts_come_alone_where_a_whole_layer_does_not_fit(capsys):

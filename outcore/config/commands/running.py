@@ -78,7 +78,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--expert_cache_gib",
         type=float,
-        default=0.0,
         help="device memory for a mixture's experts, which are read as they are chosen; 0: with their layers",
     )
     group.add_argument("--draft_model", help="small model with the same tokenizer that guesses tokens, whole in VRAM")

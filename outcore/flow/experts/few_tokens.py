@@ -24,8 +24,6 @@ from outcore.flow.weights import HandOver, WeightHomes
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, device_products, stack_of
 from outcore.staging.pool import SmallCopies, device_view
 
-MOST_TOKENS, MOST_PAIRS = 16, 256
-"""Tokens, and pairs of a layer, up to which a pass runs so."""
 MOST_SWAPS = 8
 """Experts that come between two passes: the CPU reads the same memory meanwhile."""
 
@@ -41,9 +39,10 @@ class FewTokens:
         homes: WeightHomes,
         hand_over: HandOver,
         layers: ChosenLayers,
+        most_tokens: int,
         of_token: int,
     ) -> None:
-        self.most_tokens = min(MOST_TOKENS, MOST_PAIRS // of_token)
+        self.most_tokens = most_tokens
         self.is_on = True
         """Whether passes are to run so."""
         device = cache.memory.device

@@ -26,7 +26,7 @@ from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
-from outcore.infer.opening.few_tokens import open_few_tokens, try_few_tokens
+from outcore.infer.opening.few_tokens import can_run_few, open_few_tokens, try_few_tokens
 from outcore.infer.opening.in_place import open_in_place, try_in_place
 from outcore.infer.opening.limits import (
     guessed_tokens_of,
@@ -222,7 +222,12 @@ def open_found(
     is_asked = bool(settings.expert_cache_gib) and share is None
     on_gpu = device.type == "cuda" and not settings.scores_only
     placement, placed = place_by_experts(
-        lambda asked: place_inference(asked, limits, settings.preset), needs, apart, is_asked=is_asked, on_gpu=on_gpu
+        lambda asked: place_inference(asked, limits, settings.preset),
+        needs,
+        apart,
+        is_asked=is_asked,
+        on_gpu=on_gpu,
+        runs_few=on_gpu and settings.expert_cache_gib is None and can_run_few(units, settings),
     )
     if is_asked and placement.travels and placed is needs:
         raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")

@@ -10,13 +10,20 @@ from outcore.common.quantities import format_s
 from outcore.flow import ModelParts
 from outcore.flow.experts import FewTokens
 from outcore.flow.weights import HandOver, InPlaceProducts
-from outcore.formats import PackedProducts
+from outcore.formats import PackedProducts, PackedSpec
 from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.limits import runs_graphs
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import Placement
+
+
+def can_run_few(units: ModelParts, settings: InferSettings) -> bool:
+    """Whether a CPU can compute the model's experts for a GPU: all are packed, and there are kernels for them."""
+    packed = [slot.packed for part in units.layer_units for slot in part.layout.packed_slots]
+    ones = [PackedSpec(spec.format, spec.shape[1:]) for spec in packed if spec is not None and len(spec.shape) == 3]
+    return settings.cpu_tokens != 0 and runs_graphs(settings) and bool(ones) and all(map(PackedProducts.can, ones))
 
 
 def open_few_tokens(
@@ -44,7 +51,7 @@ def open_few_tokens(
                 with torch.cuda.device(device):
                     hand_over = HandOver(products, device)
                 own.callback(torch.cuda.synchronize, device)  # it may still wait for the CPU
-            few = FewTokens(units, cache, weights.homes, hand_over, weights.chosen, size.of_token)
+            few = FewTokens(units, cache, weights.homes, hand_over, weights.chosen, *(size.few_tokens, size.of_token))
         except (ValueError, ExtensionUnavailable, TimeoutError, RuntimeError, MemoryError) as error:
             return None, placement.because(f"the host brings the experts that each layer chose: {error}")
         undo.push(own.pop_all())

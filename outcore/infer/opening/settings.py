@@ -66,9 +66,9 @@ class InferSettings:
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     cpu_tokens: int | None = None
     """Tokens up to which packed weights in RAM are multiplied by the CPU as they are; 0: never. None: measured."""
-    expert_cache_gib: float = 0.0
+    expert_cache_gib: float | None = None
     """Memory of the device for a mixture's experts, which come as they are chosen; 0: they travel with their layers,
-    which is better where passes of many tokens touch nearly all of them."""
+    which is better where passes of many tokens touch nearly all of them. None: a rule decides."""
     deterministic: bool = False
     """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
@@ -105,7 +105,7 @@ class InferSettings:
             raise ValueError("cpu_tokens does nothing where results may not depend on company (deterministic).")
         if self.expert_cache_gib and self.deterministic:
             raise ValueError("expert_cache_gib: which experts come together depends on company (deterministic).")
-        if not self.expert_cache_gib >= 0:
+        if self.expert_cache_gib is not None and not self.expert_cache_gib >= 0:
             raise ValueError(f"expert_cache_gib is {self.expert_cache_gib!r}, but must be 0 or above.")
         if self.quantize is not None and self.quantize not in QUANTIZE_CHOICES:
             raise ValueError(f"quantize is {self.quantize!r}, but must be one of {', '.join(QUANTIZE_CHOICES)}.")

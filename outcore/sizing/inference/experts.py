@@ -8,6 +8,10 @@ GROUP_EXPERTS, GROUP_BYTES = 32, 512 << 20
 """Experts that are computed together at most, and bytes of their expanded matrices."""
 
 
+FEW_TOKENS, FEW_PAIRS = 16, 256
+"""Tokens of a pass, and pairs of a token and an expert in a layer, up to which experts are computed where they lie."""
+
+
 @dataclass(frozen=True)
 class ExpertSize:
     """What one expert of a mixture takes, where experts are parts of their own."""
@@ -27,6 +31,12 @@ class ExpertSize:
     def least_slots(self) -> int:
         """Slots without which it is not worth while: those of two tokens."""
         return min(self.total, max(2, 2 * self.of_token))
+
+    @property
+    def few_tokens(self) -> int:
+        """Tokens of a pass up to which packed experts are computed where they lie: in slots by the GPU, in RAM by the
+        CPU."""
+        return min(FEW_TOKENS, FEW_PAIRS // max(1, self.of_token))
 
     @property
     def total(self) -> int:

@@ -101,6 +101,13 @@ class Placement:
             return 0.0
         return min(1.0, tokens * self.experts.of_token / self.experts.num_experts)
 
+    @property
+    def few_tokens(self) -> int:
+        """Tokens of a pass up to which experts can be computed where they lie; 0: they are not, because they come with
+        their layers, are not packed or lie on a drive."""
+        can = self.experts is not None and self.experts.expanded_bytes and not self.expert_bytes_at("nvme")
+        return self.experts.few_tokens if can and self.experts is not None else 0
+
     def expert_bytes_at(self, home: Home) -> int:
         """Bytes of experts that come as they are chosen, in RAM or on NVMe."""
         experts = [part for part in self.parts if part.is_experts]
@@ -180,14 +187,27 @@ def place_by_experts(
     *,
     is_asked: bool,
     on_gpu: bool,
+    runs_few: bool = False,
 ) -> tuple[Placement, InferenceNeeds]:
     """Place the needs of whole layers, or those of `apart`, in which experts come as tokens choose them; says whose.
-    The second where it is asked for and weights travel, or where a whole layer does not fit on the GPU. `apart` gives
-    None for a model without such experts. DoesNotFit."""
+    The second where weights travel and it is asked for, or (`runs_few`: a CPU can compute them for the GPU) all passes
+    that write answers are of few tokens, which are worth more than long prompts; and where a whole layer does not fit
+    on the GPU. `apart` gives None for a model without such experts. DoesNotFit."""
     try:
         placed = place(needs)
-        found = apart() if is_asked and placed.travels else None
-        return (placed, needs) if found is None else (place(found), found)
+        found = apart() if placed.travels and (is_asked or runs_few) else None
+        if found is None:
+            return placed, needs
+        placed_apart = place(found)
+        if is_asked:
+            return placed_apart, found
+        if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
+            return placed, needs
+        reason = (
+            f"experts come as tokens choose them, because passes of up to {placed_apart.few_tokens} tokens are "
+            "computed where they lie (--expert_cache_gib 0: they come with their layers)"
+        )
+        return placed_apart.because(reason), found
     except DoesNotFit:
         found = apart() if on_gpu else None
         if found is None:

@@ -27,10 +27,14 @@ class InPlaceRates:
         """So many of them for the CPU, between which the others lie evenly."""
         return tuple(names[(2 * n + 1) * len(names) // (2 * count)] for n in range(count))
 
+    def gb_per_s(self, tokens: float) -> float:
+        """Packed GB a second of the CPU in a pass of so many tokens."""
+        tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
+        return self.cpu_gb_per_s[tried]
+
     def cpu_s(self, layers: int, size_bytes: float, tokens: float) -> float:
         """Seconds in which the CPU computes layers of so many bytes together, for so many tokens."""
-        tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
-        return size_bytes / (self.cpu_gb_per_s[tried] * GB) + layers * self.part_s
+        return size_bytes / (self.gb_per_s(tokens) * GB) + layers * self.part_s
 
     def pass_s(self, layers: int, on_cpu_bytes: float, travelling_bytes: float, tokens: int) -> float:
         """Seconds of a pass of which the CPU computes so many layers while the link brings the other bytes."""

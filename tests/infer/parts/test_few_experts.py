@@ -68,8 +68,9 @@ def greedy(opened, count=12):
 def with_few_tokens(opened, hand_over):
     """Have the opened model's passes of few tokens run so; who sees to it."""
     runner, weights = opened.engine.runner, opened.weights
-    sizes = weights.homes, hand_over, weights.chosen, opened.placement.experts.of_token
-    few = FewTokens(runner.flow.units, weights.experts, *sizes)
+    experts = opened.placement.experts
+    sizes = experts.few_tokens, experts.of_token
+    few = FewTokens(runner.flow.units, weights.experts, weights.homes, hand_over, weights.chosen, *sizes)
     runner.small = SmallPasses(
         runner.flow, runner.attention, runner.attention.cache, CPU,
         most_rows=few.most_tokens, is_captured=False, experts=few,
