@@ -245,7 +245,7 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
         size,
         needs.itemsize,
         is_packed_kv=needs.is_packed_kv,
-        has_graphs=has_graphs and needs.experts is None,
+        has_graphs=has_graphs,
     )
     expanded = max((part.expanded_bytes for part in needs.parts if not part.is_experts), default=0)
     of_experts = 0 if needs.experts is None else needs.experts.work_bytes()
