@@ -112,7 +112,7 @@ class PartRunner:
         taps: RouterTaps | None = None,
         in_place: InPlaceProducts | None = None,
         long_rows: LongRows | None = None,
-        entering: Callable[[int], None] = lambda layer: None,
+        entering: Callable[[int], None] | None = None,
     ) -> None:
         self.units, self.compiled, self.tiles, self.taps = units, compiled, tiles, taps
         self.long_rows, self._entering = long_rows, entering
@@ -134,7 +134,8 @@ class PartRunner:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(output, router logits) of layer `index`."""
         unit = self.units.layer_units[index]
-        self._entering(index)
+        if self._entering is not None:
+            self._entering(index)
         tensors = self.weights.tensors(unit, slab)
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_forward(unit)

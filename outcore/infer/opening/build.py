@@ -252,8 +252,8 @@ def open_found(
         weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place, rows)
         undo.callback(weights.arrival.abort)
         compiled = layers_of(units, settings, way, device, progress)
-        entering = {} if weights.chosen is None else {"entering": weights.chosen.enter}
-        runner = PartRunner(units, compiled=compiled, in_place=in_place, **entering)
+        entering = None if weights.chosen is None else weights.chosen.enter
+        runner = PartRunner(units, compiled=compiled, in_place=in_place, entering=entering)
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
         open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
         memory = open_memory(

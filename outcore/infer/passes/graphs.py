@@ -79,7 +79,7 @@ class SlotPass:
     ) -> None:
         self.flow, self.attention, self.tables, self._handed = flow, attention, tables, handed
         self._parts = list(parts)
-        self.segments = self._cut(flow.arrival, has_code)
+        self.segments = self._cut(_resident(flow), has_code)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
         self._places = torch.arange(tables.num_rows, device=flow.device)
         self._log: Any = None
@@ -95,7 +95,7 @@ class SlotPass:
     def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
         by ordinary launches, unless there are graphs already."""
-        arrival = self.flow.arrival
+        arrival = _resident(self.flow)
         replays = self.is_captured
         try:
             arrival.begin(self._parts)
@@ -122,7 +122,7 @@ class SlotPass:
         return self._logits
 
     def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
-        runner, arrival = self.flow.runner, self.flow.arrival
+        runner, arrival = self.flow.runner, _resident(self.flow)
         self.attention.moved(segment.uses.start - 2, 0)  # graphs before it have run without telling
         for at, slab in zip(segment.uses, slabs, strict=True):
             if arrival.stays(self._parts[at]):
@@ -156,6 +156,11 @@ class SlotPass:
                 segments.append(_Segment(range(at, at + 1), has_code(part)))
             joins = stays
         return segments
+
+
+def _resident(flow: Flow) -> Any:
+    """The flow's arrival, which knows what stays (`ResidentWeights`)."""
+    return flow.arrival
 
 
 class SmallPasses:
