@@ -154,7 +154,7 @@ class InferencePlan:
             device_bytes=resident_bytes
             + hits_bytes
             + travelling_bytes
-            + self._expanded_bytes(0.0 if is_few else chosen)
+            + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
             launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
@@ -181,12 +181,17 @@ class InferencePlan:
         """Tokens of a pass up to which the engine runs it as a CUDA graph."""
         return self.placement.pass_size().graph_rows
 
-    def _expanded_bytes(self, chosen: float) -> float:
-        """Bytes of packed layers as they are used: written once and read once in a pass. `chosen`: share of experts
-        that are, where they come as they are chosen."""
-        shape = self.shape
-        unused = (1.0 - chosen) * sum(shape.expert_params) if self.placement.expert_slots else 0
-        return 2 * self.itemsize * (sum(shape.layer_params) - unused) if shape.quantize else 0
+    def _expanded_bytes(self, rows: float, chosen: float) -> float:
+        """Bytes of packed layers as they are used: written once and read once in a pass of so many tokens. `chosen`:
+        share of experts that are, where they come as they are chosen."""
+        shape, placement = self.shape, self.placement
+        if not shape.quantize:
+            return 0
+        experts = sum(shape.expert_params)
+        expanded, is_small = sum(shape.layer_params) - experts, rows <= placement.packed_tokens
+        if is_small and (placement.expert_slots or not shape.is_moe):  # as they are, but for stacks of experts
+            expanded = 0
+        return 2 * self.itemsize * (expanded + experts * (chosen if placement.expert_slots else 1.0))
 
     def _unhidden_bytes(self) -> float:
         """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
@@ -280,6 +285,8 @@ def plan_inference(
     if is_asked and placed is needs:
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
+    if shape.quantize and not hardware.is_cpu:
+        placement = replace(placement, packed_tokens=Placement.PACKED_ROWS[-1])
     if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
         rates = (cpu_rates or {}).get(quantize)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 
 from outcore.flow import discover_units
-from outcore.flow.weights import WeightHomes
+from outcore.flow.weights import InPlaceProducts, WeightHomes
 from outcore.infer.opening.arrival import ResidentWeights
+from outcore.model import ModelSettings, load_model
 from outcore.staging.pool import HostMemory
 from tests.flow.models import tiny_loaded
 
@@ -57,3 +58,27 @@ def test_the_next_pass_is_begun_ahead_and_given_up_where_it_is_another():
     assert run([units.embed, one]) == [("abort",), ("begin", one.index), ("begin", one.index)]
     weights.abort()
     assert run(whole) == [begin, begin], "after a failure nothing is taken for begun"
+
+
+def test_small_passes_get_packed_bytes_as_they_are_and_larger_ones_values():
+    loaded = load_model(ModelSettings(preset="tiny", precision="fp32", seq_length=2, quantize="nf4"))
+    loaded.model.requires_grad_(False)
+    units = discover_units(loaded)
+    homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.home_numel for part in units.all}, None)
+    homes.adopt()
+    cpu, layer = torch.device("cpu"), units.layer_units[0]
+    assert layer.layout.packed_slots
+    products = InPlaceProducts(None, {}, cpu, device_tokens=4)
+    weights = ResidentWeights(units.all, homes, None, cpu, products)
+    weights.multiply_there(units.all)
+    home = homes.ram(layer)
+    for tokens, is_packed in ((1, True), (4, True), (5, False), (None, False)):
+        weights.expect(tokens)
+        assert weights.stays(layer)
+        weights.begin([layer])
+        slab = weights.acquire(0)
+        weights.release(0)
+        assert (slab.data_ptr() == home.data_ptr()) is is_packed
+        views = layer.layout.home_views(slab) if is_packed else layer.layout.views(slab)
+        for slot, view in zip(layer.layout.slots, views, strict=True):
+            assert view.shape == ((slot.packed.size_bytes,) if slot.packed and is_packed else slot.shape)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from outcore.flow import discover_units
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
-from outcore.formats import PackedProducts, PackedSpec, packed_format
+from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, packed_format
 from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine
+from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine, trials
+from outcore.model import ModelSettings, load_model
 from outcore.plan import load_hardware
 from outcore.plan.learned import known_rates
 from outcore.sizing.inference import (
@@ -25,6 +27,7 @@ from outcore.sizing.inference import (
     KvSize,
     LayerSize,
     PartSize,
+    Placement,
     compute_in_place,
     place_inference,
 )
@@ -311,3 +314,47 @@ def test_the_cpu_computes_layers_for_the_gpu(file_of_kernels, monkeypatch, caplo
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_choice", ["auto", "off"])
+@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_the_gpu_multiplies_packed_weights_as_they_are(
+    tmp_path, monkeypatch, caplog, compile_choice, travels, quantize
+):
+    save_tiny_model(tmp_path, hidden_size=128, intermediate_size=256)
+    place, multiply, rows = build.place_inference, DeviceProducts.multiply, []
+    if travels:
+        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
+    common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice, "cpu_tokens": 0}
+
+    def multiplied(self, spec, planes, x):
+        rows.append(len(x))
+        return multiply(self, spec, planes, x)
+
+    def trial(products, spec, dtype):
+        return 8, 1e-6, 1e-5
+
+    monkeypatch.setattr(trials, "_most_device_rows", trial)
+    monkeypatch.setattr(DeviceProducts, "multiply", multiplied)
+    tokens, scores, placement = answers(tmp_path, quantize=quantize, **common)
+    assert placement.packed_tokens == 8 and rows and max(rows) <= 8
+    assert "up to 8 tokens the GPU multiplies packed weights as they are" in " ".join(placement.lines())
+    assert "without CUDA graphs" not in caplog.text and "layers run eagerly" not in caplog.text
+    monkeypatch.setattr(trials, "_most_device_rows", lambda *_: (0, 1e-5, 1e-6))
+    rows.clear()
+    expected = answers(tmp_path, quantize=quantize, **common)
+    assert not rows and expected[2].packed_tokens == 0
+    assert tokens == expected[0]
+    for mine, theirs in zip(scores, expected[1], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4), "scores do not depend on the number of rows"
+
+
+@pytest.mark.gpu
+def test_the_trial_of_the_gpu_finds_its_kernels_worth_it():
+    loaded = load_model(ModelSettings(preset="tiny", precision="bf16", seq_length=2, quantize="nf4"))
+    loaded.model.requires_grad_(False)
+    units = discover_units(loaded)
+    most, words = trials.device_tokens(units, torch.device("cuda", 0))
+    assert most in (0, *Placement.PACKED_ROWS) and "nf4" in words[0]

@@ -221,6 +221,16 @@ def test_layers_on_the_cpu_are_counted():
     assert none.placement == place_of(plan) and "not counted" not in "\n".join(words_of(none))
 
 
+def test_packed_layers_are_expanded_for_passes_of_many_tokens_only():
+    laptop, itemsize = load_hardware("rtx4070-laptop"), 2
+    for name in ("llama-8b", "tiny-moe"):  # of a mixture's layers that come whole, stacks of experts are expanded
+        plan = plan_inference(resolve_shape(name), laptop, quantize="nf4", context=1024, cpu_tokens=0)
+        most = plan.placement.packed_tokens
+        small, large = (plan.traffic(rows, 0, 1, 0) for rows in (most, most + 1))
+        expected = 0 if plan.shape.is_moe else 2 * itemsize * sum(plan.shape.layer_params)
+        assert most and large.device_bytes - small.device_bytes == pytest.approx(expected)
+
+
 def test_rates_of_the_last_start_are_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ["plan", "--infer", "llama-70b", "--quantize", "nf4", "--machine", "rtx4070-laptop"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from outcore.common.errors import EngineError
 from outcore.flow.layers.adapters import with_added_adapters
 from outcore.flow.layers.graphs import LayerGraphs
+from outcore.flow.layers.packed_linear import with_packed_linears
 from outcore.flow.parts import LayerCall, ModelParts, alike, with_memory
 from outcore.model.packed import are_borders
 
@@ -39,6 +40,8 @@ LayerForward = Callable[[Sequence[torch.Tensor], torch.Tensor, tuple, dict], tor
 Role = Callable[[LayerForward, Sequence[bool]], Callable[..., Any]]
 """Makes a role's function from a layer's forward and, slot by slot, whether that parameter is trained. It takes what
 the forward takes, and perhaps more tensors: (tensors, hidden, args, kwargs, *more)."""
+PACKED = "packed forward"
+"""The role of layers that get the bytes of their packed weights (`SlabLayout.home_views`) on a GPU."""
 LOAD_TIMEOUT_S = 120.0
 """Importing the compiler takes seconds; whoever needs it waits for the rest."""
 
@@ -68,7 +71,10 @@ class CompiledLayers:
         self.graphs_fit_eager = False
         """Whether eager layers may be captured: nothing random in them, nobody looks into them, and those that are
         alike may share a graph."""
-        self._roles: dict[str, Role] = {"forward": lambda forward, trainable: forward}
+        self._roles: dict[str, Role] = {name: lambda forward, trainable: forward for name in ("forward", PACKED)}
+        self._packed: dict[Hashable, int] = {}
+        """The first layer of each kind and packed formats."""
+        self._takes_packed: dict[int, bool] = {}
         self._functions: dict[tuple[str, int, bool], Callable[..., Any]] = {}
         """Functions by role, kind, and whether for the usual shape only."""
         self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -110,6 +116,20 @@ class CompiledLayers:
         """Whether this layer is to be run compiled now: in the mode it is compiled for, until the compiler gave up."""
         return not self.why_not and self.units.layers[layer].training is self._training
 
+    def takes_packed(self, layer: int) -> bool:
+        """Whether this layer can be run in the role `PACKED`."""
+        if layer not in self._takes_packed:
+            template = with_packed_linears(self.units.layers[layer], self.units.layer_units[layer])
+            self._takes_packed[layer] = template is not None
+        return self._takes_packed[layer]
+
+    def _kind(self, role: str, layer: int) -> int:
+        kind = self._like[layer]
+        if role != PACKED:
+            return kind
+        specs = tuple(slot.packed for slot in self.units.layer_units[layer].layout.slots)
+        return self._packed.setdefault((kind, specs), layer)
+
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on. EngineError when compilation was asked for."""
         if self.choice == "on":
@@ -141,7 +161,7 @@ class CompiledLayers:
             _mark_tokens(hidden, call)
         elif self._usual is None:
             self._usual = hidden.shape
-        kind, usual = self._like[layer], hidden.shape == self._usual
+        kind, usual = self._kind(role, layer), hidden.shape == self._usual
         args = (list(tensors), hidden, call.args, call.kwargs, *more)
         if (role, kind, usual) not in self._functions:
             self._functions[role, kind, usual] = self._compile(role, kind, usual=usual)
@@ -198,7 +218,9 @@ class CompiledLayers:
             return self.graphs.run(name, partial(function, layer), list(tensors), hidden, call.args, call.kwargs, *more)
 
     def _compile(self, role: str, kind: int, *, usual: bool) -> Callable[..., Any]:
-        unit, template = self.units.layer_units[kind], with_added_adapters(self.units.layers[kind])
+        unit, layer = self.units.layer_units[kind], self.units.layers[kind]
+        template = with_packed_linears(layer, unit) if role == PACKED else with_added_adapters(layer)
+        assert template is not None, "takes_packed says so"
         names = _names_in(template, unit.parameters)
 
         def forward(tensors: Sequence[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.flow.layers.compiled import CompiledLayers
+from outcore.flow.layers.compiled import PACKED, CompiledLayers
 from outcore.flow.layers.long_rows import LongRows
 from outcore.flow.layers.unit_weights import PartWeights, in_place, is_in_place
 from outcore.flow.parts import CallLog, LayerCall, ModelParts, StreamUnsupported
@@ -141,8 +141,9 @@ class PartRunner:
             tiles.begin_forward(unit)
         elif (long_rows := self.takes_long(hidden)) is not None:
             return long_rows.forward(index, tensors, hidden, call), []
-        elif is_in_place(unit, slab):  # neither compiled nor captured: the CPU computes
-            pass
+        elif is_in_place(unit, slab):  # the CPU computes, or the device with bytes that are there
+            if (output := self._packed(index, slab, hidden, call)) is not None:
+                return output, []
         elif self.compiled is not None and self.compiled.is_active(index):
             output = self.compiled.run("forward", index, tensors, hidden, call)
             if output is not None:
@@ -150,6 +151,13 @@ class PartRunner:
         elif self.compiled is not None and self.compiled.has_eager_graphs(index):
             return self.compiled.eager("forward", index, self._as_graph, tensors, hidden, call), []
         return self.apply_layer(index, tensors, hidden, call)
+
+    def _packed(self, index: int, slab: torch.Tensor, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor | None:
+        """Output of layer `index` compiled, with packed weights that are on a GPU; None where it is not run so."""
+        if slab.device.type != "cuda" or self.compiled is None or not self.compiled.is_active(index):
+            return None
+        views = self.weights.home_views(self.units.layer_units[index], slab)
+        return self.compiled.run(PACKED, index, views, hidden, call) if self.compiled.takes_packed(index) else None
 
     def takes_long(self, hidden: torch.Tensor) -> LongRows | None:
         """Who runs layers on these hidden states, if their rows are long ones."""

@@ -20,6 +20,8 @@ class PartWeights:
         self._tiles, self.in_place = tiles, in_place
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Views of the few slabs there are, by (unit, address): made once, not for every call."""
+        self._home_views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Views of homes, by (unit, address); packed parameters as their bytes."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """Leaves by (unit, address). `torch.autograd.grad`, which is asked for gradients, leaves nothing at them."""
 
@@ -39,6 +41,13 @@ class PartWeights:
             else:
                 self._views[key] = unit.layout.views(slab)
         return self._views[key]
+
+    def home_views(self, unit: Part, slab: torch.Tensor) -> list[torch.Tensor]:
+        """All parameters in slot order, packed ones as their bytes, of a unit that comes as those of its home."""
+        key = (unit.index, slab.data_ptr())
+        if key not in self._home_views:
+            self._home_views[key] = unit.layout.home_views(slab)
+        return self._home_views[key]
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
         """(all parameters in slot order, those of them that autograd is asked about)."""

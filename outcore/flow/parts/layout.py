@@ -150,6 +150,16 @@ class SlabLayout:
         """All parameters as views of a 1-D slab of at least `numel` elements, in slot order."""
         return [slab[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
 
+    def home_views(self, home: torch.Tensor) -> list[torch.Tensor]:
+        """All parameters in slot order from the bytes of a home: views, and of packed ones their bytes (uint8)."""
+        size, plain, data = self.dtype.itemsize, home.view(self.dtype), home.view(torch.uint8)
+        return [
+            plain[slot.home_offset : slot.home_offset + slot.numel].view(slot.shape)
+            if slot.packed is None
+            else data[slot.home_offset * size : slot.home_offset * size + slot.packed.size_bytes]
+            for slot in self.slots
+        ]
+
     def expand(self, home: torch.Tensor, slab: torch.Tensor) -> None:
         """Fill `slab` (at least `numel` elements) from the bytes of its home, uint8 and on the same device.
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from outcore.flow.parts import SlabLayout, Slot
+from outcore.flow.parts import Part, SlabLayout, Slot
 from outcore.flow.weights.hand_over import HandOver
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, call_of, device_products
 from outcore.staging.pool import SmallCopies
@@ -57,11 +57,18 @@ class InPlaceProducts:
         """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
         return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
 
-    def multiplies(self, layout: SlabLayout) -> bool:
-        """Whether the device has kernels for every packed weight of a part that is there."""
-        specs = [slot.packed for slot in layout.packed_slots if slot.packed is not None]
-        fit = [len(spec.shape) == 2 and not spec.is_transposed and DeviceProducts.can(spec) for spec in specs]
-        return self.device_tokens > 0 and bool(fit) and all(fit)
+    @staticmethod
+    def multiplies(part: Part) -> bool:
+        """Whether a GPU has kernels for all packed weights of a part that is there: linear layers' are."""
+        fit = [
+            len(spec.shape) == 2
+            and not spec.is_transposed
+            and DeviceProducts.can(spec)
+            and all(isinstance(module, torch.nn.Linear) for module, _ in owners)
+            for slot, owners in zip(part.layout.slots, part.owners, strict=True)
+            if (spec := slot.packed) is not None
+        ]
+        return bool(fit) and all(fit)
 
     def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""

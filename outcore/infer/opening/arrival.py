@@ -56,7 +56,7 @@ class ResidentWeights:
         """Have the device multiply those of these parts as they are that it can, in passes of few tokens."""
         if self._in_place is not None:
             can = self._in_place.multiplies
-            self._as_they_are = frozenset(part.index for part in parts if can(part.layout))
+            self._as_they_are = frozenset(part.index for part in parts if can(part))
 
     def read_there(self, part: Part, home: torch.Tensor, device: torch.device) -> None:
         """Have the device read rows of a part that stays in page-locked RAM, where they are."""

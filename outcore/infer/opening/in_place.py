@@ -1,10 +1,10 @@
-"""Packed weights computed by the CPU where they are: a short trial of its kernels decides for how many rows, and
-beside a GPU for which layers."""
+"""Packed weights computed where they are: a short trial of the CPU's kernels decides for how many rows, and beside a
+GPU for which layers; one of the GPU's (`trials`) up to how many tokens of a pass what is there is not expanded."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from outcore.common.quantities import GB, MIB, format_s
-from outcore.flow import ModelParts, Part
+from outcore.flow import ModelParts
 from outcore.flow.layers import GraphPool
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
@@ -21,16 +21,14 @@ from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.settings import InferSettings
+from outcore.infer.opening.trials import TRIAL_BYTES, device_tokens, least_s, num_copies, part_of, specs_of
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
 from outcore.staging import PinnedPool
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-TRIAL_BYTES, CPU_TRIAL_BYTES = 32 * MIB, 3 * MIB
-"""Packed bytes of the matrix that a format is tried on, at most: a tenth of the former takes many threads as long to be
-handed out as to be read. Without a GPU it is expanded and multiplied in fp32, too."""
-TRIAL_COPIES_BYTES = 128 * MIB
-"""Copies of it together, so that they come from memory and not from a cache."""
+CPU_TRIAL_BYTES = 3 * MIB
+"""`TRIAL_BYTES` without a GPU, where the matrix is expanded and multiplied in fp32, too."""
 SETTLE_S = 0.05
 """Threads that filled those copies spin for some 15 ms before they sleep, on the cores that are to be measured."""
 LINK_BYTES, LINK_COPIES = 64 * MIB, 6
@@ -45,26 +43,38 @@ def open_in_place(
 ) -> tuple[InPlaceProducts | None, Placement]:
     """(what computes with packed weights where they are, None where nothing does; the placement with that decision).
     `undo` ends its threads."""
-    specs = _specs(units.all)
-    if (
-        not specs
-        or settings.cpu_tokens == 0
-        or settings.deterministic
-        or (device.type == "cpu" and settings.compile == "on")
-    ):
+    specs = specs_of(units.all)
+    if not specs or settings.deterministic or (device.type == "cpu" and settings.compile == "on"):
         return None, placement
-    threads = torch.get_num_threads() if device.type == "cpu" else default_num_threads()
-    try:
-        products = undo.enter_context(PackedProducts(threads))
-    except (ExtensionUnavailable, TimeoutError) as error:
-        return None, replace(placement, reasons=(*placement.reasons, f"packed weights are expanded: {error}"))
-    with_kernel = {name: spec for name, spec in specs.items() if PackedProducts.can(spec)}
     if device.type == "cpu":
-        return _on_cpu(products, with_kernel, units, settings, placement)
+        return _on_cpu(specs, units, settings, placement, undo)
+    most, words = device_tokens(units, device)
+    placement = replace(placement, packed_tokens=most, reasons=(*placement.reasons, *words))
+    made, placement = _by_the_cpu(specs, units, settings, placement, device, undo)
+    if made is None and most:
+        made = InPlaceProducts(None, {}, device)
+    if made is not None:
+        made.device_tokens = most
+    return made, placement
+
+
+def _by_the_cpu(
+    specs: Mapping[str, PackedSpec],
+    units: ModelParts,
+    settings: InferSettings,
+    placement: Placement,
+    device: torch.device,
+    undo: ExitStack,
+) -> tuple[InPlaceProducts | None, Placement]:
+    """`open_in_place` for layers that the CPU computes for a GPU."""
     candidates = _candidates(units, placement)
     spec = _tried(units, candidates)
-    if spec is None:
+    if spec is None or settings.cpu_tokens == 0:
         return None, placement
+    products, placement = _products(default_num_threads(), placement, undo)
+    if products is None:
+        return None, placement
+    with_kernel = {name: spec for name, spec in specs.items() if PackedProducts.can(spec)}
     with torch.cuda.device(device):  # whose streams and events these are
         try:
             hand_over = HandOver(products, device)
@@ -79,6 +89,15 @@ def open_in_place(
     torch.cuda.synchronize(device)
     products.close()
     return None, placement
+
+
+def _products(threads: int, placement: Placement, undo: ExitStack) -> tuple[PackedProducts | None, Placement]:
+    """(the CPU's kernels, None where there are none; the placement, which then says why)."""
+    try:
+        return undo.enter_context(PackedProducts(threads)), placement
+    except (ExtensionUnavailable, TimeoutError) as error:
+        why = f"the CPU has no kernels for packed weights: {error}"
+        return None, replace(placement, reasons=(*placement.reasons, why))
 
 
 def try_in_place(
@@ -145,14 +164,22 @@ def _shortest(seconds: Callable[[int], float], start: int, most: int) -> tuple[i
 
 
 def _on_cpu(
-    products: PackedProducts,
     specs: Mapping[str, PackedSpec],
     units: ModelParts,
     settings: InferSettings,
     placement: Placement,
-) -> tuple[InPlaceProducts, Placement]:
+    undo: ExitStack,
+) -> tuple[InPlaceProducts | None, Placement]:
+    """`open_in_place` where there is no GPU."""
+    if settings.cpu_tokens == 0:
+        return None, placement
+    products, placement = _products(torch.get_num_threads(), placement, undo)
+    if products is None:
+        return None, placement
     dtype, most, words = units.embed.layout.dtype, {}, []
     for name, spec in specs.items():
+        if not PackedProducts.can(spec):
+            continue
         if settings.cpu_tokens is not None:
             most[name] = settings.cpu_tokens
             continue
@@ -170,21 +197,8 @@ def _on_cpu(
 def _tried(units: ModelParts, candidates: Collection[str]) -> PackedSpec | None:
     """The largest matrix with a kernel of the layers that the CPU may take: a head in another format says nothing of
     them."""
-    found = _specs(part for part in units.layer_units if part.name in candidates)
+    found = specs_of(part for part in units.layer_units if part.name in candidates)
     return max(filter(PackedProducts.can, found.values()), key=lambda s: s.size_bytes, default=None)
-
-
-def _specs(parts: Iterable[Part]) -> dict[str, PackedSpec]:
-    """The largest matrix of each format, of a stack one."""
-    found: dict[str, PackedSpec] = {}
-    for part in parts:
-        for slot in part.layout.packed_slots:
-            assert slot.packed is not None
-            spec = PackedSpec(slot.packed.format, slot.packed.shape[-2:])
-            known = found.get(spec.format.name)
-            if known is None or spec.size_bytes > known.size_bytes:
-                found[spec.format.name] = spec
-    return found
 
 
 def _candidates(units: ModelParts, placement: Placement) -> dict[str, int]:
@@ -205,12 +219,12 @@ def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -
     trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
     weights = [PackedWeight(spec, spec.planes(data), dtype, trial) for data in copies]
     values = weights[0].expanded()
-    expand_s = _least_s(lambda number: weights[number % len(weights)].expanded(values), 2)
+    expand_s = least_s(lambda number: weights[number % len(weights)].expanded(values), 2)
     best, firsts = 0, (0.0, 0.0)
     for rows in ROWS:
         x = torch.randn(rows, spec.shape[1]).to(dtype)
-        kernel_s = _least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
-        dense_s = expand_s + _least_s(lambda number, x=x: linear(x, values), 2)
+        kernel_s = least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
+        dense_s = expand_s + least_s(lambda number, x=x: linear(x, values), 2)
         firsts = firsts if rows > 1 else (kernel_s, dense_s)
         if kernel_s >= dense_s:
             break
@@ -244,23 +258,12 @@ def _rates(products: PackedProducts, spec: PackedSpec, device: torch.device) -> 
 
 
 def _copies(spec: PackedSpec, most_bytes: int) -> tuple[PackedSpec, list[torch.Tensor]]:
-    rows = min(spec.shape[0], max(1, most_bytes // spec.format.row_bytes(spec.shape[1])))
-    spec = PackedSpec(spec.format, (rows, spec.shape[1]))
-    count = max(1, min(16, TRIAL_COPIES_BYTES // spec.size_bytes))
+    spec = part_of(spec, most_bytes)
+    count = num_copies(spec)
     data = torch.arange(spec.size_bytes, dtype=torch.int32).remainder_(97).to(torch.uint8)
     copies = [data.clone() for _ in range(count)]
     time.sleep(SETTLE_S)
     return spec, copies
-
-
-def _least_s(call: Callable[[int], object], count: int) -> float:
-    """Seconds of the fastest call but the first."""
-    times = []
-    for number in range(count + 1):
-        began = time.perf_counter()
-        call(number)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
 
 
 def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) -> float:
@@ -283,4 +286,4 @@ def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) ->
         torch.cuda.synchronize(trial.device)
 
     matrices = max(len(part.layout.packed_slots) for part in units.layer_units)
-    return matrices * _least_s(replayed, 4) / count + LAUNCH_S
+    return matrices * least_s(replayed, 4) / count + LAUNCH_S

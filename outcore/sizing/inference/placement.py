@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from outcore.common.quantities import format_gib
 from outcore.sizing.inference.experts import ExpertSize
@@ -39,6 +40,10 @@ counted on."""
 class Placement:
     """The whole answer."""
 
+    PACKED_ROWS: ClassVar = (1, 2, 4, 8, 16)
+    """Tokens of a pass that a GPU may multiply by packed weights as they are: some of `GRAPH_ROWS`, so that a padded
+    pass is not taken for a larger one."""
+
     preset: PresetRule
     parts: tuple[PartHome, ...]
     kv_home: Home
@@ -56,6 +61,8 @@ class Placement:
     cpu_tokens: int = 0
     """Tokens of a pass up to which the CPU computes with packed weights as they are."""
     cpu_rates: InPlaceRates | None = None
+    packed_tokens: int = 0
+    """Tokens of a pass up to which a GPU multiplies packed weights as they are; those of larger ones are expanded."""
     experts: ExpertSize | None = None
     expert_slots: int = 0
     """Experts that the device holds at a time; 0: experts travel with their layers."""
