@@ -274,33 +274,40 @@ def bare_s(opened: Any, texts: list[tuple[int, ...]]) -> dict[str, float]:
     """Seconds of the arithmetic alone: the same layers' code on the same rows back to back, one layer's weights on the
     device for all, nothing travelling; and the head's products, nothing done with the logits."""
     runner, flow = opened.engine.runner, opened.engine.runner.flow
-    units, arrival, attention, calls = flow.units, flow.arrival, runner.attention, lay_out_texts(texts, 1)
+    units, arrival, attention = flow.units, flow.arrival, runner.attention
     cache, attention.cache = attention.cache, None
+    layers_s = head_s = 0.0
     try:
         arrival.begin([units.embed, units.layer_units[0], units.head])
-        slab = arrival.acquire(0)
-        logs = [flow.runner.embed(slab, call.batch(runner.copies)) for call in calls]
+        embed = arrival.acquire(0)
+        most = max(1, runner.limits.score_tokens // len(texts[0]))  # that share a pass
+        groups = [lay_out_texts(texts[at : at + most], 1) for at in range(0, len(texts), most)]
+        logs = [
+            flow.runner.embed(embed, call.batch(runner.copies)) for call in groups[0]
+        ]  # of the others they are alike
         arrival.release(0)
         slab, head = arrival.acquire(1), arrival.acquire(2)
-        hidden = [log.hidden for log in logs]
-        vocabulary = next(
-            w for w in flow.runner.weights.tensors(units.head, head) if w.shape[0] == flow.head.vocab_size
-        )
-        room = hidden[0].new_empty((512, flow.head.vocab_size))
-        synchronise()
-        began = time.perf_counter()
-        attention.begin([call.tables(runner.copies) for call in calls])
-        for layer in range(len(units.layers)):
-            for at, log in enumerate(logs):
-                hidden[at], _ = flow.runner.layer(0, slab, hidden[at], log.call(0))
-                attention.moved(layer, at)
-        synchronise()
-        layers_s = time.perf_counter() - began
-        for rows in hidden:
-            for part in rows[0].split(len(room)):
-                torch.mm(part, vocabulary.t(), out=room[: len(part)])
-        synchronise()
-        return {"bare_layers_s": layers_s, "bare_head_s": time.perf_counter() - began - layers_s}
+        vocab_size = flow.head.vocab_size
+        vocabulary = next(w for w in flow.runner.weights.tensors(units.head, head) if w.shape[0] == vocab_size)
+        room = vocabulary.new_empty((512, vocab_size))
+        for calls in groups:
+            hidden = [log.hidden for log in logs[: len(calls)]]
+            synchronise()
+            began = time.perf_counter()
+            attention.begin([call.tables(runner.copies) for call in calls])
+            for layer in range(len(units.layers)):
+                for at, log in enumerate(logs[: len(calls)]):
+                    hidden[at], _ = flow.runner.layer(0, slab, hidden[at], log.call(0))
+                    attention.moved(layer, at)
+            synchronise()
+            layers_s += time.perf_counter() - began
+            began = time.perf_counter()
+            for rows in hidden:
+                for part in rows[0].split(len(room)):
+                    torch.mm(part, vocabulary.t(), out=room[: len(part)])
+            synchronise()
+            head_s += time.perf_counter() - began
+        return {"bare_layers_s": layers_s, "bare_head_s": head_s}
     finally:
         attention.cache = cache
         arrival.abort()

@@ -3,17 +3,20 @@
 import dataclasses
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from outcore.config.commands.running import generate_flags
+from outcore.flow import discover_units
 from outcore.infer import Request, Sampling
 from outcore.infer.commands.options import settings_of
 from outcore.infer.opening import InferSettings, open_engine, weights
 from outcore.infer.opening.model import find_place
 from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
+from tests.flow.models import tiny_loaded
 from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -219,6 +222,15 @@ def test_memory_of_rows_is_given_back_before_its_pool(tiny_folder, monkeypatch):
         monkeypatch.setattr(weights, "device_view", refuse)
         assert weights.open_rows(units, placement, torch.device("cpu"), undo) is None
     opened.close()
+
+
+def test_rows_that_have_ram_already_take_no_page_locked_memory_from_layers():
+    units, asked = discover_units(tiny_loaded("llama")), {}
+    ram = SimpleNamespace(which_pinned=lambda sizes: asked.update(sizes) or frozenset())
+    first, rows = units.layer_units[0], {units.embed.name: torch.zeros(1, dtype=torch.uint8)}
+    memory = weights._PlacedMemory(ram, units.all, [first], torch.device("cuda"), rows)
+    memory.which_pinned([(part.index, 8) for part in units.all])
+    assert {index for index, size in asked.items() if not size} == {units.embed.index, first.index}
 
 
 def refuse(*_):

@@ -62,17 +62,18 @@ class _PlacedMemory:
     def __init__(
         self,
         ram: HostMemory | SharedHomes,
+        parts: Sequence[Part],
         resident: Sequence[Part],
         device: torch.device,
         rows: Mapping[str, torch.Tensor],
     ) -> None:
         self._ram, self._rows = ram, {f"parameters of {name}": memory for name, memory in rows.items()}
         self._resident, self._device = {f"parameters of {part.name}" for part in resident}, device
-        self._indices = {part.index for part in resident}
+        self._elsewhere = {part.index for part in parts if part in resident or part.name in rows}
 
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
-        """Parts that stay on the device take nothing of the pool."""
-        return self._ram.which_pinned([(index, 0 if index in self._indices else size) for index, size in sizes])
+        """Parts that stay on the device, or have RAM already, take nothing of the pool."""
+        return self._ram.which_pinned([(index, 0 if index in self._elsewhere else size) for index, size in sizes])
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
         if owner in self._rows:
@@ -161,7 +162,7 @@ def open_weights(
         ram = SharedHomes(segment, limit, runtime)
         owned = None if share.rank == 0 else frozenset(part.index for part in on_device)
     undo.callback(ram.close)
-    memory = _PlacedMemory(ram, on_device, device, rows)
+    memory = _PlacedMemory(ram, units.all, on_device, device, rows)
     homes = WeightHomes(units.all, memory, cuts, scratch if spills else None, feed, owned=owned)
     homes.adopt()
     if share is not None:
