@@ -1,7 +1,7 @@
 """Runs in a child process: DeepSpeed's engine with outcore's staged offload on tiny models, on the CPU accelerator,
 or on the GPU with STAGED_DEVICE=cuda in the environment.
 
-Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
+Usage: python child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": flags of offload, "config": deepspeed_config.json's content,
  "run": fields of RunFacts and further flags, "min_bytes": smallest share that goes to the drive, "chunk_numel":
  parameters per chunk of states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,

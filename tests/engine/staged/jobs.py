@@ -1,4 +1,4 @@
-"""Jobs for `staged_child.py`, and how its processes are started."""
+"""Jobs for `child.py`, and how its processes are started."""
 
 import json
 import os
@@ -77,3 +77,11 @@ def passed(results: dict[str, Any], name: str) -> dict[str, Any]:
     result = results[name]
     assert "error" not in result, result["trace"]
     return result
+
+
+def same(one: dict[str, Any], other: dict[str, Any], trained: int = 0) -> None:
+    """Both ended in the same bits; `one` began where the other had made `trained` steps."""
+    assert repr(one["losses"]) == repr(other["losses"][trained:])  # a skipped step's norm is not a number
+    assert one["fingerprint"] == other["fingerprint"]
+    if not trained and "evals" in one and "evals" in other:
+        assert one["evals"] == other["evals"]

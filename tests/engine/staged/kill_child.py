@@ -1,6 +1,6 @@
 """train_model.py that ends itself with SIGKILL at a chosen moment.
 
-Usage: python staged_kill_child.py MOMENT COUNT FLAGS...: dies at the COUNT-th time that MOMENT comes by; "never" trains
+Usage: python kill_child.py MOMENT COUNT FLAGS...: dies at the COUNT-th time that MOMENT comes by; "never" trains
 to the end. Moments: forward (a micro-batch begins), update (a parameter's states on NVMe are up to date), write (a
 transfer to the drive is under way), gradient (a gradient is on its way to the drive), save (a file of a checkpoint
 begins), commit (a checkpoint is about to get its name).

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from outcore.checkpoint.shards import ShardReader
 from outcore.engine.deepspeed.state import FAMILIES
-from tests.engine.staged.jobs import job, passed, run_jobs
+from tests.engine.staged.jobs import job, passed, run_jobs, same
 from tests.engine.staged.test_nvme import infinity
 from tests.model.branch_model import build, coded_batches
 
@@ -113,10 +113,8 @@ def test_updates_are_those_of_gradients_that_start_at_zero(results: dict[str, An
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_where_gradients_are_does_not_change_a_bit(results: dict[str, Any], case: str) -> None:
-    ram = passed(results, f"{case}, in RAM")
     for place in PLACES[1:]:
-        other = passed(results, f"{case}, {place}")
-        assert other["losses"] == ram["losses"] and other["fingerprint"] == ram["fingerprint"]
+        same(passed(results, f"{case}, {place}"), passed(results, f"{case}, in RAM"))
     assert passed(results, f"{case}, all on NVMe")["moved"]["gradient_bytes"] > 0
 
 

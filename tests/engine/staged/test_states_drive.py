@@ -1,4 +1,4 @@
-"""States, parameters and gradients of shares on the drive: bits as in RAM, whatever is kept, lent or asked."""
+"""States, parameters and gradients of shares on the drive: bits as in RAM, whatever is kept, lent or asked, and bytes."""
 
 import math
 import random
@@ -127,6 +127,13 @@ class Run:
         self.states.flush()
         return found
 
+    def moved(self):
+        """Bytes of states (read, written) since this was last asked, of all updates so far."""
+        self.states.wait_written()
+        before = getattr(self, "_before", (0, 0))
+        self._before = (self.states.ring.read_bytes, self.states.ring.written_bytes)
+        return self._before[0] - before[0], self._before[1] - before[1]
+
     def close(self):
         assert self.states.close()
         if self.scratch is not None:
@@ -157,13 +164,13 @@ def compare_weights(both, weights):
 
 
 @given(
-    st.lists(st.sampled_from([64, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
+    st.lists(st.sampled_from([64, 1000, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
     st.sampled_from(PLACES), st.integers(1, 8), st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
     st.sampled_from([0, 100_000]),
     st.lists(st.sampled_from(["update", "part", "settle", "look", "wait", "rewrite"]), min_size=1, max_size=8),
 )  # fmt: skip
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_wherever_things_live_no_bit_changes(
     tmp_path_factory, pool, numels, drive, num_slots, states, ram_bytes, actions
@@ -289,4 +296,58 @@ def test_a_transfer_that_was_accepted_is_waited_for_when_the_next_of_its_chunk_i
     assert [transfer.done() for transfer in accepted] == [True]
     if kind == "read":
         assert run.states.ring.optimizer_time.total_s() == worked_s, "a chunk of which a part was missing was updated"
+    run.close()
+
+
+@pytest.mark.parametrize(("num_slots", "kept"), [(1, 0), (2, 1), (4, 3), (7, 6), (24, 9)])
+def test_what_the_ring_keeps_is_neither_written_nor_read_again(tmp_path, pool, num_slots, kept):
+    """Ten shares of one chunk. Without reading ahead: every slot but one keeps a chunk, and that one flows."""
+    run = Run([CHUNK] * 10, pool, tmp_path, "split", (), num_slots)
+    chunk_bytes = state_format("split").chunk_bytes(CHUNK)
+    assert run.states.nvme_bytes == 10 * chunk_bytes and run.states.ring.kept_bytes == kept * chunk_bytes
+    run.update()
+    assert run.moved() == (10 * chunk_bytes, (10 - kept) * chunk_bytes)
+    for _ in range(4):
+        run.update()
+        assert run.moved() == ((10 - kept) * chunk_bytes,) * 2
+    run.states.settle()
+    assert run.moved() == (0, kept * chunk_bytes)  # the drive has everything
+    run.states.settle()
+    assert run.moved() == (0, 0)
+    run.update()
+    assert run.moved() == (10 * chunk_bytes, (10 - kept) * chunk_bytes)
+    run.close()
+
+
+@pytest.mark.parametrize(("numels", "num_slots", "first", "later"), [
+    ([CHUNK, 64] * 4, 3, None, ((CHUNK, 2), (64, 4))),
+    ([CHUNK // 2] * 6 + [CHUNK] * 2, 5, (((CHUNK, 2), (CHUNK // 2, 6)), ((CHUNK // 2, 4),)), ((CHUNK // 2, 4),)),
+])  # fmt: skip
+def test_slots_keep_what_is_worth_most(tmp_path, pool, numels, num_slots, first, later):
+    """Small shares flow past large ones that are kept; what those leave over keeps smaller ones."""
+    run = Run(numels, pool, tmp_path, "split", (), num_slots)
+
+    def size(chunks):
+        return sum(count * state_format("split").chunk_bytes(numel) for numel, count in chunks)
+
+    run.update()
+    moved = run.moved()
+    assert first is None or moved == tuple(size(chunks) for chunks in first)
+    for _ in range(3):
+        run.update()
+        assert run.moved() == (size(later),) * 2
+    run.close()
+
+
+def test_a_write_that_fails_when_the_kept_chunks_leave_stops_the_run(tmp_path, pool):
+    run = Run([CHUNK] * 4, pool, tmp_path, "split", (), 4)
+    run.update()
+    run.states.wait_written()
+
+    def no_room(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    run.states.state_store.submit_write = no_room
+    refused(Exception, "No space left", run.states.settle)
+    refused(Exception, "No space left", run.update)
     run.close()
