@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.mark.parametrize(("states", "settings"), [
-    *((states, TINY) for states in ("fp32", "split8", "fp24_m8")), ("split8", IMMEDIATE),
+    ("fp32", replace(TINY, optimizer_backend="torch")), ("split8", TINY), ("fp24_m8", TINY), ("split8", IMMEDIATE),
     *(pytest.param(states, TINY, marks=pytest.mark.slow) for states in ("split", "fp32_m8")),
     *(pytest.param(s, IMMEDIATE, marks=pytest.mark.slow) for s in ("fp32", "split", "fp32_m8", "fp24_m8")),
 ])  # fmt: skip
@@ -46,7 +46,7 @@ def test_residency_changes_no_bit(build, states, settings):
 def test_several_threads_of_the_extension_compress(build, states):
     extension()
     settings = replace(TINY, states=states, optimizer_backend="extension", optimizer_threads=3)
-    expected = trained(build(replace(TINY, states=states)))
+    expected = trained(build(replace(TINY, states=states, optimizer_backend="torch")))
     assert_same(trained(build(settings, 0.0)), expected)
     assert_same(trained(build(replace(settings, compress_on_nvme=False), 0.0)), expected)
 
@@ -93,14 +93,14 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
 def test_a_load_writes_nothing_twice(build, tmp_path, faulty, states):
     """Parameters are of several chunks here; both moments of a chunk lie together on the drive. What two parameters
     share of a chunk may come twice."""
-    engine = build(replace(TINY, states=states, chunk_numel=512), 0.0)
+    engine = build(replace(TINY, states=states, chunk_numel=1024), 0.0)
     engine.train_step(batches_of(0), LR)
     state = engine.save(tmp_path, lambda path, crc: None)
     written: list[tuple[str, int]] = []
     for drive in faulty:
         drive.fail("write", matches=lambda file, offset, _: written.append((str(file.path), offset)) is not None)
     engine.load(tmp_path, state)
-    assert len(written) > 100 and len(written) - len(set(written)) < 10
+    assert len(written) > 50 and len(written) - len(set(written)) < 10
 
 
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
@@ -160,12 +160,13 @@ def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build,
 
 
 def test_a_small_arena_changes_no_bit_and_takes_less_memory(build):
-    expected = build(IMMEDIATE)
-    largest = max(parts_of(expected).arena[unit].nbytes for unit in parts_of(expected).units.all)
+    usual = build(IMMEDIATE)
+    largest = max(parts_of(usual).arena[unit].nbytes for unit in parts_of(usual).units.all)
+    expected = trained(usual)
     for share, limit in ((None, largest), (None, 3 * largest // 2), (0.0, largest), (0.5, 2 * largest)):
         engine = build(replace(IMMEDIATE, gradient_bytes=limit), share)
-        assert parts_of(engine).arena.size_bytes < parts_of(expected).arena.size_bytes
-        assert_same(trained(engine), trained(build(IMMEDIATE)))
+        assert parts_of(engine).arena.size_bytes < parts_of(usual).arena.size_bytes
+        assert_same(trained(engine), expected)
         assert not parts_of(engine).arena._held
 
 

@@ -1,4 +1,4 @@
-"""States, parameters and gradients of shares on the drive: bits as in RAM, whatever is kept, lent or asked, and bytes."""
+"""States, parameters and gradients of shares on the drive: bits as in RAM, bytes moved once."""
 
 import math
 import random

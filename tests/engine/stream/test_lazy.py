@@ -24,9 +24,7 @@ from tests.flow.models import TINY_SETTINGS, needs, plain_batch
 from tests.refused import refused
 
 (built,) = fixtures
-TINY = replace(
-    TINY_SETTINGS, staging_bytes=4 * MIB, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024
-)
+TINY = replace(TINY_SETTINGS, staging_bytes=4 * MIB, slot_bytes=8192, weight_read_ahead_bytes=64 * 1024)
 OVERRIDES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 300,

@@ -12,8 +12,8 @@ from tests.engine.stream.training import LR, batches_of, homes_of, result_of, sa
 from tests.flow.models import TINY_SETTINGS, padded_batch
 
 built, drive = with_drive
-TINY = replace(TINY_SETTINGS, slot_bytes=16384, chunk_numel=2048, max_grad_norm=0.5)
-TINY = replace(TINY, weight_read_ahead_bytes=128 * 1024, state_ring_bytes=MIB)
+TINY = replace(TINY_SETTINGS, slot_bytes=16384, chunk_numel=8192, max_grad_norm=0.5)
+TINY = replace(TINY, weight_read_ahead_bytes=128 * 1024, state_ring_bytes=MIB, optimizer_backend="auto")
 NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
@@ -69,7 +69,7 @@ IN_LAYERS = [
     ({"activations": "device"}, lambda layer: 0),
     ({"activations": "nvme", "weight_ram_bytes": 50_000}, lambda layer: 0),
     ({"activations": "ram"}, lambda layer: layer),  # checkpoints may need all of the gradient's home
-    ({"activations": "ram", "step_tokens": (24, 15)}, lambda layer: 4096),  # in whole chunks
+    ({"activations": "ram", "step_tokens": (24, 15)}, lambda layer: 2 * TINY.chunk_numel),  # in whole chunks
 ]
 
 
@@ -124,7 +124,7 @@ def test_resumed_in_another_residency(build, tmp_path, states):
     assert names == sorted(path.name for path in other.iterdir())
     assert all((folder / name).read_bytes() == (other / name).read_bytes() for name in names)
     expected = run(first, range(2, 4))
-    for changes in ({}, {"weight_ram_bytes": 40_000, "chunk_numel": 1024}):
+    for changes in ({}, {"weight_ram_bytes": 40_000, "chunk_numel": 4096}):
         resumed = build(states=states, seed=7, **changes)
         resumed.load(folder, state)
         assert same(run(resumed, range(2, 4)), expected)
