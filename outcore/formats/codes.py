@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from outcore.formats.kernel_layout import CHUNK_BYTES, KernelLayout
 from outcore.formats.packed import PackedFormat, Plane
 
 NF4_VALUES = (
@@ -56,6 +57,10 @@ class Nf4(PackedFormat):
 
     name, block = "nf4", NF4_BLOCK
     planes = (Plane("codes", torch.uint8, NF4_BLOCK // 2), Plane("absmax", torch.float32, 1))
+    layout = KernelLayout("nf4", -1)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        return _nf4_table(device)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, absmax = planes
@@ -75,6 +80,7 @@ class Int8(PackedFormat):
     def __init__(self, block: int = INT8_BLOCK) -> None:
         self.name, self.block = "int8" if block == INT8_BLOCK else f"int8_{block}", block
         self.planes = (Plane("codes", torch.int8, block), Plane("scale", torch.float32, 1))
+        self.layout = None if block % CHUNK_BYTES else KernelLayout("int8", 0)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, scale = planes

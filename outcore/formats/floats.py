@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from outcore.formats.kernel_layout import CHUNK_BYTES, KernelLayout
 from outcore.formats.packed import PackedFormat, Plane
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -32,6 +33,7 @@ class Fp8(PackedFormat):
     def __init__(self, block: int = 128) -> None:
         self.name, self.block = f"fp8_{block}", block
         self.planes = (Plane("codes", torch.float8_e4m3fn, block), Plane("scale", torch.float32, 1))
+        self.layout = None if block % CHUNK_BYTES else KernelLayout("fp8", 0)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, scale = planes
@@ -43,6 +45,7 @@ class Mxfp4(PackedFormat):
 
     name, block = "mxfp4", MXFP4_BLOCK
     planes = (Plane("codes", torch.uint8, MXFP4_BLOCK // 2), Plane("exponent", torch.uint8, 1))
+    layout = KernelLayout("mxfp4", -1)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, exponent = planes

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from outcore.formats.kernel_layout import KernelLayout
 from outcore.formats.packed import PackedFormat, Plane
 
 SUB_Q4, SUB_Q6 = 32, 16
@@ -157,16 +158,17 @@ def _scales_of(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class GgmlFormat(PackedFormat):
     """One plane: the blocks as the file has them."""
 
-    def __init__(self, name: str, block: int, block_bytes: int) -> None:
+    def __init__(self, name: str, block: int, block_bytes: int, order: int, codes_at: int, *, has_offset: bool) -> None:
         self.name, self.block = name, block
         self.planes = (Plane("blocks", torch.uint8, block_bytes),)
+        self.layout = KernelLayout(name, order, block_bytes, codes_at, has_offset)
 
 
 class Q8_0(GgmlFormat):
     """fp16 scale, 32 signed bytes: 8.5 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q8_0", QK, 34)
+        super().__init__("q8_0", QK, 34, 0, 2, has_offset=False)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes
@@ -183,7 +185,7 @@ class Q4_0(GgmlFormat):
     """fp16 scale, 32 codes around 8: 4.5 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q4_0", QK, 18)
+        super().__init__("q4_0", QK, 18, 1, 2, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes
@@ -194,7 +196,7 @@ class Q4_1(GgmlFormat):
     """fp16 scale and minimum, 32 codes: 5 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q4_1", QK, 20)
+        super().__init__("q4_1", QK, 20, 1, 4, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes
@@ -206,7 +208,8 @@ class Q4_K(GgmlFormat):
     """8 sub-blocks of 32 with 6-bit scales and minima: 4.5 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q4_k", QK_K, 4 + SCALE_BYTES + QK_K // 2)
+        codes_at = 4 + SCALE_BYTES
+        super().__init__("q4_k", QK_K, codes_at + QK_K // 2, 2, codes_at, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes
@@ -222,7 +225,8 @@ class Q5_K(GgmlFormat):
     """Q4_K with a fifth bit for each code: 5.5 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q5_k", QK_K, 4 + SCALE_BYTES + QK_K // 8 + QK_K // 2)
+        codes_at = 4 + SCALE_BYTES + QK_K // 8
+        super().__init__("q5_k", QK_K, codes_at + QK_K // 2, 2, codes_at, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes
@@ -237,7 +241,7 @@ class Q6_K(GgmlFormat):
     """16 sub-blocks of 16 with 8-bit scales, codes around 32: 6.5625 bits."""
 
     def __init__(self) -> None:
-        super().__init__("q6_k", QK_K, QK_K // 2 + QK_K // 4 + QK_K // 16 + 2)
+        super().__init__("q6_k", QK_K, QK_K // 2 + QK_K // 4 + QK_K // 16 + 2, 4, 0, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         (block,) = planes

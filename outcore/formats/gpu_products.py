@@ -13,44 +13,12 @@ from typing import Any
 
 import torch
 
-from outcore.formats.codes import NF4_VALUES, Int8
-from outcore.formats.floats import Fp8
-from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedSpec
 
-CHUNK_BYTES = 16
-"""Bytes of codes that a thread takes together."""
 FULL_PROGRAMS = 8
 """Programs for each multiprocessor from which on rows of a weight are not shared by several."""
 MOST_TILES = 1 << 16
 """Tiles of rows, times groups of lines, of one product that programs share."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the bytes of a format lie, for the kernel."""
-
-    name: str
-    order: int
-    """0: codes of 8 bits; -1: neighbours in a byte; else the low halves of so many chunks, then the high ones."""
-    block_bytes: int = 0
-    """Bytes of a block of ggml's; 0: codes have a plane of their own."""
-    codes_at: int = 0
-    """First byte of its codes."""
-    has_offset: bool = False
-    """Whether a value is scale * code - offset, rather than scale * code."""
-
-
-_LAYOUTS = {
-    "nf4": Layout("nf4", -1),
-    "mxfp4": Layout("mxfp4", -1),
-    "q4_0": Layout("q4_0", 1, 18, 2, has_offset=True),
-    "q4_1": Layout("q4_1", 1, 20, 4, has_offset=True),
-    "q8_0": Layout("q8_0", 0, 34, 2),
-    "q4_k": Layout("q4_k", 2, 144, 16, has_offset=True),
-    "q5_k": Layout("q5_k", 2, 176, 48, has_offset=True),
-    "q6_k": Layout("q6_k", 4, 210, 0, has_offset=True),
-}
 
 
 @dataclass(frozen=True)
@@ -79,7 +47,6 @@ class DeviceProducts:
         self._kernel: Any = packed_product
         self.device = device
         self.tiles = {1: ONE_LINE, LINES: SOME_LINES}
-        self._table = torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         has_gpu = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else 1
@@ -87,7 +54,7 @@ class DeviceProducts:
     @staticmethod
     def can(spec: PackedSpec) -> bool:
         """Whether there is a kernel for a matrix like this one, or for one of a stack."""
-        return layout_of(spec) is not None
+        return len(spec.shape) > 1 and spec.shape[-1] % spec.format.block == 0 and spec.format.layout is not None
 
     def multiply(self, spec: PackedSpec, planes: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """x [m, columns] times the packed rows: [m, rows], in the type of x. `planes`: [blocks, per_block] on the
@@ -108,30 +75,28 @@ class DeviceProducts:
     def _run(
         self, spec: PackedSpec, planes: Sequence[torch.Tensor], x: torch.Tensor, ids: torch.Tensor | None, count: int
     ) -> torch.Tensor:
-        layout, (rows, columns) = layout_of(spec), spec.shape[-2:]
+        layout, (rows, columns), block = spec.format.layout, spec.shape[-2:], spec.format.block
         assert layout is not None and x.shape[1] == columns
         x, out = x.contiguous(), torch.empty(count, rows, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
         lines = 1 if ids is not None or count == 1 else LINES
         tile = self.tiles[lines]
-        chunks = columns // (CHUNK_BYTES if layout.order == 0 else 2 * CHUNK_BYTES)
+        chunks = columns // block * layout.block_chunks(block)
         row_tiles, groups, walks = -(-rows // tile.rows), -(-count // lines), -(-chunks // tile.chunks)
         splits = min(walks, max(1, FULL_PROGRAMS * self._processors // (row_tiles * groups)))
         each = -(-walks // splits)
         splits = -(-walks // each) if row_tiles * groups <= MOST_TILES else 1
         each = each if splits > 1 else walks
         partial = x.new_empty(splits * count * rows if splits > 1 else 1, dtype=torch.float32)
-        codes, scale, zero = [*(_as_bytes(plane) for plane in planes[:1]), *planes[1:], None, None][:3]
-        if layout.block_bytes:
-            scale = planes[0].view(torch.float16)
+        codes, scale, zero = layout.planes(planes)
+        table = spec.format.table(x.device)
         strides = [0 if plane is None or ids is None else plane.stride(0) for plane in (codes, scale, zero)]
-        block_chunks = max(1, spec.format.block * chunks // columns)
         self._kernel[(row_tiles, splits, groups)](
             codes,
             scale,
             zero if zero is not None else codes,
-            self._table,
+            codes if table is None else table,
             x,
             ids if ids is not None else self._arrived,
             out,
@@ -143,13 +108,7 @@ class DeviceProducts:
             count // len(x),
             each,
             *strides,
-            FORMAT=layout.name,
-            ORDER=layout.order,
-            BLOCK_CHUNKS=block_chunks,
-            BLOCK_BYTES=layout.block_bytes or block_chunks * CHUNK_BYTES,
-            CODES_AT=layout.codes_at,
-            HAS_OFFSET=layout.has_offset,
-            HAS_ZERO=zero is not None,
+            **layout.constants(block, has_zero=zero is not None),
             IS_CHOSEN=ids is not None,
             IS_EVEN=chunks % tile.chunks == 0,
             SPLITS=splits,
@@ -163,20 +122,6 @@ class DeviceProducts:
         return out
 
 
-def layout_of(spec: PackedSpec) -> Layout | None:
-    """How the kernel sees weights like this one; None: it has none for them."""
-    packed = spec.format
-    if len(spec.shape) < 2 or spec.shape[-1] % packed.block:
-        return None
-    if packed.name in _LAYOUTS:
-        return _LAYOUTS[packed.name]
-    if isinstance(packed, Int4):
-        return Layout("int4", -1, has_offset=True) if packed.block % (2 * CHUNK_BYTES) == 0 else None
-    if isinstance(packed, Int8 | Fp8) and packed.block % CHUNK_BYTES == 0:
-        return Layout("int8" if isinstance(packed, Int8) else "fp8", 0)
-    return None
-
-
 @cache
 def device_products(device: torch.device) -> DeviceProducts:
     """The products of that GPU. RuntimeError where Triton is missing."""
@@ -184,7 +129,3 @@ def device_products(device: torch.device) -> DeviceProducts:
         return DeviceProducts(device)
     except ImportError as error:
         raise RuntimeError(f"products of packed weights on the GPU need Triton ({error})") from error
-
-
-def _as_bytes(plane: torch.Tensor) -> torch.Tensor:
-    return plane.view(torch.uint8)

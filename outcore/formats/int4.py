@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from outcore.formats.kernel_layout import CHUNK_BYTES, KernelLayout
 from outcore.formats.packed import PackedFormat, Plane
 
 SYMMETRIC_ZERO = 8
@@ -22,6 +23,7 @@ class Int4(PackedFormat):
         self.block = block
         zero = (Plane("zero", torch.uint8, 1),) if has_zero else ()
         self.planes = (Plane("codes", torch.uint8, block // 2), Plane("scale", scale_dtype, 1), *zero)
+        self.layout = None if block % (2 * CHUNK_BYTES) else KernelLayout("int4", -1, has_offset=True)
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, scale = planes[:2]

@@ -3,7 +3,7 @@
 A weight of shape [..., columns] is cut along its columns into blocks of `block` values that share a scale. A format
 keeps them in one or more planes (codes, scales, zero points), each an array with the same bytes for every block, so
 that any run of blocks can be expanded alone. `unpack_blocks` in torch is the exact reference and runs on every device;
-on a GPU it is compiled into one kernel that reads the packed bytes and writes the 16-bit values.
+on a GPU one kernel (`expansion_kernel`) reads the packed bytes and writes the 16-bit values, the same ones.
 
 Every product of a scale and a code is exact in fp32 (at most 24 significant bits) or is the only rounding before the
 last one, so that a compiler's fused multiply-add changes no bit."""
@@ -15,12 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 
 import torch
 
 from outcore.common.errors import line_of
 from outcore.common.quantities import round_up
+from outcore.formats.kernel_layout import KernelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,12 @@ class PackedFormat(ABC):
     block: int
     """Values along a row that share a scale."""
     planes: tuple[Plane, ...]
+    layout: KernelLayout | None = None
+    """How the GPU's kernels see its bytes; None: they do not know it."""
+
+    def table(self, device: torch.device) -> torch.Tensor | None:
+        """Values of its codes, fp32, where the kernels look them up."""
+        return None
 
     @property
     def bits(self) -> float:
@@ -185,10 +193,13 @@ class PackedTensor:
 
 
 def _expand_blocks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    if out.device.type == "cuda":
+    if out.device.type != "cuda":
+        _expand_in_chunks(packed_format, planes, out)
+        return
+    if (layout := packed_format.layout) is None or not _has_triton():
         _gpu_form(packed_format).expand(out, planes)
     else:
-        _expand_in_chunks(packed_format, planes, out)
+        layout.expand(packed_format.block, planes, packed_format.table(out.device), out)
 
 
 def _expand_in_chunks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -198,9 +209,14 @@ def _expand_in_chunks(packed_format: PackedFormat, planes: Sequence[torch.Tensor
         out[start : start + step].copy_(packed_format.unpack_blocks(*chunk))
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 class GpuForm:
-    """The reference compiled into one kernel, whatever the number of blocks. Where the compiler does not work, which is
-    said once, the reference in chunks: slower, with the same bits."""
+    """The reference compiled, for formats that no kernel knows, whatever the number of blocks. Where the compiler does
+    not work, which is said once, the reference in chunks: slower, with the same bits."""
 
     def __init__(self, packed_format: PackedFormat) -> None:
         def expand(out: torch.Tensor, *planes: torch.Tensor) -> None:

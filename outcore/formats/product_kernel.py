@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes_of(at, inside, FORMAT: tl.constexpr, block, t, table):
+def codes_of(at, inside, FORMAT: tl.constexpr, block, t, table):
     """(low, high) codes as fp32 [rows, chunks, 16] of the bytes `at`; 8-bit codes are both. `block`: addresses of the
     chunks' blocks, `t`: place of the chunk in its block."""
     raw = tl.load(at, inside, 0, eviction_policy="evict_first")
@@ -63,7 +63,7 @@ def _sub_scale(block, half, inside, sub):
 
 
 @triton.jit
-def _scales_of(
+def scales_of(
     block, number, t, scale, zero, inside, FORMAT: tl.constexpr, BLOCK_BYTES: tl.constexpr, HAS_ZERO: tl.constexpr
 ):
     """(scale, offset) of low and of high codes, fp32 [rows, chunks]: a value is scale * code - offset. `number`: of the
@@ -184,8 +184,8 @@ def packed_product(
         t = chunk % BLOCK_CHUNKS
         block = codes + first_block[:, None] * BLOCK_BYTES + (chunk // BLOCK_CHUNKS * BLOCK_BYTES)[None, :]
         at = block[:, :, None] + (CODES_AT + t * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
-        low, high = _codes_of(at, inside[:, :, None], FORMAT, block, t, table)
-        low_scale, low_offset, high_scale, high_offset = _scales_of(
+        low, high = codes_of(at, inside[:, :, None], FORMAT, block, t, table)
+        low_scale, low_offset, high_scale, high_offset = scales_of(
             block, number, t, scale, zero, inside, FORMAT, BLOCK_BYTES, HAS_ZERO
         )
         if LINES == 1:

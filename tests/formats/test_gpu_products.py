@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -118,3 +119,20 @@ def test_what_has_no_kernel_is_told() -> None:
     assert not DeviceProducts.can(PackedSpec(packed_format("nf4"), (64,)))
     assert not DeviceProducts.can(PackedSpec(packed_format("int8_40"), (4, 80)))
     assert DeviceProducts.can(PackedSpec(packed_format("mxfp4"), (8, 4, 96), is_transposed=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("device", DEVICES)
+def test_expanding_gives_the_references_bits(device: str, name: str, dtype: torch.dtype) -> None:
+    """Also of a run of blocks that begins anywhere, as rows of a matrix do."""
+    spec, planes = case(name, (37, 768), torch.device(device))
+    out, packed = torch.empty(spec.shape, dtype=dtype, device=device), spec.format
+    assert packed.layout is not None
+    expand = partial(packed.layout.expand, packed.block)
+    expand(planes, packed.table(out.device), out)
+    value = expanded(spec, planes).to(dtype)
+    assert torch.equal(out.cpu(), value)
+    first = packed.num_blocks((5, 768))
+    expand([plane[first:] for plane in planes], packed.table(out.device), out[5:])
+    assert torch.equal(out.cpu(), value)
