@@ -195,8 +195,7 @@ def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int 
         max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-        **fields,
+        **{"tie_word_embeddings": False, **fields},
     )
     torch.manual_seed(seed)
     model = model_class_of(config)._from_config(config, dtype=torch.float32)

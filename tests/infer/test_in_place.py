@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from safetensors.torch import save_file
+from torch.nn.functional import embedding, linear
 
 from outcore.flow import discover_units
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
@@ -61,6 +62,16 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x, weight, bias), linear(x, weight.expanded(), bias))
     weight.products.is_exact = True
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
+
+
+def test_a_vocabulary_is_expanded_some_rows_at_a_time_and_tokens_choose_theirs(weight_of, monkeypatch):
+    weight, bias, x = weight_of((90, 128)), torch.randn(90), torch.randn(9, 128)
+    value = weight.expanded()
+    ids = torch.tensor([[3, 89], [0, 3]])
+    assert torch.equal(embedding(ids, weight), value[ids]) and embedding(ids[:0], weight).shape == (0, 2, 128)
+    monkeypatch.setattr(InPlaceProducts, "EXPANDED_NUMEL", 40 * 128)
+    torch.testing.assert_close(linear(x, weight, bias), linear(x, value, bias), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(linear(x, weight), linear(x, value), rtol=1e-6, atol=1e-5)
 
 
 def test_a_layer_hands_over_once_for_weights_of_the_same_rows(weight_of):
@@ -123,6 +134,32 @@ def answers(folder, count=10, **settings):
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}], ids=["kernels", "expanded"])
+def test_embedding_and_head_stay_packed(tmp_path, is_tied, settings):
+    """As GGUF files have them: the answers and scores of their values, which are in memory at no time."""
+    pytest.importorskip("gguf")
+    save_tiny_model(tmp_path / "model", family="llama", tie_word_embeddings=is_tied)
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "q8_0")
+    opened = open_engine(str(file), InferSettings(context=64, device="cpu", ram_gib=1, precision="fp32", **settings))
+    homes, values = opened.weights.homes, {}
+    try:
+        for name in homes.names():
+            values[name] = homes.read(name).clone()
+        packed = {name for name in values if homes.slot(name)[1].packed is not None}
+        scores = opened.engine.score(PROMPTS)
+    finally:
+        opened.close()
+    assert {"model.embed_tokens.weight"} | (set() if is_tied else {"lm_head.weight"}) <= packed
+    save_file(values, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    plain = open_engine(str(tmp_path / "model"), InferSettings(context=64, device="cpu", ram_gib=1, precision="fp32"))
+    try:
+        for ours, theirs in zip(scores, plain.engine.score(PROMPTS), strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+    finally:
+        plain.close()
+
+
 def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
     tokens, scores, placement = answers(tiny_file, cpu_tokens=64)
     plain = answers(tiny_file, cpu_tokens=0)

@@ -34,10 +34,13 @@ from outcore.model import LoadedModel
 from outcore.model.facts import checkpoint_name
 from outcore.model.forward import CausalParts, Isolation, forward_inputs, unwrap
 
+TABLES = (nn.Embedding, nn.Linear)
+"""Modules that use a weight by its rows alone."""
 
-def discover_units(loaded: LoadedModel) -> ModelParts:
-    """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. StreamUnsupported says why
-    not."""
+
+def discover_units(loaded: LoadedModel, *, packs_ends: bool = False) -> ModelParts:
+    """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. `packs_ends`: embedding and
+    head stay packed where the checkpoint has them so. StreamUnsupported says why not."""
     causal = unwrap(loaded.model)
     if loaded.facts.is_encoder_decoder:
         raise StreamUnsupported("an encoder-decoder has two stacks of layers; only decoder-only models are streamed")
@@ -58,7 +61,8 @@ def discover_units(loaded: LoadedModel) -> ModelParts:
         raise StreamUnsupported("its parameters are not in memory")
     if why := several_types({checkpoint_name(name): p.dtype for name, p in causal.named_parameters()}):
         raise StreamUnsupported(why)
-    return _Discovery(causal, parts, loaded.abilities.isolation or "position_ids", packing_of(loaded)).run()
+    isolation = loaded.abilities.isolation or "position_ids"
+    return _Discovery(causal, parts, isolation, packing_of(loaded), packs_ends=packs_ends).run()
 
 
 def module_lists(decoder: nn.Module) -> dict[str, nn.ModuleList]:
@@ -123,8 +127,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 class _Discovery:
     """One run over a model; see the module docstring."""
 
-    def __init__(self, causal: nn.Module, parts: CausalParts, isolation: Isolation, packing: Packing) -> None:
-        self.causal, self.parts, self.packing = causal, parts, packing
+    def __init__(
+        self, causal: nn.Module, parts: CausalParts, isolation: Isolation, packing: Packing, *, packs_ends: bool
+    ) -> None:
+        self.causal, self.parts, self.packing, self.packs_ends = causal, parts, packing, packs_ends
         self.isolation: Isolation = isolation
         self.stack: str = ""
         self.layers: list[nn.Module] = []
@@ -249,8 +255,12 @@ class _Discovery:
     def _unit(self, index: int, name: str, parameters: list[nn.Parameter], *, is_layer: bool = False) -> Part:
         wanted = {id(p): p for p in parameters}
         once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
-        packed = {self.names[key]: self.packing(self.names[key], p, self.owners[key]) for key, p in once.items()}
-        found = {name: spec for name, spec in packed.items() if spec is not None and is_layer}
+        packed = {
+            self.names[key]: self.packing(self.names[key], p, self.owners[key])
+            for key, p in once.items()
+            if is_layer or (self.packs_ends and all(isinstance(owner, TABLES) for owner, _ in self.owners[key]))
+        }
+        found = {name: spec for name, spec in packed.items() if spec is not None}
         layout = SlabLayout([(self.names[key], p) for key, p in once.items()], found)
         by_name = {self.names[key]: p for key, p in once.items()}
         ordered = [by_name[slot.name] for slot in layout.slots]

@@ -27,13 +27,16 @@ class Expansion:
     def device_bytes(self) -> int:
         return self._buffer.nbytes
 
+    def expands(self, part: Part) -> bool:
+        """Whether the part's bytes are expanded for each use."""
+        packed = bool(part.layout.packed_slots)
+        return packed and part.index in self._indices and part.index not in self.as_they_are
+
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
         """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
         not expanded the bytes themselves (uint8)."""
-        if not part.layout.packed_slots:
-            return home.view(part.layout.dtype)
-        if part.index not in self._indices or part.index in self.as_they_are:
-            return home.view(torch.uint8)
+        if not self.expands(part):
+            return home.view(torch.uint8 if part.layout.packed_slots else part.layout.dtype)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
         part.layout.expand(home.view(torch.uint8), slab)
         return slab

@@ -28,6 +28,9 @@ class InPlaceProducts:
     name of the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU,
     where that is a GPU; `device_tokens`: rows up to which a GPU multiplies weights that are there."""
 
+    EXPANDED_NUMEL = 1 << 27
+    """Values of a large matrix that are expanded at a time: 256 MiB in 16 bits."""
+
     def __init__(
         self,
         products: PackedProducts | None,
@@ -79,14 +82,27 @@ class InPlaceProducts:
             found = device_products(self.device).multiply(weight.spec, weight.planes, rows)
             return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
         if not self.takes(weight, len(rows)):
-            value = weight.expanded(self._room(weight))
-            return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
+            return self._expanded_product(weight, rows, bias).view(*x.shape[:-1], -1)
         if self.hand_over is None:
             assert self._products is not None
             found = self._products.multiply(weight.call, rows.to("cpu", torch.float32)).to(x.dtype)
         else:
             found = self._handed_over(self.hand_over, weight, x, rows)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
+
+    def _expanded_product(self, weight: PackedWeight, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Rows times the values of the weight, of a large one (a vocabulary's) of some of its rows after others."""
+        spec, total = weight.spec, weight.spec.shape[0]
+        step = max(1, self.EXPANDED_NUMEL // spec.shape[1])
+        if total <= step or spec.is_transposed:
+            value = weight.expanded(self._room(weight.spec.value_shape, weight.dtype))
+            return F.linear(rows, value.t() if spec.is_transposed else value, bias)
+        found = rows.new_empty(len(rows), total)
+        for first in range(0, total, step):
+            last = min(total, first + step)
+            value = weight.some(first, last).expanded(self._room((last - first, spec.shape[1]), weight.dtype))
+            found[:, first:last] = F.linear(rows, value, None if bias is None else bias[first:last])
+        return found
 
     def _handed_over(
         self, hand_over: HandOver, weight: PackedWeight, x: torch.Tensor, rows: torch.Tensor
@@ -128,12 +144,12 @@ class InPlaceProducts:
         planes = spec.planes(home[start : start + spec.size_bytes])
         return PackedWeight(spec, planes, dtype, self)
 
-    def _room(self, weight: PackedWeight) -> torch.Tensor:
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the values of one weight at a time, which every product of many rows uses again."""
-        n_bytes = weight.numel() * weight.dtype.itemsize
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self._scratch.nbytes < n_bytes:
             self._scratch = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
-        return self._scratch[:n_bytes].view(weight.dtype).view(weight.spec.value_shape)
+        return self._scratch[:n_bytes].view(dtype).view(shape)
 
 
 class PackedWeight(torch.Tensor):
@@ -173,8 +189,25 @@ class PackedWeight(torch.Tensor):
     def one(self, index: int) -> PackedWeight:
         """One matrix of a stack."""
         spec = PackedSpec(self.spec.format, self.spec.shape[1:], self.spec.is_transposed)
-        start, count = range(self.spec.shape[0])[index] * spec.num_blocks, spec.num_blocks
-        return PackedWeight(spec, [plane[start : start + count] for plane in self.planes], self.dtype, self.products)
+        return self._run(spec, range(self.spec.shape[0])[index] * spec.num_blocks)
+
+    def some(self, first: int, last: int) -> PackedWeight:
+        """Rows [first, last) of a matrix as packed."""
+        spec = PackedSpec(self.spec.format, (last - first, self.spec.shape[1]))
+        return self._run(spec, first * self.spec.format.num_blocks(self.spec.shape[1:]))
+
+    def _run(self, spec: PackedSpec, start: int) -> PackedWeight:
+        planes = [plane[start : start + spec.num_blocks] for plane in self.planes]
+        return PackedWeight(spec, planes, self.dtype, self.products)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The values [..., columns] of the rows of a matrix with these numbers [...], which are on its device."""
+        flat, columns = ids.reshape(-1), self.spec.shape[1]
+        shape = (self.spec.shape[0], self.spec.format.num_blocks((columns,)), -1)
+        planes = [plane.view(shape)[flat].flatten(0, 1) for plane in self.planes]
+        out = torch.empty(len(flat), columns, dtype=self.dtype, device=ids.device)
+        PackedSpec(self.spec.format, (len(flat), columns)).expand_planes(planes, out)
+        return out.view(*ids.shape, columns)
 
     @classmethod
     def __torch_function__(
@@ -213,8 +246,15 @@ def _item(weight: PackedWeight, index: Any) -> Any:
     return weight.one(int(index)) if is_number and len(weight.shape) == 3 else NotImplemented
 
 
+def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **others: Any) -> Any:
+    if not isinstance(weight, PackedWeight) or len(weight.shape) != 2 or max_norm is not None:
+        return NotImplemented
+    return weight.rows(ids)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
+    F.embedding: _embedding,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,

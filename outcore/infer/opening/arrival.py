@@ -121,9 +121,7 @@ class ResidentWeights:
     def _expand_ahead(self, at: int) -> None:
         """Have the next part expanded while the CPU computes the one before, for which the device waits."""
         part, number = self._uses[at] if at < len(self._uses) else (None, -1)
-        if part is None or not part.layout.packed_slots or (number < 0 and part.index not in self._slabs):
-            return
-        if part.index in self._expansion.as_they_are:
+        if part is None or not self._expansion.expands(part) or (number < 0 and part.index not in self._slabs):
             return
         self._beside.wait_stream(torch.cuda.current_stream())  # who used the buffer before
         with torch.cuda.stream(self._beside):
@@ -153,7 +151,7 @@ class ResidentWeights:
     def stays(self, part: Part) -> bool:
         """Whether the part's bytes have one address for good, also while other parts are used, and become its slab when
         it runs. Where the CPU computes layers, packed ones are expanded beside it."""
-        is_beside = part.layout.packed_slots and self._homes and part.index not in self._expansion.as_they_are
+        is_beside = self._homes and self._expansion.expands(part)
         return part.index in self._slabs and not is_beside
 
     def expanded(self, part: Part, given: torch.Tensor) -> torch.Tensor:

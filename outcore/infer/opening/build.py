@@ -193,7 +193,7 @@ def open_found(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     let_segments_grow(device)
-    units = discover_units(loaded)
+    units = discover_units(loaded, packs_ends=True)
     if loaded.quantize is not None and not any(part.layout.packed_slots for part in units.all):
         raise ValueError(f"quantize {loaded.quantize}: no matrix of this model divides into its blocks. Leave it out.")
     way, why = way_of(loaded)

@@ -41,20 +41,21 @@ LAUNCH_S = 0.0001
 def open_in_place(
     units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device, undo: ExitStack
 ) -> tuple[InPlaceProducts | None, Placement]:
-    """(what computes with packed weights where they are, None where nothing does; the placement with that decision).
-    `undo` ends its threads."""
-    specs = specs_of(units.all)
-    if not specs or settings.deterministic or (device.type == "cpu" and settings.compile == "on"):
+    """(what computes with packed weights where they are, None where none is packed; the placement with that decision).
+    Embedding and head are never expanded whole, layers where no kernel multiplies them. `undo` ends its threads."""
+    specs, made = specs_of(units.all), None
+    if not specs:
         return None, placement
+    if settings.deterministic or (device.type == "cpu" and settings.compile == "on"):
+        return InPlaceProducts(None, {}, device), placement
     if device.type == "cpu":
-        return _on_cpu(specs, units, settings, placement, undo)
+        made, placement = _on_cpu(specs, units, settings, placement, undo)
+        return made or InPlaceProducts(None, {}, device), placement
     most, words = device_tokens(units, device)
     placement = replace(placement, packed_tokens=most, reasons=(*placement.reasons, *words))
     made, placement = _by_the_cpu(specs, units, settings, placement, device, undo)
-    if made is None and most:
-        made = InPlaceProducts(None, {}, device)
-    if made is not None:
-        made.device_tokens = most
+    made = made or InPlaceProducts(None, {}, device)
+    made.device_tokens = most
     return made, placement
 
 

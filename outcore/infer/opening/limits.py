@@ -12,6 +12,7 @@ from outcore.common.quantities import GIB
 from outcore.flow import ModelParts, Part
 from outcore.flow.experts import form_of
 from outcore.flow.tiles import free_device_bytes
+from outcore.flow.weights import InPlaceProducts
 from outcore.infer.attention import has_fused
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
 from outcore.infer.opening.model import FoundModel
@@ -49,7 +50,7 @@ def needs_of(
             part.name,
             part.layout.home_bytes,
             part.index in layers,
-            part.layout.size_bytes if part.layout.packed_slots else 0,
+            _expanded_bytes(part, is_layer=part.index in layers),
             part.index in experts,
             is_rows=not units.tied and part is units.embed and _is_table(part),
         )
@@ -70,6 +71,14 @@ def needs_of(
     needs = InferenceNeeds(parts, KvSize(by_window), *sizes, is_packed, state_bytes=states)
     forms = [form_of(part) for part in units.expert_units.values()]
     return needs.with_experts([(form.size_bytes, form.num_experts, form.expanded_bytes) for form in forms])
+
+
+def _expanded_bytes(part: Part, *, is_layer: bool) -> int:
+    """Bytes for values of a packed part: all of a layer's, of embedding and head at most some rows' at a time."""
+    if not part.layout.packed_slots:
+        return 0
+    most = part.layout.size_bytes
+    return most if is_layer else min(most, InPlaceProducts.EXPANDED_NUMEL * part.layout.dtype.itemsize)
 
 
 def _is_table(part: Part) -> bool:

@@ -168,9 +168,9 @@ def open_weights(
     if share is not None:
         share.exchange(None)  # the values of all parts are there
     travelling = chosen = None
-    is_expanded = in_place is None or device.type != "cpu"
+    is_expanded = in_place is None or device.type != "cpu" or not in_place.most_rows
     whole = [part for part in units.all if part.index not in apart]
-    expansion = Expansion(whole if is_expanded else (), device)
+    expansion = Expansion(units.layer_units if is_expanded else (), device)
     if any(part in whole for part in travels):
         travelling = WeightPrefetcher(
             units,
@@ -192,7 +192,7 @@ def open_weights(
         ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))
         sizes = placement.expert_slots, placement.experts.group(placement.expert_slots)
         arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls)
-        chosen = run_chosen(units, arrival.experts, in_place if device.type == "cpu" else None)
+        chosen = run_chosen(units, arrival.experts, None if is_expanded else in_place)
     return OpenedWeights(arrival, homes, pool, lanes, arrival.experts, chosen)
 
 

@@ -245,7 +245,8 @@ def _on_drive_words(one: int) -> str:
 
 
 def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> int:
-    """What a pass holds beside weights and cache: its own tensors, and the buffer that packed parts are expanded in."""
+    """What a pass holds beside weights and cache: its own tensors, and buffers that packed layers, and packed embedding
+    and head, are expanded in."""
     own = pass_bytes(
         needs.layer,
         needs.vocab_size,
@@ -254,7 +255,13 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
         is_packed_kv=needs.is_packed_kv,
         has_graphs=has_graphs,
     )
-    expanded = max((part.expanded_bytes for part in needs.parts if not part.is_experts), default=0)
+    expanded = sum(
+        max(
+            (part.expanded_bytes for part in needs.parts if part.is_layer == is_layer and not part.is_experts),
+            default=0,
+        )
+        for is_layer in (True, False)
+    )
     of_experts = 0 if needs.experts is None else needs.experts.work_bytes()
     return own + size.sequences * needs.state_bytes + expanded + of_experts
 
