@@ -62,7 +62,8 @@ def discover_units(loaded: LoadedModel, *, packs_ends: bool = False) -> ModelPar
     if why := several_types({checkpoint_name(name): p.dtype for name, p in causal.named_parameters()}):
         raise StreamUnsupported(why)
     isolation = loaded.abilities.isolation or "position_ids"
-    return _Discovery(causal, parts, isolation, packing_of(loaded), packs_ends=packs_ends).run()
+    of_ends = packing_of(loaded, as_published=True) if packs_ends else lambda *_: None
+    return _Discovery(causal, parts, isolation, packing_of(loaded), of_ends).run()
 
 
 def module_lists(decoder: nn.Module) -> dict[str, nn.ModuleList]:
@@ -128,9 +129,9 @@ class _Discovery:
     """One run over a model; see the module docstring."""
 
     def __init__(
-        self, causal: nn.Module, parts: CausalParts, isolation: Isolation, packing: Packing, *, packs_ends: bool
+        self, causal: nn.Module, parts: CausalParts, isolation: Isolation, packing: Packing, of_ends: Packing
     ) -> None:
-        self.causal, self.parts, self.packing, self.packs_ends = causal, parts, packing, packs_ends
+        self.causal, self.parts, self.packing, self.of_ends = causal, parts, packing, of_ends
         self.isolation: Isolation = isolation
         self.stack: str = ""
         self.layers: list[nn.Module] = []
@@ -255,10 +256,11 @@ class _Discovery:
     def _unit(self, index: int, name: str, parameters: list[nn.Parameter], *, is_layer: bool = False) -> Part:
         wanted = {id(p): p for p in parameters}
         once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
+        packing = self.packing if is_layer else self.of_ends
         packed = {
-            self.names[key]: self.packing(self.names[key], p, self.owners[key])
+            self.names[key]: packing(self.names[key], p, self.owners[key])
             for key, p in once.items()
-            if is_layer or (self.packs_ends and all(isinstance(owner, TABLES) for owner, _ in self.owners[key]))
+            if is_layer or all(isinstance(owner, TABLES) for owner, _ in self.owners[key])
         }
         found = {name: spec for name, spec in packed.items() if spec is not None}
         layout = SlabLayout([(self.names[key], p) for key, p in once.items()], found)

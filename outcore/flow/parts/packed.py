@@ -23,9 +23,9 @@ STACKED_DIMS = 3
 """Dimensions of a weight that holds all experts of a layer."""
 
 
-def packing_of(loaded: LoadedModel) -> Packing:
-    """The rule for this model."""
-    return _rule(loaded.quantize, loaded.packed)
+def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
+    """The rule for this model; `as_published`: what its checkpoint packs, and nothing else."""
+    return _rule(None if as_published else loaded.quantize, loaded.packed)
 
 
 def saved_bytes(model: nn.Module, quantize: str) -> int:
