@@ -16,9 +16,7 @@ from tests.storage.faulty import FaultyEngine
 
 (built,) = engine_fixtures
 TINY = replace(TINY_SETTINGS, chunk_numel=1 << 12, max_grad_norm=0.5, state_ring_bytes=MIB, state_ring_slots=3)
-TINY = replace(
-    TINY, optimizer_backend="auto"
-)  # states on a drive are compressed: a step takes torch three times as long
+TINY = replace(TINY, optimizer_backend="auto")  # torch takes three times as long where states are compressed
 IMMEDIATE = replace(TINY, max_grad_norm=0.0, update="immediate")
 
 
