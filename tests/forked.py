@@ -21,17 +21,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
-    "tests.known_cpu",
-    "pytest",
-    "peft",
-    "outcore.train.run",
-    "torch._dynamo",
-    "torch.utils.cpp_extension",
-    "matplotlib.figure",
-    "transformers.models.llama.modeling_llama",
-    "deepspeed.runtime.zero.stage3",
+    "tests.known_cpu", "pytest", "peft", "outcore.train.run", "torch._dynamo", "torch.utils.cpp_extension",
+    "matplotlib.figure", "transformers.models.llama.modeling_llama", "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.original_muon",
-)
+)  # fmt: skip
 """What training imports only when it needs it, besides the program itself."""
 
 

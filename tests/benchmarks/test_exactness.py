@@ -25,21 +25,18 @@ def test_same_training_passes():
     assert judge("fp16", steps(**FP16), steps(**FP16), (5, 4), 0.005)["failures"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "plain", "stream", "held_out", "words"),
-    [
-        ("bf16", {"losses": [4, 3]}, {"losses": [4, 3.02]}, (5, 4), "differs by 0.667% at step 1"),
-        ("bf16", {"losses": [4, 3]}, {"losses": [4, float("nan")]}, (5, 4), "differs by"),
-        ("bf16", {"losses": [4, 3]}, {"losses": [4, 3]}, (5, 5), "has not fallen"),
-        ("bf16", {"losses": [4, 3]}, {"losses": [4, 3]}, (5, float("nan")), "has not fallen"),
-        ("lora", {"losses": [4, 3], "skipped": (1,)}, {"losses": [4, 3], "skipped": (1,)}, (5, 4), "were skipped"),
-        ("fp16", FP16, {**FP16, "skipped": (0, 5)}, (5, 4), "other steps were skipped"),
-        ("fp16", FP16, {**FP16, "skipped": ()}, (5, 4), "nothing was tried"),
-        ("fp16", FP16, {**FP16, "scales": [8] * 7}, (5, 4), "never fell"),
-        ("fp16", FP16, {**FP16, "scales": [8, 4, 4, 4, 4, 2, 2]}, (5, 4), "never rose"),
-        ("fp16", FP16, {**FP16, "skipped": (0, 1)}, (5, 4), "no overflow came after good steps"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "plain", "stream", "held_out", "words"), [
+    ("bf16", {"losses": [4, 3]}, {"losses": [4, 3.02]}, (5, 4), "differs by 0.667% at step 1"),
+    ("bf16", {"losses": [4, 3]}, {"losses": [4, float("nan")]}, (5, 4), "differs by"),
+    ("bf16", {"losses": [4, 3]}, {"losses": [4, 3]}, (5, 5), "has not fallen"),
+    ("bf16", {"losses": [4, 3]}, {"losses": [4, 3]}, (5, float("nan")), "has not fallen"),
+    ("lora", {"losses": [4, 3], "skipped": (1,)}, {"losses": [4, 3], "skipped": (1,)}, (5, 4), "were skipped"),
+    ("fp16", FP16, {**FP16, "skipped": (0, 5)}, (5, 4), "other steps were skipped"),
+    ("fp16", FP16, {**FP16, "skipped": ()}, (5, 4), "nothing was tried"),
+    ("fp16", FP16, {**FP16, "scales": [8] * 7}, (5, 4), "never fell"),
+    ("fp16", FP16, {**FP16, "scales": [8, 4, 4, 4, 4, 2, 2]}, (5, 4), "never rose"),
+    ("fp16", FP16, {**FP16, "skipped": (0, 1)}, (5, 4), "no overflow came after good steps"),
+])  # fmt: skip
 def test_other_training_is_told(kind, plain, stream, held_out, words):
     failures = judge(kind, steps(**plain), steps(**stream), held_out, 0.005)["failures"]
     assert any(words in failure for failure in failures), failures
@@ -47,24 +44,11 @@ def test_other_training_is_told(kind, plain, stream, held_out, words):
 
 def result(folder, name, last, *, state_format=None, seed=1, **changes):
     found = {
-        "name": name,
-        "format": state_format or name,
-        "seed": seed,
-        "shape": "100m",
-        "steps": 200,
-        "seq_length": 512,
-        "rows": 8,
-        "accumulation": 1,
-        "lr": 6e-4,
-        "eval_every": 100,
-        "text": {"source": "text"},
-        "epochs": 1.5,
-        "tokens_per_step": 4096,
-        "device": "a GPU",
-        "last_train_loss": last - 0.1,
-        "last_validation_loss": last,
+        "name": name, "format": state_format or name, "seed": seed, "shape": "100m", "steps": 200, "seq_length": 512,
+        "rows": 8, "accumulation": 1, "lr": 6e-4, "eval_every": 100, "text": {"source": "text"}, "epochs": 1.5,
+        "tokens_per_step": 4096, "device": "a GPU", "last_train_loss": last - 0.1, "last_validation_loss": last,
         "validation": [{"step": 100, "loss": last + 1}, {"step": 200, "loss": last}],
-    }
+    }  # fmt: skip
     (folder / f"{name}-seed{seed}.json").write_text(json.dumps(found | changes))
 
 

@@ -63,16 +63,11 @@ def test_verdicts(lanes) -> None:
 
 def test_ratios_are_taken_within_a_repeat_against_the_tighter_limit(lanes) -> None:
     rates = {
-        "drive read": [4.0, 2.0],
-        "drive write": [4.0, 4.0],
-        "H2D, one big copy": [10.0, 1.0],
-        "D2H, one big copy": [10.0, 10.0],
-        "drive -> GPU, lane": [3.0, 1.0],
-        "GPU -> drive, lane": [4.0, 4.0],
-        "drive -> GPU, DeepSpeed, own buffers": [1.0, 2.0],
-        "drive -> GPU, DeepSpeed, torch-pinned buffers": [2.0, 1.0],
+        "drive read": [4.0, 2.0], "drive write": [4.0, 4.0], "H2D, one big copy": [10.0, 1.0],
+        "D2H, one big copy": [10.0, 10.0], "drive -> GPU, lane": [3.0, 1.0], "GPU -> drive, lane": [4.0, 4.0],
+        "drive -> GPU, DeepSpeed, own buffers": [1.0, 2.0], "drive -> GPU, DeepSpeed, torch-pinned buffers": [2.0, 1.0],
         "H2D + D2H at once, lanes": [15.0, 11.0],
-    }
+    }  # fmt: skip
     pinned = {"rss_bytes": 1005, "capacity_bytes": 1000, "asked_bytes": 1000}
     lines = {line["line"]: line for line in lanes.acceptance(rates, {"kvikio": "not installed"}, pinned, True)}
     assert lines["drive -> GPU / min(drive read, H2D)"]["ratios"] == [0.75, 1.0]

@@ -94,13 +94,10 @@ def _check_memory(found: dict[str, Any], measured: dict[str, Any]) -> None:
     assert found["expected_rss_bytes"] == pytest.approx(measured["rss_bytes"], rel=0.10)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        StreamSettings(states="split8", compile="off", nvme_path="/x", state_ram_bytes=10**8),
-        ChosenOffload(3, "nvme", "cpu", None, 0, staged=True, states="split"),
-    ],
-)
+@pytest.mark.parametrize("told", [
+    StreamSettings(states="split8", compile="off", nvme_path="/x", state_ram_bytes=10**8),
+    ChosenOffload(3, "nvme", "cpu", None, 0, staged=True, states="split"),
+])  # fmt: skip
 def test_a_run_keeps_what_its_planner_was_asked(planned_again: Any, told: StreamSettings | ChosenOffload):
     shape = preset_shape("llama-1b").with_lora(4)
     hardware = server(ram_bytes=10**11, sources={"h2d_gb_per_s": "measured"})

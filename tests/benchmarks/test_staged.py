@@ -18,12 +18,9 @@ DRY_RUN = ["--preset", "tiny", "--cpu", "--seq_length", "16", "--micro_batch", "
 
 def result(losses: list[float], *, deterministic: bool = False, step_s: float = 1.0) -> dict[str, Any]:
     return {
-        "step_s": step_s,
-        "losses": losses,
-        "phase_s": {"forward": 0.25, "backward": 0.25, "optimizer": 0.5},
-        "rss": {"VmHWM": 10**9},
-        "deterministic": deterministic,
-    }
+        "step_s": step_s, "losses": losses, "phase_s": {"forward": 0.25, "backward": 0.25, "optimizer": 0.5},
+        "rss": {"VmHWM": 10**9}, "deterministic": deterministic,
+    }  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, children: dict[str, dict[str, Any]], *flags: str, folder: Path) -> int:
@@ -36,16 +33,13 @@ def run(monkeypatch: pytest.MonkeyPatch, children: dict[str, dict[str, Any]], *f
     return infinity_staged.main()
 
 
-@pytest.mark.parametrize(
-    ("losses", "deterministic", "code", "words"),
-    [
-        ([2.0, 1.0], True, 0, "bit-identical among ours-ram, ours-all: True"),
-        ([2.0, 1.0 + 1e-7], True, 1, "bit-identical among ours-ram, ours-all: False"),
-        ([2.0, math.nan], True, 1, "bit-identical among ours-ram, ours-all: False"),
-        ([2.0, 1.01], False, 0, "among ours: 1.00e-02 (kernels are not deterministic; --deterministic compares bits)"),
-        ([2.0, math.nan], False, 0, "among ours: inf"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "deterministic", "code", "words"), [
+    ([2.0, 1.0], True, 0, "bit-identical among ours-ram, ours-all: True"),
+    ([2.0, 1.0 + 1e-7], True, 1, "bit-identical among ours-ram, ours-all: False"),
+    ([2.0, math.nan], True, 1, "bit-identical among ours-ram, ours-all: False"),
+    ([2.0, 1.01], False, 0, "among ours: 1.00e-02 (kernels are not deterministic; --deterministic compares bits)"),
+    ([2.0, math.nan], False, 0, "among ours: inf"),
+])  # fmt: skip
 def test_bits_are_compared_where_the_order_is_fixed(tmp_path, monkeypatch, capsys, losses, deterministic, code, words):
     children = {name: result(given, deterministic=deterministic) for name, given in
                 (("ours-ram", [2.0, 1.0]), ("ours-all", losses))}  # fmt: skip
@@ -68,15 +62,8 @@ def test_a_child_fixes_the_order_where_it_is_asked_to(tmp_path, monkeypatch) -> 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     out = tmp_path / "out.json"
     argv = [
-        "infinity_staged.py",
-        "--nvme",
-        str(tmp_path / "nvme"),
-        *DRY_RUN,
-        "--rate_seconds",
-        "0.1",
-        "--only",
-        "ours-all",
-    ]
+        "infinity_staged.py", "--nvme", str(tmp_path / "nvme"), *DRY_RUN, "--rate_seconds", "0.1", "--only", "ours-all",
+    ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", [*argv, "--deterministic", "--out", str(out)])
     assert infinity_staged.main() == 0
     found = json.loads(out.read_text())["results"]["ours-all"]
@@ -127,13 +114,10 @@ def test_results_of_several_files_make_one_table(tmp_path, monkeypatch, capsys) 
     on_drive = {"drive_bytes": {"read": 5e9, "written": 5e9}, "drive_rates_bytes_per_s": [2e9, 3e9]}
     on_drive |= {"drive_bytes_per_param": 20.04, "gpu_driver_bytes": 7 << 30, "gpu_peak_bytes": 6 << 30}
     first = {
-        "stock-all": result([2.0], step_s=20.0),
-        "stock-ram": result([2.0], step_s=3.0),
-        "stock-ram-sg3e7": result([2.0], step_s=2.5),
-        "ours-ram": result([2.0], step_s=2.0),
-        "ours-all": {**result([2.0], step_s=5.0), **on_drive},
-        "ours-opt": {"error": "no drive"},
-    }
+        "stock-all": result([2.0], step_s=20.0), "stock-ram": result([2.0], step_s=3.0),
+        "stock-ram-sg3e7": result([2.0], step_s=2.5), "ours-ram": result([2.0], step_s=2.0),
+        "ours-all": {**result([2.0], step_s=5.0), **on_drive}, "ours-opt": {"error": "no drive"},
+    }  # fmt: skip
     second = {"ours-all": {**result([2.0], step_s=4.4), **on_drive, "drive_bytes": {"read": 1e8, "written": 1e8}}}
     for name, results in (("a.json", first), ("b.json", second)):
         (tmp_path / name).write_text(json.dumps({"settings": {}, "results": results}))

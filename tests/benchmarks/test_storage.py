@@ -41,19 +41,9 @@ def test_bad_arguments(script: ModuleType, monkeypatch: pytest.MonkeyPatch, bad:
 def test_a_small_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     out = tmp_path / "result.json"
     options = [
-        "--size-gib",
-        "0.02",
-        "--block-mib",
-        "1",
-        "--depth",
-        "4",
-        "--repeats",
-        "1",
-        "--target",
-        "0",
-        "--fio-engines",
+        "--size-gib", "0.02", "--block-mib", "1", "--depth", "4", "--repeats", "1", "--target", "0", "--fio-engines",
         "libaio",
-    ]
+    ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["x", "--path", str(tmp_path), "--out", str(out), *options])
     assert script.main() == 0
     result = json.loads(out.read_text())

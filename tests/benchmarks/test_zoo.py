@@ -14,14 +14,9 @@ import zoo_run as run  # pyright: ignore[reportMissingImports]
 import zoo_table as table  # pyright: ignore[reportMissingImports]
 
 FIELDS = {
-    "packing": "",
-    "lora": "",
-    "tiles": "model.layers.0.mixer.conv1d.weight does not fit on the device",
-    "bf16": "",
-    "bf16_trained": "several types",
-    "steps": "",
-    "export": "",
-}
+    "packing": "", "lora": "", "tiles": "model.layers.0.mixer.conv1d.weight does not fit on the device", "bf16": "",
+    "bf16_trained": "several types", "steps": "", "export": "",
+}  # fmt: skip
 
 
 def test_table_and_packaged_copy_are_what_the_results_say():

@@ -29,23 +29,11 @@ from tests.config.shipped import shipped, text
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES: dict[str, Any] = {
-    "adam_beta1": 0.8,
-    "adam_beta2": 0.9,
-    "staging_gib": 2.5,
-    "run_name": "a run",
-    "report_to": "none",
-    "nvme_offload_path": "/mnt/a drive",
-    "lora_alpha": 8,
-    "offload_optimizer": "none",
-    "offload_params": "none",
-    "state_format": "fp32_m8",
-    "aio_block_size": 8192,
-    "lane_slot_bytes": 8192,
-    "storage_block_bytes": 8192,
-    "grad_accum_dtype": "fp32",
-    "activations": "ram",
-    "push_to_hub": "a/b",
-}
+    "adam_beta1": 0.8, "adam_beta2": 0.9, "staging_gib": 2.5, "run_name": "a run", "report_to": "none",
+    "nvme_offload_path": "/mnt/a drive", "lora_alpha": 8, "offload_optimizer": "none", "offload_params": "none",
+    "state_format": "fp32_m8", "aio_block_size": 8192, "lane_slot_bytes": 8192, "storage_block_bytes": 8192,
+    "grad_accum_dtype": "fp32", "activations": "ram", "push_to_hub": "a/b",
+}  # fmt: skip
 """Values that are not made up from the field's type and range."""
 LORA = {"lora_r": 4}
 BESIDE: dict[str, dict[str, Any]] = {
@@ -56,11 +44,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """Other fields that a field needs."""
 IN_FILE: dict[str, Any] = {
-    "zero_stage": 2,
-    "staging_gib": int(2.5 * GIB),
-    "activations": True,
-    "lr_scheduler_type": "WarmupCosineLR",
-}
+    "zero_stage": 2, "staging_gib": int(2.5 * GIB), "activations": True, "lr_scheduler_type": "WarmupCosineLR",
+}  # fmt: skip
 """What the file writes for the value, where it is something else."""
 VALUES = {"zero_stage": "zero2", "lr_scheduler_type": "cosine"}
 
@@ -184,22 +169,15 @@ HOLDERS = ("settings", "run", "offload", "wanted", "scaling", "file")
 SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "file", "words"),
-    [
-        (
-            {"state_format": "split8"},
-            {},
-            "needs --precision bf16; this run computes in fp32. Use --state_format fp32_m8",
-        ),
-        ({}, {"outcore": {"state_format": "split"}}, "needs --precision bf16; this run computes in fp32"),
-        ({"strict_offload": True, "zero_stage": "infinity"}, {}, "needs --nvme_offload_path"),
-        ({"lane_slot_bytes": 1000}, {}, "not a multiple of 4096"),
-        ({}, {"outcore": {"staging_bytes": 0}}, "outcore.staging_bytes (staging_gib) must be above 0"),
-        ({}, {"aio": {"queue_depth": 8.5}}, "aio.queue_depth (aio_queue_depth) must be a whole number"),
-        ({"offload_optimizer": "nvme"}, {"zero_optimization": {"stage": 1}}, "offload_optimizer nvme needs zero_stage"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "file", "words"), [
+    ({"state_format": "split8"}, {}, "needs --precision bf16; this run computes in fp32. Use --state_format fp32_m8"),
+    ({}, {"outcore": {"state_format": "split"}}, "needs --precision bf16; this run computes in fp32"),
+    ({"strict_offload": True, "zero_stage": "infinity"}, {}, "needs --nvme_offload_path"),
+    ({"lane_slot_bytes": 1000}, {}, "not a multiple of 4096"),
+    ({}, {"outcore": {"staging_bytes": 0}}, "outcore.staging_bytes (staging_gib) must be above 0"),
+    ({}, {"aio": {"queue_depth": 8.5}}, "aio.queue_depth (aio_queue_depth) must be a whole number"),
+    ({"offload_optimizer": "nvme"}, {"zero_optimization": {"stage": 1}}, "offload_optimizer nvme needs zero_stage"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_read(flags: dict, file: dict, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(TrainConfig(**flags), understand(file), ProcessFacts("fp32"))
@@ -223,10 +201,7 @@ def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:
     homes = homes_of(
         resolve(TrainConfig(zero_stage="infinity", activations="nvme"), DeepSpeedFile(), ProcessFacts("bf16")),
         RunSizes(10**9, 10**9, 10, 100, (64,), 0, has_cuda=True),
-        Wanted(states=True, params=True, is_explicit=True, folders=("/x",)),
-        lambda path, gb: (True, path),
-        [],
-        [],
-    )
+        Wanted(states=True, params=True, is_explicit=True, folders=("/x",)), lambda path, gb: (True, path), [], [],
+    )  # fmt: skip
     own = {f.name for f in dataclasses.fields(StreamSettings)} - {f.name for f in dataclasses.fields(StreamSizes)}
     assert set_here | set(homes[0]) == own | {"device_bytes"}  # asked once, before the engine takes any

@@ -37,55 +37,39 @@ def help_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        (["--learning-rate", "1e-4"], "learning_rate", 1e-4),
-        (["--save-steps=7"], "save_steps", 7),
-        (["--gradient_checkpointing", "false"], "activation_checkpointing", False),
-        (["--no_activation_checkpointing"], "activation_checkpointing", False),
-        (["--deterministic"], "deterministic", True),
-        (["--zero_stage", "3"], "zero_stage", "zero3"),
-        (["--zero_stage", "none"], "zero_stage", "none"),
-        (["--lr_scheduler_type", "linear"], "lr_scheduler_type", "warmup_decay"),
-        (["--local_rank=1"], "local_rank", 1),
-        (["--max_steps", "1e3"], "max_steps", 1000),
-        (["--nvme_offload_path", "/a path/with spaces"], "nvme_offload_path", "/a path/with spaces"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "name", "value"), [
+    (["--learning-rate", "1e-4"], "learning_rate", 1e-4), (["--save-steps=7"], "save_steps", 7),
+    (["--gradient_checkpointing", "false"], "activation_checkpointing", False),
+    (["--no_activation_checkpointing"], "activation_checkpointing", False),
+    (["--deterministic"], "deterministic", True), (["--zero_stage", "3"], "zero_stage", "zero3"),
+    (["--zero_stage", "none"], "zero_stage", "none"),
+    (["--lr_scheduler_type", "linear"], "lr_scheduler_type", "warmup_decay"), (["--local_rank=1"], "local_rank", 1),
+    (["--max_steps", "1e3"], "max_steps", 1000),
+    (["--nvme_offload_path", "/a path/with spaces"], "nvme_offload_path", "/a path/with spaces"),
+])  # fmt: skip
 def test_spellings(argv: list[str], name: str, value: object) -> None:
     assert getattr(parse_config(argv), name) == value
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--save_step", "3"], "Did you mean --save_steps"),
-        (["--seed", "9" * 20], "seed: must be from 0 to 9223372036854775807"),
-        (["--learning_rate", "fast"], "learning_rate: expected a number, got 'fast'"),
-        (["--max_steps", "1.5"], "max_steps: expected a whole number"),
-        (["--max_steps", "0"], "max_steps: must be above 0"),
-        (["--deterministic", "maybe"], "expected true or false"),
-        (["--zero_stage", "4"], "is not one of none, zero1"),
-        (["--packing", "yes"], "is not one of auto, on, off"),
-        (["--per_device_train_batch_size", "0"], "must be above 0"),
-        (["--weight_decay", "-1"], "must be at least 0"),
-        (["--adam_beta2", "1.0"], "at least 0 and below 1"),
-        (["--preset", "tiny", "--config_file", "x.json"], "preset and config_file contradict"),
-        (["--engine", "stream", "--zero_stage", "2"], "contradict each other"),
-        (["--zero_stage", "none", "--offload_optimizer", "nvme"], "contradict each other"),
-        (["--zero_stage", "1", "--offload_params", "cpu"], "needs --zero_stage zero3"),
-        (["--zero_stage", "none", "--offload_optimizer", "cpu"], "needs zero1, 2 or 3"),
-        (["--warmup_steps", "9", "--max_steps", "5"], "is more than max_steps"),
-        (["--lora_alpha", "8"], "lora_r is 0"),
-        (["--run_name", "a/b"], "plain folder name"),
-        (["tiny"], "every setting is a flag"),
-        (["--config", "/nowhere/x.yaml"], "no such file"),
-        (["--learning_rate"], "--learning_rate needs a value"),
-        (["--max_in_cpu_gb", "-1"], "must be at least 0"),
-        (["--metrics_port", "70000"], "from 0 to 65535"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--save_step", "3"], "Did you mean --save_steps"),
+    (["--seed", "9" * 20], "seed: must be from 0 to 9223372036854775807"),
+    (["--learning_rate", "fast"], "learning_rate: expected a number, got 'fast'"),
+    (["--max_steps", "1.5"], "max_steps: expected a whole number"),
+    (["--max_steps", "0"], "max_steps: must be above 0"), (["--deterministic", "maybe"], "expected true or false"),
+    (["--zero_stage", "4"], "is not one of none, zero1"), (["--packing", "yes"], "is not one of auto, on, off"),
+    (["--per_device_train_batch_size", "0"], "must be above 0"), (["--weight_decay", "-1"], "must be at least 0"),
+    (["--adam_beta2", "1.0"], "at least 0 and below 1"),
+    (["--preset", "tiny", "--config_file", "x.json"], "preset and config_file contradict"),
+    (["--engine", "stream", "--zero_stage", "2"], "contradict each other"),
+    (["--zero_stage", "none", "--offload_optimizer", "nvme"], "contradict each other"),
+    (["--zero_stage", "1", "--offload_params", "cpu"], "needs --zero_stage zero3"),
+    (["--zero_stage", "none", "--offload_optimizer", "cpu"], "needs zero1, 2 or 3"),
+    (["--warmup_steps", "9", "--max_steps", "5"], "is more than max_steps"), (["--lora_alpha", "8"], "lora_r is 0"),
+    (["--run_name", "a/b"], "plain folder name"), (["tiny"], "every setting is a flag"),
+    (["--config", "/nowhere/x.yaml"], "no such file"), (["--learning_rate"], "--learning_rate needs a value"),
+    (["--max_in_cpu_gb", "-1"], "must be at least 0"), (["--metrics_port", "70000"], "from 0 to 65535"),
+])  # fmt: skip
 def test_wrong_input_is_refused_with_the_right_word(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         parse_config(argv)
@@ -99,17 +83,12 @@ def test_yaml_and_flags(tmp_path: Path) -> None:
     assert config.max_steps == 9 and config.zero_stage == "zero3"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("learning_rat: 1", "unknown setting 'learning_rat'. Did you mean learning_rate"),
-        ("- a\n- b", "expected `name: value` lines"),
-        ("a: [", "not readable as YAML"),
-        ("gradient_checkpointing: true\nactivation_checkpointing: true", "given twice"),
-        ("dataset: {a: 1}", "expected text"),
-        ("max_steps: [1]", "expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("learning_rat: 1", "unknown setting 'learning_rat'. Did you mean learning_rate"),
+    ("- a\n- b", "expected `name: value` lines"), ("a: [", "not readable as YAML"),
+    ("gradient_checkpointing: true\nactivation_checkpointing: true", "given twice"),
+    ("dataset: {a: 1}", "expected text"), ("max_steps: [1]", "expected a whole number"),
+])  # fmt: skip
 def test_wrong_yaml(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)

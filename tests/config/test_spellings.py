@@ -11,26 +11,18 @@ from outcore.config.spellings import MEANINGS
 from outcore.train.configure import parse_config
 
 ACCEPTED = {
-    "lora_rank": ("16", "lora_r", 16),
-    "lora_target": ("q_proj,v_proj", "lora_target_modules", "q_proj,v_proj"),
-    "target_modules": ("q_proj", "lora_target_modules", "q_proj"),
-    "cutoff_len": ("512", "seq_length", 512),
-    "sequence_len": ("512", "seq_length", 512),
-    "block_size": ("512", "seq_length", 512),
-    "max_seq_length": ("512", "seq_length", 512),
-    "base_model": ("gpt2", "model_name_or_path", "gpt2"),
-    "model": ("gpt2", "model_name_or_path", "gpt2"),
-    "dataset_name": ("x.jsonl", "dataset", ("x.jsonl",)),
-    "resume": ("auto", "resume_from_checkpoint", "auto"),
-    "num_epochs": ("3", "num_train_epochs", 3.0),
-    "epochs": ("3", "num_train_epochs", 3.0),
-    "lr": ("1e-4", "learning_rate", 1e-4),
+    "lora_rank": ("16", "lora_r", 16), "lora_target": ("q_proj,v_proj", "lora_target_modules", "q_proj,v_proj"),
+    "target_modules": ("q_proj", "lora_target_modules", "q_proj"), "cutoff_len": ("512", "seq_length", 512),
+    "sequence_len": ("512", "seq_length", 512), "block_size": ("512", "seq_length", 512),
+    "max_seq_length": ("512", "seq_length", 512), "base_model": ("gpt2", "model_name_or_path", "gpt2"),
+    "model": ("gpt2", "model_name_or_path", "gpt2"), "dataset_name": ("x.jsonl", "dataset", ("x.jsonl",)),
+    "resume": ("auto", "resume_from_checkpoint", "auto"), "num_epochs": ("3", "num_train_epochs", 3.0),
+    "epochs": ("3", "num_train_epochs", 3.0), "lr": ("1e-4", "learning_rate", 1e-4),
     "lr_scheduler": ("cosine", "lr_scheduler_type", "cosine"),
-    "micro_batch_size": ("4", "per_device_train_batch_size", 4),
-    "max_samples": ("9", "max_train_samples", 9),
+    "micro_batch_size": ("4", "per_device_train_batch_size", 4), "max_samples": ("9", "max_train_samples", 9),
     "evaluation_strategy": ("epoch", "eval_strategy", "epoch"),
     "gradient_checkpointing": ("true", "activation_checkpointing", True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", ACCEPTED)

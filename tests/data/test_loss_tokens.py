@@ -49,14 +49,10 @@ def test_tool_calls_of_qwen3_are_trained(tmp_path: Path):
     assert learned(tmp_path, row, "qwen3") == [f"quick\n{call}", end]
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("phi3", ["<|end|>\n", "<|end|>\n", "<|end|>\n<|endoftext|>"]),
-        ("qwen3", ["<|im_end|>\n"] * 3),
-        ("glm4moe", ["<|user|>"] * 3),
-    ],
-)
+@pytest.mark.parametrize(("name", "ends"), [
+    ("phi3", ["<|end|>\n", "<|end|>\n", "<|end|>\n<|endoftext|>"]), ("qwen3", ["<|im_end|>\n"] * 3),
+    ("glm4moe", ["<|user|>"] * 3),
+])  # fmt: skip
 def test_every_turn_ends_with_loss(tmp_path: Path, name: str, ends: list[str]):
     talk = [user("a?"), told("quick fox  \n"), user("b?"), told(""), user("c?"), told("jars")]
     runs = learned(tmp_path, {"messages": talk}, name)
@@ -164,31 +160,25 @@ def test_our_own_template_writes_tools_calls_and_reasoning(tmp_path: Path):
     assert "<tools>" in text_of(tmp_path, row, tiny_tokenizer())
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [user("<image> what?"), told("jars")], "images": ["x.png"]},
-        {"text": "<image> jars", "image": "x.png"},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"messages": [user("<image> what?"), told("jars")], "images": ["x.png"]},
+    {"text": "<image> jars", "image": "x.png"},
+])  # fmt: skip
 def test_media_beside_text_are_refused(tmp_path: Path, row: dict[str, Any]):
     with pytest.raises(DataError, match="holds media"):
         learned(tmp_path, row, tiny_tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("row", "asked", "runs"),
-    [
-        ({"instruction": "b?", "output": "jars", "history": [["a?", "quick"]]}, "a?",
-         ["quick<|im_end|>", "jars<|im_end|>"]),
-        ({"instruction": "b?", "context": "the dog", "response": "jars"}, "b?\n\nthe dog", ["jars<|im_end|>"]),
-        ({"question": "b? ", "context": "the dog", "answer": "jars"}, "the dog\n\nb? ", ["jars<|endoftext|>"]),
-        ({"problem": "b? ", "solution": "quick, so jars", "answer": "jars"}, "b? ", ["quick, so jars<|endoftext|>"]),
-        ({"source": "olympiads", "problem": "b? ", "solution": "jars"}, "b? ", ["jars<|endoftext|>"]),
-        ({"messages": json.dumps([user("b?"), told("jars")])}, "b?", ["jars<|im_end|>"]),
-        ({"input_ids": [300, 301, 302], "labels": [-100, -100, 302]}, "", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "asked", "runs"), [
+    ({"instruction": "b?", "output": "jars", "history": [["a?", "quick"]]}, "a?",
+     ["quick<|im_end|>", "jars<|im_end|>"]),
+    ({"instruction": "b?", "context": "the dog", "response": "jars"}, "b?\n\nthe dog", ["jars<|im_end|>"]),
+    ({"question": "b? ", "context": "the dog", "answer": "jars"}, "the dog\n\nb? ", ["jars<|endoftext|>"]),
+    ({"problem": "b? ", "solution": "quick, so jars", "answer": "jars"}, "b? ", ["quick, so jars<|endoftext|>"]),
+    ({"source": "olympiads", "problem": "b? ", "solution": "jars"}, "b? ", ["jars<|endoftext|>"]),
+    ({"messages": json.dumps([user("b?"), told("jars")])}, "b?", ["jars<|im_end|>"]),
+    ({"input_ids": [300, 301, 302], "labels": [-100, -100, 302]}, "", None),
+])  # fmt: skip
 def test_columns_are_read_by_their_meaning(tmp_path: Path, row: dict[str, Any], asked: str, runs: list[str] | None):
     tokenizer = tiny_tokenizer()
     text = text_of(tmp_path, row, tokenizer)

@@ -152,15 +152,11 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
     assert again.summary.cache_hit and again.summary.bad_rows == 3, "the report is part of the cache"
 
 
-@pytest.mark.parametrize(
-    ("lines", "policy", "words"),
-    [
-        (["{broken"] * 3, "skip", "has no usable row"),
-        (["{broken"] * 40, "error", "line 1: not valid JSON"),
-        ([{"text": ""}] * 3, "error", "nothing to train on: 3 empty and 0 malformed"),
-        ([""], "error", "it has no row to train on"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "policy", "words"), [
+    (["{broken"] * 3, "skip", "has no usable row"), (["{broken"] * 40, "error", "line 1: not valid JSON"),
+    ([{"text": ""}] * 3, "error", "nothing to train on: 3 empty and 0 malformed"),
+    ([""], "error", "it has no row to train on"),
+])  # fmt: skip
 def test_nothing_to_train_on(tmp_path: Path, lines, policy, words):
     path = write_jsonl(tmp_path / "x.jsonl", lines)
     with pytest.raises(DataError, match=words):

@@ -9,28 +9,22 @@ from outcore.data.sources.paths import is_windows_spelling, looks_like_hub_id, t
 from outcore.data.sources.source import open_source
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"dataset": ""}, "dataset must be a non-empty text"),
-        ({"format": "mesages"}, "nearest: 'messages'"),
-        ({"packing": "yes"}, "packing must be one of auto, on, off"),
-        ({"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
-        ({"streaming": True}, "streaming must be one of"),
-        ({"seq_length": 4}, "seq_length must be a whole number from 8"),
-        ({"seq_length": 512.0}, "seq_length must be a whole number"),
-        ({"seq_length": True}, "seq_length must be a whole number"),
-        ({"eval_fraction": 0.9}, "from 0 .none. to 0.5"),
-        ({"eval_fraction": "5%"}, "eval_fraction is the share"),
-        ({"max_train_samples": 0}, "max_train_samples must be a whole number from 1"),
-        ({"num_proc": 0}, "num_proc must be a whole number from 1"),
-        ({"lock_timeout_s": 0}, "lock_timeout_s must be positive"),
-        ({"prompt_column": "q"}, "prompt_column and completion_column go together"),
-        ({"text_column": "t", "messages_column": "m"}, "columns of two shapes"),
-        ({"text_column": "t", "format": "messages"}, "those of 'text'"),
-        ({"text_extensions": ","}, "at least one extension"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ({"dataset": ""}, "dataset must be a non-empty text"), ({"format": "mesages"}, "nearest: 'messages'"),
+    ({"packing": "yes"}, "packing must be one of auto, on, off"),
+    ({"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
+    ({"streaming": True}, "streaming must be one of"), ({"seq_length": 4}, "seq_length must be a whole number from 8"),
+    ({"seq_length": 512.0}, "seq_length must be a whole number"),
+    ({"seq_length": True}, "seq_length must be a whole number"), ({"eval_fraction": 0.9}, "from 0 .none. to 0.5"),
+    ({"eval_fraction": "5%"}, "eval_fraction is the share"),
+    ({"max_train_samples": 0}, "max_train_samples must be a whole number from 1"),
+    ({"num_proc": 0}, "num_proc must be a whole number from 1"),
+    ({"lock_timeout_s": 0}, "lock_timeout_s must be positive"),
+    ({"prompt_column": "q"}, "prompt_column and completion_column go together"),
+    ({"text_column": "t", "messages_column": "m"}, "columns of two shapes"),
+    ({"text_column": "t", "format": "messages"}, "those of 'text'"),
+    ({"text_extensions": ","}, "at least one extension"),
+])  # fmt: skip
 def test_wrong_settings_are_refused(values, words):
     with pytest.raises(DataError, match=words):
         DataSettings(**values)

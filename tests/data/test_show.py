@@ -31,14 +31,10 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
     assert outcore(shown(tmp_path, "--rows", "4")) == 0
     said = capsys.readouterr().out
     for words in (
-        "messages: loss on every assistant message",
-        "<|im_start|>assistant\n⟦a dog 🙂 <b><|im_end|>⟧\n",
-        "the fox ⟦jumps<|endoftext|>⟧",
-        "columns that are not used: 'url' (6 rows)",
-        "left out: 1 malformed rows",
-        "marks what the assistant writes itself",
-        "(from text)",
-    ):
+        "messages: loss on every assistant message", "<|im_start|>assistant\n⟦a dog 🙂 <b><|im_end|>⟧\n",
+        "the fox ⟦jumps<|endoftext|>⟧", "columns that are not used: 'url' (6 rows)", "left out: 1 malformed rows",
+        "marks what the assistant writes itself", "(from text)",
+    ):  # fmt: skip
         assert words in said, said
     assert said.count("document ") == 4
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -42,13 +42,10 @@ def test_trained_once_then_cached_and_rebuilt_when_damaged(tmp_path: Path):
     assert len(said) == 4
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "the fox", "completion": "a dog"},
-        {"messages": [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"prompt": "the fox", "completion": "a dog"},
+    {"messages": [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]},
+])  # fmt: skip
 def test_trained_on_any_shape(tmp_path: Path, row):
     path = write_jsonl(tmp_path / "x.jsonl", [row] * 20 + [{"odd": 1}])
     tokenizer = load_or_train_tokenizer(DataSettings(dataset=str(path), cache_dir=str(tmp_path)), vocab_size=512)
@@ -85,13 +82,10 @@ def test_folders_that_hold_no_tokenizer(tmp_path: Path):
         load_tokenizer(r"Z:\models\x")
 
 
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        (OSError("no connection"), "cannot be loaded from the hub.*a folder with the tokenizer's files"),
-        (ValueError("... set `trust_remote_code=True` ..."), "runs code of its own.*--trust_remote_code true"),
-    ],
-)
+@pytest.mark.parametrize(("raised", "words"), [
+    (OSError("no connection"), "cannot be loaded from the hub.*a folder with the tokenizer's files"),
+    (ValueError("... set `trust_remote_code=True` ..."), "runs code of its own.*--trust_remote_code true"),
+])  # fmt: skip
 def test_hub_tokenizer_errors(monkeypatch, raised, words):
     import transformers
 
@@ -163,16 +157,13 @@ def _error(name: str, base: type[Exception] = Exception) -> Exception:
     return type(name, (base,), {})("what the library said")
 
 
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        (ConnectionError("no route"), "the hub cannot be reached.*no route"),
-        (_error("OfflineModeIsEnabled"), "the hub cannot be reached"),
-        (_error("DatasetNotFoundError", OSError), "neither a local file or folder nor a data set"),
-        (ValueError("Config name is missing"), "dataset_config"),
-        (_error("SomethingElse"), "cannot be loaded: SomethingElse: what the library said"),
-    ],
-)
+@pytest.mark.parametrize(("raised", "words"), [
+    (ConnectionError("no route"), "the hub cannot be reached.*no route"),
+    (_error("OfflineModeIsEnabled"), "the hub cannot be reached"),
+    (_error("DatasetNotFoundError", OSError), "neither a local file or folder nor a data set"),
+    (ValueError("Config name is missing"), "dataset_config"),
+    (_error("SomethingElse"), "cannot be loaded: SomethingElse: what the library said"),
+])  # fmt: skip
 def test_hub_errors_name_what_works_without_it(monkeypatch, raised, words):
     import datasets
 

@@ -19,13 +19,10 @@ HELP = {
     "offload_params": ("2 B of RAM a parameter", "to the GPU twice a step"),
     "aio_block_size": ("524288 for SATA or USB SSDs", "1048576 for NVMe", "2097152 also on PCIe 4.0"),
     "aio_queue_depth": ("4 for SATA or USB SSDs", "8 to 16 for NVMe", "32 for several drives"),
-    "pin_memory": ("false below 16 GB of RAM",),
-    "staging_gib": ("pinned memory",),
-    "write_combined": ("upload lane",),
-    "lane_slots": ("slots of a transfer lane",),
-    "lane_slot_bytes": ("bytes of a slot",),
+    "pin_memory": ("false below 16 GB of RAM",), "staging_gib": ("pinned memory",), "write_combined": ("upload lane",),
+    "lane_slots": ("slots of a transfer lane",), "lane_slot_bytes": ("bytes of a slot",),
     "residency": ("nothing goes to a drive",),
-}
+}  # fmt: skip
 """Flag -> what its help says."""
 
 
@@ -68,22 +65,11 @@ def test_readme_names_the_commands_and_what_reaches_100_b() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "**Linux, native**",
-        "**WSL2**: `wsl --install",
-        ".wslconfig",
-        "**Windows, native**",
-        "C: is the",
-        "deepspeed --include localhost:0,1 train_model.py",
-        "libaio-dev",
-        "`pip install -r requirements.txt` (the pins for CUDA 12)",
-        "both leave out driver, compiler, libaio\n  and test tools",
-        "with 6 GB",
-        "16 GB of RAM",
-        "an SSD",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "**Linux, native**", "**WSL2**: `wsl --install", ".wslconfig", "**Windows, native**", "C: is the",
+    "deepspeed --include localhost:0,1 train_model.py", "libaio-dev",
+    "`pip install -r requirements.txt` (the pins for CUDA 12)",
+    "both leave out driver, compiler, libaio\n  and test tools", "with 6 GB", "16 GB of RAM", "an SSD",
+])  # fmt: skip
 def test_the_guide_has_set_up_devices_and_hardware(words: str) -> None:
     assert words in (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")

@@ -94,14 +94,9 @@ def serving(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
 
 
 RUN: dict[str, Callable[[Path, Path, ExitStack], None]] = {
-    "deepspeed_config.md": infinity,
-    "inference.md": inference,
-    "models.md": models,
-    "monitoring.md": monitoring,
-    "planning.md": planning,
-    "runs.md": runs,
-    "serving.md": serving,
-}
+    "deepspeed_config.md": infinity, "inference.md": inference, "models.md": models, "monitoring.md": monitoring,
+    "planning.md": planning, "runs.md": runs, "serving.md": serving,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", RUN)

@@ -135,17 +135,13 @@ def test_own_documents():
 
 
 WRONG = [
-    ({}, "tasks is empty"),
-    ({"tasks": "a,a"}, "names a twice"),
-    ({"tasks": ["a", 3]}, "list of names"),
-    ({"tasks": "a", "limit": 0}, "limit is 0"),
-    ({"tasks": "a", "limit": 1.5}, "limit is 1.5"),
-    ({"tasks": "a", "num_fewshot": -1}, "num_fewshot is -1"),
-    ({"tasks": "a", "seed": True}, "seed is True"),
+    ({}, "tasks is empty"), ({"tasks": "a,a"}, "names a twice"), ({"tasks": ["a", 3]}, "list of names"),
+    ({"tasks": "a", "limit": 0}, "limit is 0"), ({"tasks": "a", "limit": 1.5}, "limit is 1.5"),
+    ({"tasks": "a", "num_fewshot": -1}, "num_fewshot is -1"), ({"tasks": "a", "seed": True}, "seed is True"),
     ({"tasks": "a", "gen_kwargs": "x"}, "gen_kwargs must be an object"),
     ({"tasks": "a", "system_instruction": "s"}, "apply_chat_template"),
     ({"tasks": "a", "shots": 3}, "shots is no setting"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "words"), WRONG, ids=[words for _, words in WRONG])

@@ -48,17 +48,9 @@ def test_lm_eval_with_our_model(tiny, adapter, tmp_path, monkeypatch):
     def scores_of(model: str, arguments: str) -> dict[str, float]:
         output = tmp_path / model
         given = [
-            "--model",
-            model,
-            "--model_args",
-            arguments,
-            "--tasks",
-            "mine",
-            "--include_path",
-            str(tmp_path),
-            "--device",
+            "--model", model, "--model_args", arguments, "--tasks", "mine", "--include_path", str(tmp_path), "--device",
             "cpu",
-        ]
+        ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["lm_eval", *given, "--output_path", str(output)])
         main()
         (result,) = output.rglob("results_*.json")

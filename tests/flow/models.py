@@ -109,9 +109,6 @@ def assert_same_grads(mine, expected, rtol: float = 1e-4) -> None:
     scale = max(float(g.abs().max()) for g in expected.values())
     for name in mine:
         torch.testing.assert_close(
-            mine[name].view(expected[name].shape),
-            expected[name],
-            rtol=rtol,
-            atol=1e-5 * scale,
+            mine[name].view(expected[name].shape), expected[name], rtol=rtol, atol=1e-5 * scale,
             msg=lambda m, name=name: f"{name}: {m}",
-        )
+        )  # fmt: skip

@@ -16,13 +16,9 @@ from outcore.model import ModelSettings, load_model
 
 gguf = pytest.importorskip("gguf")
 SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def folder_of(tmp_path: Path, model_type: str = "llama", **fields: object) -> Path:
@@ -104,14 +100,9 @@ def test_what_has_no_form_is_refused_by_name(tmp_path: Path) -> None:
 def mixture_file(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A tiny mixture in llama.cpp's names and types, and what its stacked experts hold: gate and up are two tensors."""
     config = AutoConfig.for_model(
-        "qwen3_moe",
-        **SIZES,
-        vocab_size=300,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
+        "qwen3_moe", **SIZES, vocab_size=300, head_dim=64, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=96,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     writer, experts = gguf.GGUFWriter(file := tmp_path / "mixture.gguf", "qwen3moe"), {}

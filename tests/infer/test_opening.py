@@ -189,15 +189,11 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
         InferSettings(quantize="int3")
 
 
-@pytest.mark.parametrize(
-    "asked, words",
-    [
-        ({"pin_memory": False, "pin_gib": 1.0}, "pin_gib does nothing with pin_memory false"),
-        ({"prefetch": 5, "num_layer_buffers": 3}, "in two ways"),
-        ({"prefetch": -1}, "prefetch is -1"),
-        ({"buffer_mib": 0.0}, "buffer_mib is 0.0"),
-    ],
-)
+@pytest.mark.parametrize("asked, words", [
+    ({"pin_memory": False, "pin_gib": 1.0}, "pin_gib does nothing with pin_memory false"),
+    ({"prefetch": 5, "num_layer_buffers": 3}, "in two ways"), ({"prefetch": -1}, "prefetch is -1"),
+    ({"buffer_mib": 0.0}, "buffer_mib is 0.0"),
+])  # fmt: skip
 def test_settings_of_travelling_weights_are_checked(asked, words):
     with pytest.raises(ValueError, match=words):
         InferSettings(**asked)

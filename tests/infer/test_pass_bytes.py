@@ -20,14 +20,9 @@ from tests.infer.models import TinyEngine
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = 16
 WIDTHS = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 8192,
-}
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192,
+}  # fmt: skip
 SHORT, LONG = AttentionLimits(1 << 18, 1 << 16), AttentionLimits(1 << 20, 1 << 20)
 
 

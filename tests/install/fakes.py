@@ -16,18 +16,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def machine(**changes) -> Machine:
     """A Linux box without a GPU, unless told otherwise."""
     plain = Machine(
-        os_family="linux",
-        os_name="Ubuntu 24.04 LTS",
-        kernel="6.8.0",
-        architecture="x86_64",
-        is_wsl2=False,
-        python_version="3.12.1",
-        cpu_name="a CPU",
-        cpu_cores=4,
-        cpu_threads=8,
-        ram_total_bytes=64 * GIB,
+        os_family="linux", os_name="Ubuntu 24.04 LTS", kernel="6.8.0", architecture="x86_64", is_wsl2=False,
+        python_version="3.12.1", cpu_name="a CPU", cpu_cores=4, cpu_threads=8, ram_total_bytes=64 * GIB,
         ram_available_bytes=60 * GIB,
-    )
+    )  # fmt: skip
     return replace(plain, **changes)
 
 

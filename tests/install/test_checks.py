@@ -53,18 +53,13 @@ def test_python(tmp_path: Path, version: str, status: str) -> None:
     assert row.status == status and row.required
 
 
-@pytest.mark.parametrize(
-    ("which", "libc", "status", "word"),
-    [
-        (machine(), ("glibc", "2.36"), "OK", "Ubuntu"),
-        (machine(is_wsl2=True), ("glibc", "2.39"), "OK", "WSL2"),
-        (machine(), ("glibc", "2.27"), "missing", "2.27"),
-        (machine(), ("", ""), "OK", "Ubuntu"),
-        (machine(architecture="aarch64"), ("glibc", "2.36"), "degraded", "aarch64"),
-        (machine(os_family="windows", os_name="Windows 11"), ("", ""), "degraded", "Windows"),
-        (machine(os_family="macos", os_name="Darwin"), ("", ""), "degraded", "Darwin"),
-    ],
-)
+@pytest.mark.parametrize(("which", "libc", "status", "word"), [
+    (machine(), ("glibc", "2.36"), "OK", "Ubuntu"), (machine(is_wsl2=True), ("glibc", "2.39"), "OK", "WSL2"),
+    (machine(), ("glibc", "2.27"), "missing", "2.27"), (machine(), ("", ""), "OK", "Ubuntu"),
+    (machine(architecture="aarch64"), ("glibc", "2.36"), "degraded", "aarch64"),
+    (machine(os_family="windows", os_name="Windows 11"), ("", ""), "degraded", "Windows"),
+    (machine(os_family="macos", os_name="Darwin"), ("", ""), "degraded", "Darwin"),
+])  # fmt: skip
 def test_system(monkeypatch: pytest.MonkeyPatch, which, libc: tuple[str, str], status: str, word: str) -> None:
     monkeypatch.setattr(host_checks.platform, "libc_ver", lambda: libc)
     row = system_row(which)
@@ -133,32 +128,21 @@ def test_libaio_by_package_manager(monkeypatch: pytest.MonkeyPatch, tool: str, c
     assert command in libaio_fix()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason", "fix"),
-    [
-        ("cpu_adam", "no C++ compiler", "build-essential"),
-        ("cpu_adam", "Python's headers are not installed", "-dev"),
-        ("async_io", "libaio's headers are not installed", "libaio"),
-        ("async_io", "nvcc is not installed", "cuda"),
-        ("pin_memory", "some error", "setup_build.log"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason", "fix"), [
+    ("cpu_adam", "no C++ compiler", "build-essential"), ("cpu_adam", "Python's headers are not installed", "-dev"),
+    ("async_io", "libaio's headers are not installed", "libaio"), ("async_io", "nvcc is not installed", "cuda"),
+    ("pin_memory", "some error", "setup_build.log"),
+])  # fmt: skip
 def test_what_mends_an_extension(monkeypatch: pytest.MonkeyPatch, name: str, reason: str, fix: str) -> None:
     monkeypatch.setattr(host_checks, "has_header", lambda name: True)
     assert fix in extension_fix(name, reason, CUDA12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "word"),
-    [
-        ("nvme", "OK", ""),
-        ("ssd", "degraded", "slower"),
-        ("hdd", "degraded", "slower"),
-        ("virtual", "degraded", "gds_optimizer"),
-        ("tmpfs", "degraded", "saves no RAM"),
-        ("network", "degraded", "local drive"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "status", "word"), [
+    ("nvme", "OK", ""), ("ssd", "degraded", "slower"), ("hdd", "degraded", "slower"),
+    ("virtual", "degraded", "gds_optimizer"), ("tmpfs", "degraded", "saves no RAM"),
+    ("network", "degraded", "local drive"),
+])  # fmt: skip
 def test_offload_path_by_drive(tmp_path: Path, kind: str, status: str, word: str) -> None:
     row = offload_row(tmp_path / "not" / "yet", lambda path: drive(kind))
     assert row.status == status and word in row.fix and not row.required
@@ -178,17 +162,12 @@ def test_offload_path_that_does_not_work(tmp_path: Path, monkeypatch: pytest.Mon
     assert "differently" in offload_row(tmp_path).found
 
 
-@pytest.mark.parametrize(
-    ("config", "path"),
-    [
-        ({"outcore": {"nvme_path": "/nvme/a"}}, "/nvme/a"),
-        ({"outcore": {"nvme_path": "offload"}}, "offload"),
-        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/b"}}}, "/b"),
-        ({"zero_optimization": {"offload_param": {"nvme_path": "/c"}}}, "/c"),
-        ({"outcore": {"nvme_path": None}}, "."),
-        (None, "."),
-    ],
-)
+@pytest.mark.parametrize(("config", "path"), [
+    ({"outcore": {"nvme_path": "/nvme/a"}}, "/nvme/a"), ({"outcore": {"nvme_path": "offload"}}, "offload"),
+    ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/b"}}}, "/b"),
+    ({"zero_optimization": {"offload_param": {"nvme_path": "/c"}}}, "/c"), ({"outcore": {"nvme_path": None}}, "."),
+    (None, "."),
+])  # fmt: skip
 def test_offload_path_of_the_configuration(tmp_path: Path, config: object, path: str) -> None:
     if config is not None:
         (tmp_path / "deepspeed_config.json").write_text(json.dumps(config))

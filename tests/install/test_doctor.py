@@ -67,15 +67,11 @@ def run_code(tmp_path: Path, code: str, timeout_s: float = 30.0):
     return probe.finish(timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("code", "ended"),
-    [
-        ("print('fine')", ""),
-        ("print('last words'); raise SystemExit(4)", "exit code 4: last words"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "another CPU"),
-    ],
-)
+@pytest.mark.parametrize(("code", "ended"), [
+    ("print('fine')", ""), ("print('last words'); raise SystemExit(4)", "exit code 4: last words"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "another CPU"),
+])  # fmt: skip
 def test_how_a_probe_ends(tmp_path: Path, code: str, ended: str) -> None:
     assert ended in run_code(tmp_path, code)[1]
     assert run_code(tmp_path, "pass")[1] == ""

@@ -73,16 +73,12 @@ def test_damaged_direct_url(tmp_path: Path) -> None:
     assert not environment.has_editable(REPOSITORY)
 
 
-@pytest.mark.parametrize(
-    ("output", "why", "fix"),
-    [
-        ("Error: ensurepip is not available", "no ensurepip", "-venv"),
-        ("OSError: [Errno 28] No space left on device", "full", "free some space"),
-        ("[Errno 13] Permission denied: '/x'", "not writable", "--venv"),
-        ("something else", "something else", "-m venv"),
-        ("", "no message", "-m venv"),
-    ],
-)
+@pytest.mark.parametrize(("output", "why", "fix"), [
+    ("Error: ensurepip is not available", "no ensurepip", "-venv"),
+    ("OSError: [Errno 28] No space left on device", "full", "free some space"),
+    ("[Errno 13] Permission denied: '/x'", "not writable", "--venv"), ("something else", "something else", "-m venv"),
+    ("", "no message", "-m venv"),
+])  # fmt: skip
 def test_venv_that_cannot_be_made(tmp_path: Path, output: str, why: str, fix: str) -> None:
     with pytest.raises(InstallError) as caught:
         make_environment(Environment(tmp_path / "v", ""), FakeExecute(venv=(1, output)))

@@ -55,15 +55,10 @@ def test_environment_of_a_child(tmp_path: Path) -> None:
     assert again["PATH"] == got["PATH"]
 
 
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [
-        ("8.9;9.0a;10.0f+PTX", "8.9;9.0;10.0+PTX"),
-        ("7.5 8.6 9.0a 9.0", "7.5;8.6;9.0"),
-        ("Hopper;Ada", ""),
-        ("9.0a,12.0", "9.0;12.0"),
-    ],
-)
+@pytest.mark.parametrize(("text", "clean"), [
+    ("8.9;9.0a;10.0f+PTX", "8.9;9.0;10.0+PTX"), ("7.5 8.6 9.0a 9.0", "7.5;8.6;9.0"), ("Hopper;Ada", ""),
+    ("9.0a,12.0", "9.0;12.0"),
+])  # fmt: skip
 def test_arch_lists(text: str, clean: str) -> None:
     assert sanitise_arch_list(text) == clean
 
@@ -140,19 +135,12 @@ def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path, mo
     stream = FakeStream((0, "[1/3] c++ a\n[2/3] c++ b"), (1, "x.cpp:3:10: fatal error: nothing.h: No such file"))
     out = io.StringIO()
     results = build_all(
-        environment,
-        "cpu",
-        {"TORCH_EXTENSIONS_DIR": str(directory)},
-        stream,
-        InstallProgress(out),
+        environment, "cpu", {"TORCH_EXTENSIONS_DIR": str(directory)}, stream, InstallProgress(out),
         tmp_path / "logs" / "build.log",
-    )
+    )  # fmt: skip
     assert {r.name: r.built for r in results} == {
-        "cpu_adam": True,
-        "deepspeed_shm_comm": True,
-        "pin_memory": False,
-        "async_io": False,
-    }
+        "cpu_adam": True, "deepspeed_shm_comm": True, "pin_memory": False, "async_io": False,
+    }  # fmt: skip
     assert not (directory / "deepspeed_shm_comm/deepspeed_shm_comm.so").exists()  # of the other CPU
     assert json.loads((directory / "deepspeed_shm_comm" / KEY_NAME).read_text()) == key
     assert not (directory / "pin_memory" / KEY_NAME).exists()
@@ -164,15 +152,11 @@ def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path, mo
     assert "PinMemory" not in text and "fatal error" in (tmp_path / "logs/build.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [
-        ("fatal error: Python.h: No such file or directory", "Python's headers"),
-        ("c++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
-        ("as: No space left on device", "drive is full"),
-        ("a\nRuntimeError: Ninja is required\n", "RuntimeError: Ninja is required"),
-        ("", "no message"),
-    ],
-)
+@pytest.mark.parametrize(("output", "reason"), [
+    ("fatal error: Python.h: No such file or directory", "Python's headers"),
+    ("c++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
+    ("as: No space left on device", "drive is full"),
+    ("a\nRuntimeError: Ninja is required\n", "RuntimeError: Ninja is required"), ("", "no message"),
+])  # fmt: skip
 def test_build_failures_in_one_line(output: str, reason: str, tmp_path: Path) -> None:
     assert reason in explain_build(output, tmp_path / "log")

@@ -53,12 +53,9 @@ def make_job(repository: Path, *flags: str, which=None, stream=None, call=None) 
         raise AssertionError("nothing may be started here")
 
     return InstallJob(
-        ["--venv", str(repository / ".venv"), *flags],
-        repository,
-        detect=lambda: which or machine(),
-        stream=stream or FakeStream(),
-        call=call or no_call,
-    )
+        ["--venv", str(repository / ".venv"), *flags], repository, detect=lambda: which or machine(),
+        stream=stream or FakeStream(), call=call or no_call,
+    )  # fmt: skip
 
 
 def run(job: InstallJob) -> int:

@@ -52,11 +52,8 @@ def test_what_requirements_txt_installs_without_a_gpu_is_installed_here() -> Non
         if not name.startswith(FOR_CUDA) and importlib.metadata.version(name) != pin
     }
     assert wrong == {} and {name for name in pins if name.startswith(FOR_CUDA)} == {
-        "torch",
-        "cupy-cuda12x",
-        "kvikio-cu12",
-        "cuda-toolkit",
-    }
+        "torch", "cupy-cuda12x", "kvikio-cu12", "cuda-toolkit",
+    }  # fmt: skip
 
 
 @pytest.mark.slow

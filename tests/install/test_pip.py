@@ -32,12 +32,8 @@ def run_install(tmp_path: Path, stream: FakeStream, which=None) -> str:
 def test_torch_comes_first_and_is_repeated_for_deepspeed() -> None:
     steps = pip_steps(choose_set(gpu_machine("570.1", "12.8"), "auto", REPOSITORY, with_tests=True), REPOSITORY)
     assert [step.title for step in steps] == [
-        "build tools",
-        "torch==2.10.0",
-        "deepspeed==0.19.8",
-        "cuda12.txt + test.txt",
-        "outcore itself (editable)",
-    ]
+        "build tools", "torch==2.10.0", "deepspeed==0.19.8", "cuda12.txt + test.txt", "outcore itself (editable)",
+    ]  # fmt: skip
     assert steps[2].arguments == ("--no-build-isolation", "torch==2.10.0", "deepspeed==0.19.8")
     assert dict(steps[2].extra_environment) == {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     assert steps[3].arguments.count("-r") == 2
@@ -58,28 +54,25 @@ def test_every_step_is_called(tmp_path: Path) -> None:
     assert "[5/5] outcore itself (editable): done" in shown
 
 
-@pytest.mark.parametrize(
-    ("code", "output", "why", "fix"),
-    [
-        (1, NO_NETWORK, "cannot be reached", "run `python setup.py` again"),
-        (1, "ReadTimeoutError: Read timed out.", "cannot be reached", "connection"),
-        (1, "ERROR: Could not install packages: [Errno 28] No space left on device", "full", "--venv"),
-        (1, "/v/bin/python: No module named pip", "is broken", "rm -rf"),
-        (1, "Traceback (most recent call last):\n File 'x/pip/_internal/cli.py'\nImportError: cannot import name 'y'",
-         "ImportError: cannot import name 'y'", "rm -rf"),
-        (1, "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "certificate", "clock"),
-        (1, "ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 407", "proxy", "HTTPS_PROXY"),
-        (1, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE", "damaged", "cache purge"),
-        (1, "ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/v/lib'",
-         "not writable", "--venv"),
-        (1, "ERROR: No matching distribution found for torch==2.13.0", "no torch==2.13.0", "3.11-3.13"),
-        (1, "ERROR: ResolutionImpossible: for help visit\nERROR: conflicting dependencies a 1 and a 2",
-         "different versions", "fresh environment"),
-        (-9, "Collecting torch", "killed", "close other programs"),
-        (7, "ERROR: something new", "ERROR: something new (exit code 7)", "pip.log"),
-        (7, "", "no message", "pip.log"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "output", "why", "fix"), [
+    (1, NO_NETWORK, "cannot be reached", "run `python setup.py` again"),
+    (1, "ReadTimeoutError: Read timed out.", "cannot be reached", "connection"),
+    (1, "ERROR: Could not install packages: [Errno 28] No space left on device", "full", "--venv"),
+    (1, "/v/bin/python: No module named pip", "is broken", "rm -rf"),
+    (1, "Traceback (most recent call last):\n File 'x/pip/_internal/cli.py'\nImportError: cannot import name 'y'",
+     "ImportError: cannot import name 'y'", "rm -rf"),
+    (1, "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "certificate", "clock"),
+    (1, "ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 407", "proxy", "HTTPS_PROXY"),
+    (1, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE", "damaged", "cache purge"),
+    (1, "ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/v/lib'",
+     "not writable", "--venv"),
+    (1, "ERROR: No matching distribution found for torch==2.13.0", "no torch==2.13.0", "3.11-3.13"),
+    (1, "ERROR: ResolutionImpossible: for help visit\nERROR: conflicting dependencies a 1 and a 2",
+     "different versions", "fresh environment"),
+    (-9, "Collecting torch", "killed", "close other programs"),
+    (7, "ERROR: something new", "ERROR: something new (exit code 7)", "pip.log"),
+    (7, "", "no message", "pip.log"),
+])  # fmt: skip
 def test_each_failure_has_its_words(tmp_path: Path, code: int, output: str, why: str, fix: str) -> None:
     stream = FakeStream((0, ""), (code, output))
     with pytest.raises(InstallError) as caught:

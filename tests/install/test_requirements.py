@@ -14,21 +14,17 @@ def choose(which, requested: str = "auto", **more):
     return choose_set(which, requested, REPOSITORY, **more)
 
 
-@pytest.mark.parametrize(
-    ("which", "name", "torch", "cupy"),
-    [
-        (machine(), "cpu", "2.13.0", None),
-        (gpu_machine(), "cuda13", "2.13.0", "cupy-cuda13x"),
-        (gpu_machine("590.1", "13.1"), "cuda13", "2.13.0", "cupy-cuda13x"),
-        (gpu_machine("570.86.15", "12.8"), "cuda12", "2.10.0", "cupy-cuda12x"),
-        (gpu_machine("525.60", "12.0"), "cuda12", "2.10.0", "cupy-cuda12x"),
-        (gpu_machine(capability=(7, 0)), "cuda12", "2.10.0", "cupy-cuda12x"),
-        (gpu_machine(capability=None), "cuda13", "2.13.0", "cupy-cuda13x"),
-        (gpu_machine(is_wsl2=True), "cuda13", "2.13.0", "cupy-cuda13x"),
-        (machine(os_family="windows", os_name="Windows 11"), "windows", "2.13.0", None),
-        (gpu_machine(os_family="windows", os_name="Windows 11"), "windows", "2.13.0", None),
-    ],
-)
+@pytest.mark.parametrize(("which", "name", "torch", "cupy"), [
+    (machine(), "cpu", "2.13.0", None), (gpu_machine(), "cuda13", "2.13.0", "cupy-cuda13x"),
+    (gpu_machine("590.1", "13.1"), "cuda13", "2.13.0", "cupy-cuda13x"),
+    (gpu_machine("570.86.15", "12.8"), "cuda12", "2.10.0", "cupy-cuda12x"),
+    (gpu_machine("525.60", "12.0"), "cuda12", "2.10.0", "cupy-cuda12x"),
+    (gpu_machine(capability=(7, 0)), "cuda12", "2.10.0", "cupy-cuda12x"),
+    (gpu_machine(capability=None), "cuda13", "2.13.0", "cupy-cuda13x"),
+    (gpu_machine(is_wsl2=True), "cuda13", "2.13.0", "cupy-cuda13x"),
+    (machine(os_family="windows", os_name="Windows 11"), "windows", "2.13.0", None),
+    (gpu_machine(os_family="windows", os_name="Windows 11"), "windows", "2.13.0", None),
+])  # fmt: skip
 def test_set_by_machine(which, name: str, torch: str, cupy: str | None) -> None:
     chosen = choose(which)
     assert chosen.name == name and chosen.pins["torch"] == torch and chosen.reason
@@ -50,18 +46,15 @@ def test_the_oldest_of_several_gpus_counts() -> None:
     assert choose(mixed).name == "cuda12"
 
 
-@pytest.mark.parametrize(
-    ("which", "requested", "what", "fix"),
-    [
-        (gpu_machine("470.82", "11.4"), "auto", "too old", "ubuntu-drivers"),
-        (gpu_machine("470.82", "11.4", is_wsl2=True), "auto", "too old", "in Windows"),
-        (gpu_machine("999", None), "auto", "too old", "--set cpu"),
-        (gpu_machine("570.86", "12.8"), "cuda13", "--set cuda13 cannot work", "leave --set out"),
-        (machine(os_family="windows", os_name="Windows 11"), "cuda13", "native Windows", "wsl --install"),
-        (machine(), "windows", "native Windows", "leave --set out"),
-        (machine(notes=("this is WSL 1, which has no GPU",)), "auto", "WSL 1", "set-version"),
-    ],
-)
+@pytest.mark.parametrize(("which", "requested", "what", "fix"), [
+    (gpu_machine("470.82", "11.4"), "auto", "too old", "ubuntu-drivers"),
+    (gpu_machine("470.82", "11.4", is_wsl2=True), "auto", "too old", "in Windows"),
+    (gpu_machine("999", None), "auto", "too old", "--set cpu"),
+    (gpu_machine("570.86", "12.8"), "cuda13", "--set cuda13 cannot work", "leave --set out"),
+    (machine(os_family="windows", os_name="Windows 11"), "cuda13", "native Windows", "wsl --install"),
+    (machine(), "windows", "native Windows", "leave --set out"),
+    (machine(notes=("this is WSL 1, which has no GPU",)), "auto", "WSL 1", "set-version"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(which, requested: str, what: str, fix: str) -> None:
     with pytest.raises(InstallError) as caught:
         choose(which, requested)
@@ -113,19 +106,12 @@ def test_options() -> None:
     assert parse_options(["--offload-path", "/d", "--venv", "v"]).venv == Path("v")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--check", "--run"], "only verifies"),
-        (["--check", "--dry-run"], "only verifies"),
-        (["--run", "--test"], "two jobs"),
-        (["--run", "--coverage"], "with --test"),
-        (["--", "x"], "arguments after --"),
-        (["--dry-run", "--test", "--", "x"], "runs nothing"),
-        (["--set", "rocm"], "invalid choice"),
-        (["--chekc"], "unrecognized"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--check", "--run"], "only verifies"), (["--check", "--dry-run"], "only verifies"),
+    (["--run", "--test"], "two jobs"), (["--run", "--coverage"], "with --test"), (["--", "x"], "arguments after --"),
+    (["--dry-run", "--test", "--", "x"], "runs nothing"), (["--set", "rocm"], "invalid choice"),
+    (["--chekc"], "unrecognized"),
+])  # fmt: skip
 def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_options(argv)

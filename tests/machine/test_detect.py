@@ -209,19 +209,15 @@ def test_json_round_trip_and_profiles(tmp_path: Path) -> None:
         Machine.load("nope")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: r.pop("cpu_name"), "lacks field.*cpu_name"),
-        (lambda r: r.update(colour="red"), "unknown field.*colour"),
-        (lambda r: r.update(cpu_cores="ten"), "machine.cpu_cores must be int"),
-        (lambda r: r.update(cpu_cores=True), "machine.cpu_cores must be int"),
-        (lambda r: r.update(gpus={}), "machine.gpus must be a list"),
-        (lambda r: r["gpus"][0].update(compute_capability=[8]), r"gpus\[0\].compute_capability must have 2"),
-        (lambda r: r["gpus"].__setitem__(0, 5), r"gpus\[0\] must be an object"),
-        (lambda r: r.update(format_version=99), "format_version 99"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda r: r.pop("cpu_name"), "lacks field.*cpu_name"), (lambda r: r.update(colour="red"), "unknown field.*colour"),
+    (lambda r: r.update(cpu_cores="ten"), "machine.cpu_cores must be int"),
+    (lambda r: r.update(cpu_cores=True), "machine.cpu_cores must be int"),
+    (lambda r: r.update(gpus={}), "machine.gpus must be a list"),
+    (lambda r: r["gpus"][0].update(compute_capability=[8]), r"gpus\[0\].compute_capability must have 2"),
+    (lambda r: r["gpus"].__setitem__(0, 5), r"gpus\[0\] must be an object"),
+    (lambda r: r.update(format_version=99), "format_version 99"),
+])  # fmt: skip
 def test_damaged_profiles_are_refused(tmp_path: Path, change, message: str) -> None:
     record = json.loads(detect_machine(sys_root=linux_root(tmp_path), runner=smi(), system="Linux").to_json())
     change(record)

@@ -34,28 +34,25 @@ def test_nvme_partition_leads_to_its_disk(tmp_path: Path) -> None:
     assert "990 PRO" in found.reason and not found.is_read_only
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "files", "kind", "trusted", "word"),
-    [
-        ("sda", "pci0/ata1", {"queue/rotational": "0", "device/model": "870 EVO"}, "ssd", True, "SATA"),
-        ("sda", "pci0/ata1", {"queue/rotational": "1", "device/model": "WD Red"}, "hdd", True, "rotating"),
-        ("sda", "pci0/usb1/1-2", {"queue/rotational": "1"}, "unknown", False, "bridge"),
-        ("sda", "pci0/usb1/1-2", {"queue/rotational": "0"}, "ssd", True, "USB"),
-        ("sda", "x", {"queue/rotational": "1", "device/vendor": "Msft    ", "device/model": "Virtual Disk"}, "virtual",
-         False, "WSL2"),
-        ("vda", "virtio1", {"queue/rotational": "1"}, "virtual", False, "virtual disk"),
-        ("sda", "x", {"queue/rotational": "1", "device/vendor": "QEMU"}, "virtual", False, "virtual"),
-        ("sda", "platform/host3/session2/target", {"queue/rotational": "0"}, "network", True, "network"),
-        ("nbd0", "virtual", {"queue/rotational": "0"}, "network", True, "network"),
-        ("mmcblk0", "mmc0", {"queue/rotational": "0"}, "ssd", True, "eMMC"),
-        ("zram0", "virtual", {"queue/rotational": "0"}, "tmpfs", True, "RAM disk"),
-        ("sda", "pci0/ata1", {}, "unknown", False, "neither"),
-        ("nvme0n1", "nvme", {"device/model": "Amazon Elastic Block Store"}, "network", False, "cloud"),
-        ("nvme0n1", "nvme", {"device/transport": "tcp"}, "network", False, "over tcp"),
-        ("nvme0n1", "nvme", {"device/nvme0/transport": "rdma"}, "network", False, "over rdma"),
-        ("nvme0n1", "nvme", {"device/model": "QEMU NVMe Ctrl"}, "virtual", False, "emulated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "device", "files", "kind", "trusted", "word"), [
+    ("sda", "pci0/ata1", {"queue/rotational": "0", "device/model": "870 EVO"}, "ssd", True, "SATA"),
+    ("sda", "pci0/ata1", {"queue/rotational": "1", "device/model": "WD Red"}, "hdd", True, "rotating"),
+    ("sda", "pci0/usb1/1-2", {"queue/rotational": "1"}, "unknown", False, "bridge"),
+    ("sda", "pci0/usb1/1-2", {"queue/rotational": "0"}, "ssd", True, "USB"),
+    ("sda", "x", {"queue/rotational": "1", "device/vendor": "Msft    ", "device/model": "Virtual Disk"}, "virtual",
+     False, "WSL2"),
+    ("vda", "virtio1", {"queue/rotational": "1"}, "virtual", False, "virtual disk"),
+    ("sda", "x", {"queue/rotational": "1", "device/vendor": "QEMU"}, "virtual", False, "virtual"),
+    ("sda", "platform/host3/session2/target", {"queue/rotational": "0"}, "network", True, "network"),
+    ("nbd0", "virtual", {"queue/rotational": "0"}, "network", True, "network"),
+    ("mmcblk0", "mmc0", {"queue/rotational": "0"}, "ssd", True, "eMMC"),
+    ("zram0", "virtual", {"queue/rotational": "0"}, "tmpfs", True, "RAM disk"),
+    ("sda", "pci0/ata1", {}, "unknown", False, "neither"),
+    ("nvme0n1", "nvme", {"device/model": "Amazon Elastic Block Store"}, "network", False, "cloud"),
+    ("nvme0n1", "nvme", {"device/transport": "tcp"}, "network", False, "over tcp"),
+    ("nvme0n1", "nvme", {"device/nvme0/transport": "rdma"}, "network", False, "over rdma"),
+    ("nvme0n1", "nvme", {"device/model": "QEMU NVMe Ctrl"}, "virtual", False, "emulated"),
+])  # fmt: skip
 def test_kind_of_disk(tmp_path, name, device, files, kind, trusted, word):
     add_disk(tmp_path, name, device, files, {f"{name}1": "8:1"})
     add_mounts(tmp_path, f"8:1 / / rw ext4 /dev/{name}1 rw")
@@ -92,19 +89,12 @@ def test_btrfs_finds_all_members(tmp_path: Path) -> None:
     assert found.kind == "nvme" and found.disks == ("nvme0n1", "nvme1n1")
 
 
-@pytest.mark.parametrize(
-    ("filesystem", "source", "kind", "word"),
-    [
-        ("tmpfs", "tmpfs", "tmpfs", "RAM"),
-        ("nfs4", "server:/export", "network", "share server:/export"),
-        ("cifs", "//server/share", "network", "cifs"),
-        ("9p", "C:\\134", "network", "Windows drive"),
-        ("9p", "drvfs", "network", "Windows drive"),
-        ("virtiofs", "shared", "network", "folder of the host"),
-        ("fuse.sshfs", "me@host:", "network", "sshfs"),
-        ("zfs", "tank/data", "unknown", "no block device"),
-    ],
-)
+@pytest.mark.parametrize(("filesystem", "source", "kind", "word"), [
+    ("tmpfs", "tmpfs", "tmpfs", "RAM"), ("nfs4", "server:/export", "network", "share server:/export"),
+    ("cifs", "//server/share", "network", "cifs"), ("9p", "C:\\134", "network", "Windows drive"),
+    ("9p", "drvfs", "network", "Windows drive"), ("virtiofs", "shared", "network", "folder of the host"),
+    ("fuse.sshfs", "me@host:", "network", "sshfs"), ("zfs", "tank/data", "unknown", "no block device"),
+])  # fmt: skip
 def test_filesystems_without_a_disk(tmp_path: Path, filesystem: str, source: str, kind: str, word: str) -> None:
     add_mounts(tmp_path, f"0:40 / / ro {filesystem} {source} rw")
     found = drive(tmp_path)
@@ -175,15 +165,10 @@ def test_empty_path_is_refused() -> None:
 def test_local_drives_leaves_out_what_holds_no_files(tmp_path: Path) -> None:
     add_nvme(tmp_path)
     add_mounts(
-        tmp_path,
-        "259:2 / / rw ext4 /dev/nvme0n1p2 rw",
-        "259:2 /sub /tmp rw ext4 /dev/nvme0n1p2 rw",
-        "7:1 / /usr ro squashfs /dev/loop1 ro",
-        "0:9 / /proc rw proc proc rw",
-        "0:44 / /home rw nfs server:/x rw",
-        "8:9 / /not-there rw ext4 /dev/sdz1 rw",
-        "8:8 / /etc rw ext4 /dev/sdy1 rw",
-    )
+        tmp_path, "259:2 / / rw ext4 /dev/nvme0n1p2 rw", "259:2 /sub /tmp rw ext4 /dev/nvme0n1p2 rw",
+        "7:1 / /usr ro squashfs /dev/loop1 ro", "0:9 / /proc rw proc proc rw", "0:44 / /home rw nfs server:/x rw",
+        "8:9 / /not-there rw ext4 /dev/sdz1 rw", "8:8 / /etc rw ext4 /dev/sdy1 rw",
+    )  # fmt: skip
 
     def refusing(path: str) -> tuple[int, int]:
         if path == "/etc":

@@ -106,22 +106,15 @@ def test_cluster_file_in_yaml_and_json(cluster):
     assert read_cluster(as_json).islands == topology.islands
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("hosts: {}", "with a list below it"),
-        ("hosts: []", "no hosts"),
-        ("hosts: [{gpus: 2}]", "needs a name"),
-        ("hosts: [{name: a, gpus: 1}, {name: a, gpus: 1}]", "twice"),
-        ("hosts: [{name: a, island: [[0]]}]", "Did you mean islands"),
-        ("hosts: [{name: a}]", "either gpus"),
-        ("hosts: [{name: a, gpus: 0}]", "gpus is 0"),
-        ("hosts: [{name: a, islands: [[0], [0]]}]", "0 is no GPU number"),
-        ("hosts: [{name: a, islands: [0, 1]}]", "lists of GPU numbers"),
-        ("hosts: [{name: a, gpus: 1, numa_nodes: [0, 1]}]", "one entry for each island"),
-        ("hosts: [", "neither JSON nor YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("hosts: {}", "with a list below it"), ("hosts: []", "no hosts"), ("hosts: [{gpus: 2}]", "needs a name"),
+    ("hosts: [{name: a, gpus: 1}, {name: a, gpus: 1}]", "twice"),
+    ("hosts: [{name: a, island: [[0]]}]", "Did you mean islands"), ("hosts: [{name: a}]", "either gpus"),
+    ("hosts: [{name: a, gpus: 0}]", "gpus is 0"), ("hosts: [{name: a, islands: [[0], [0]]}]", "0 is no GPU number"),
+    ("hosts: [{name: a, islands: [0, 1]}]", "lists of GPU numbers"),
+    ("hosts: [{name: a, gpus: 1, numa_nodes: [0, 1]}]", "one entry for each island"),
+    ("hosts: [", "neither JSON nor YAML"),
+])  # fmt: skip
 def test_wrong_cluster_files_are_refused_in_words(tmp_path, text, words):
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -140,17 +133,12 @@ def test_tensor_parallel_stays_inside_islands_and_pipeline_goes_across(cluster):
     assert lay_out(topology, 2, 2).hosts == ("node2",), "the fewest islands"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "words"),
-    [
-        (8, 1, "would cross from the island of GPU 0 of node2 into that of GPU 0 of node1 (network)"),
-        (8, 1, "Take tensor_parallel 2 and pipeline_parallel 4"),
-        (4, 2, "only 1 of 2 groups of 4 fit"),
-        (4, 2, "Take tensor_parallel 2 and pipeline_parallel 4"),
-        (3, 3, "needs 9 GPUs, and there are 8"),
-        (0, 1, "tensor_parallel is 0"),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "pipeline", "words"), [
+    (8, 1, "would cross from the island of GPU 0 of node2 into that of GPU 0 of node1 (network)"),
+    (8, 1, "Take tensor_parallel 2 and pipeline_parallel 4"), (4, 2, "only 1 of 2 groups of 4 fit"),
+    (4, 2, "Take tensor_parallel 2 and pipeline_parallel 4"), (3, 3, "needs 9 GPUs, and there are 8"),
+    (0, 1, "tensor_parallel is 0"),
+])  # fmt: skip
 def test_groups_that_cannot_be_are_refused_with_the_reason(cluster, tensor, pipeline, words):
     with pytest.raises(ValueError) as refused:
         lay_out(read_cluster(cluster), tensor, pipeline)

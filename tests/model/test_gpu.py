@@ -57,12 +57,9 @@ def test_chunked_logits_need_a_fraction_of_the_memory():
 
 def test_dropout_is_replayed_on_the_gpu():
     settings = ModelSettings(
-        preset="gpt2",
-        precision="fp32",
-        seq_length=64,
-        config_overrides={"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512},
-        gradient_checkpointing=True,
-    )
+        preset="gpt2", precision="fp32", seq_length=64,
+        config_overrides={"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512}, gradient_checkpointing=True,
+    )  # fmt: skip
     ids = torch.randint(2, 512, (2, 64))
     batch = {"input_ids": ids, "labels": ids}
     grads = []

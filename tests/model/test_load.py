@@ -162,17 +162,14 @@ def test_zero3_configuration_of_another_stage_is_refused():
         pass
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("module.network.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
-        ("network.base_model.model.model.norm.weight", "model.norm.weight"),
-        ("base_model.model.transformer.h.0.attn.c_attn.base_layer.weight", "transformer.h.0.attn.c_attn.weight"),
-        ("base_model.model.a.q_proj.lora_A.default.weight", "a.q_proj.lora_A.weight"),
-        ("_orig_mod.model.layers.0._orig_mod.norm.weight", "model.layers.0.norm.weight"),
-        ("embedding.weight", "embedding.weight"),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("module.network.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("network.base_model.model.model.norm.weight", "model.norm.weight"),
+    ("base_model.model.transformer.h.0.attn.c_attn.base_layer.weight", "transformer.h.0.attn.c_attn.weight"),
+    ("base_model.model.a.q_proj.lora_A.default.weight", "a.q_proj.lora_A.weight"),
+    ("_orig_mod.model.layers.0._orig_mod.norm.weight", "model.layers.0.norm.weight"),
+    ("embedding.weight", "embedding.weight"),
+])  # fmt: skip
 def test_checkpoint_names(name, expected):
     assert checkpoint_name(name) == expected
 

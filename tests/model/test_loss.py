@@ -87,14 +87,10 @@ def test_a_users_mean_is_weighted_by_tokens_and_survives_an_empty_micro_batch():
     assert all(torch.isfinite(p.grad).all() for p in loaded.model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        (1.5, "it returned float"),
-        (torch.zeros(3), r"of shape \(3,\)"),
-        ((torch.zeros(()), 4), "counted 4 tokens, the batch has 30"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "words"), [
+    (1.5, "it returned float"), (torch.zeros(3), r"of shape \(3,\)"),
+    ((torch.zeros(()), 4), "counted 4 tokens, the batch has 30"),
+])  # fmt: skip
 def test_a_users_loss_that_breaks_the_contract(returned, words):
     loaded = load_model(tiny_settings())
     with pytest.raises(RuntimeError, match=words):

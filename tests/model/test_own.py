@@ -48,21 +48,16 @@ def test_the_example_is_causal_and_carries_state_over_blocks():
     assert not torch.allclose(a[0, 130], b[0, 130], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("source", "function", "words"),
-    [
-        ("def make(config, tokenizer): pass", "build", "It defines make"),
-        ("def biuld(config, tokenizer): pass", "build", "Did you mean 'biuld'"),
-        ("x = 1", "build", "It defines no functions"),
-        ("def build(config): pass", "build", "cannot be called as build"),
-        ("def build(config, tokenizer): return 3", "build", "it returned int"),
-        ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), 3", "build", "must be a function"),
-        ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), lambda: 0", "build", "cannot be called as loss"),
-        ("import torch\ndef build(c, t): return torch.nn.ReLU()", "build", "no parameter that trains"),
-        ("1 / 0", "build", "ZeroDivisionError"),
-        ("def build(:", "build", "SyntaxError"),
-    ],
-)
+@pytest.mark.parametrize(("source", "function", "words"), [
+    ("def make(config, tokenizer): pass", "build", "It defines make"),
+    ("def biuld(config, tokenizer): pass", "build", "Did you mean 'biuld'"),
+    ("x = 1", "build", "It defines no functions"), ("def build(config): pass", "build", "cannot be called as build"),
+    ("def build(config, tokenizer): return 3", "build", "it returned int"),
+    ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), 3", "build", "must be a function"),
+    ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), lambda: 0", "build", "cannot be called as loss"),
+    ("import torch\ndef build(c, t): return torch.nn.ReLU()", "build", "no parameter that trains"),
+    ("1 / 0", "build", "ZeroDivisionError"), ("def build(:", "build", "SyntaxError"),
+])  # fmt: skip
 def test_modules_that_break_the_contract(tmp_path, source, function, words):
     path = tmp_path / "own.py"
     path.write_text(source)

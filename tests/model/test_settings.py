@@ -22,41 +22,27 @@ class FakeTokenizer:
         return self.size
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "got none"),
-        ({"preset": "tiny", "config_file": "x.json"}, "preset 'tiny' and config_file 'x.json'"),
-        ({"preset": "  "}, "preset is empty"),
-        ({"preset": "lama-1b"}, "Did you mean 'llama-1b'"),
-        ({"preset": "LLAMA-8B"}, "'llama-8b'"),
-        ({"model_module": "my_model.py"}, "file.py:function"),
-        ({"preset": "tiny", "precision": "bfloat16"}, "bf16, fp16, fp32"),
-        ({"preset": "tiny", "attn_implementation": "spda"}, "Did you mean 'sdpa'"),
-        ({"preset": "tiny", "seq_length": 1}, "at least 2 tokens"),
-        ({"preset": "tiny", "seq_length": 4096.0}, "whole number"),
-        ({"preset": "tiny", "vocab_size": 1}, "at least 2 entries"),
-        ({"preset": "tiny", "seed": -1}, "seed is -1"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({}, "got none"), ({"preset": "tiny", "config_file": "x.json"}, "preset 'tiny' and config_file 'x.json'"),
+    ({"preset": "  "}, "preset is empty"), ({"preset": "lama-1b"}, "Did you mean 'llama-1b'"),
+    ({"preset": "LLAMA-8B"}, "'llama-8b'"), ({"model_module": "my_model.py"}, "file.py:function"),
+    ({"preset": "tiny", "precision": "bfloat16"}, "bf16, fp16, fp32"),
+    ({"preset": "tiny", "attn_implementation": "spda"}, "Did you mean 'sdpa'"),
+    ({"preset": "tiny", "seq_length": 1}, "at least 2 tokens"),
+    ({"preset": "tiny", "seq_length": 4096.0}, "whole number"),
+    ({"preset": "tiny", "vocab_size": 1}, "at least 2 entries"), ({"preset": "tiny", "seed": -1}, "seed is -1"),
+])  # fmt: skip
 def test_bad_settings_say_what_to_do(fields, words):
     with pytest.raises(ValueError) as caught:
         ModelSettings(**fields)
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"r": 0}, "at least 1"),
-        ({"r": 8.5}, "whole number"),
-        ({"alpha": 0}, "above 0"),
-        ({"dropout": 1.0}, "[0, 1)"),
-        ({"bias": "lora"}, "Did you mean 'lora_only'"),
-        ({"target_modules": ()}, "is empty"),
-        ({"target_modules": " , "}, "is empty"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"r": 0}, "at least 1"), ({"r": 8.5}, "whole number"), ({"alpha": 0}, "above 0"), ({"dropout": 1.0}, "[0, 1)"),
+    ({"bias": "lora"}, "Did you mean 'lora_only'"), ({"target_modules": ()}, "is empty"),
+    ({"target_modules": " , "}, "is empty"),
+])  # fmt: skip
 def test_bad_lora_settings(fields, words):
     with pytest.raises(ValueError) as caught:
         LoraSettings(**fields)
@@ -138,15 +124,10 @@ def test_a_config_file_makes_a_model_and_grows_to_the_tokenizer(tmp_path):
     assert resolve_source(ModelSettings(config_file=str(yaml_path), seq_length=64)).config.num_hidden_layers == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{broken", "cannot be read"),
-        ("[1, 2]", "must be a mapping with a model_type"),
-        ('{"hidden_size": 4}', "must be a mapping with a model_type"),
-        ('{"model_type": "lama"}', "Did you mean 'llama'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("{broken", "cannot be read"), ("[1, 2]", "must be a mapping with a model_type"),
+    ('{"hidden_size": 4}', "must be a mapping with a model_type"), ('{"model_type": "lama"}', "Did you mean 'llama'"),
+])  # fmt: skip
 def test_bad_config_files(tmp_path, text, words):
     path = tmp_path / "shape.json"
     path.write_text(text)
@@ -198,17 +179,11 @@ def test_folders_that_hold_no_model(tmp_path):
         resolve_source(ModelSettings(model_name_or_path=str(inner)))
 
 
-@pytest.mark.parametrize(
-    ("spelling", "words"),
-    [
-        ("C:\\models\\llama", "/mnt/c/models/llama"),
-        ("d:/models/llama", "/mnt/d/models/llama"),
-        ("\\\\wsl.localhost\\Ubuntu\\home\\me\\llama", "/home/me/llama"),
-        ("\\\\wsl$\\Ubuntu\\home\\me", "/home/me"),
-        ("\\\\server\\share\\llama", "mount that share"),
-        ("models\\llama", "models/llama"),
-    ],
-)
+@pytest.mark.parametrize(("spelling", "words"), [
+    ("C:\\models\\llama", "/mnt/c/models/llama"), ("d:/models/llama", "/mnt/d/models/llama"),
+    ("\\\\wsl.localhost\\Ubuntu\\home\\me\\llama", "/home/me/llama"), ("\\\\wsl$\\Ubuntu\\home\\me", "/home/me"),
+    ("\\\\server\\share\\llama", "mount that share"), ("models\\llama", "models/llama"),
+])  # fmt: skip
 def test_windows_spellings_are_explained(spelling, words):
     assert words in (windows_path_hint(spelling) or "")
     with pytest.raises(ValueError) as caught:
@@ -223,18 +198,15 @@ def raised(kind: str, text: str, cause: str | None = None) -> Exception:
     return error if kind == "OSError" else type(kind, (ValueError,), {})(text)
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (raised("OSError", "We couldn't connect to the hub", "LocalEntryNotFoundError"), "hub cannot be reached"),
-        (raised("OSError", "no", "OfflineModeIsEnabled"), "--preset tiny"),
-        (raised("OSError", "x is not a valid model identifier", "RepositoryNotFoundError"), "The hub has no model"),
-        (raised("OSError", "403", "GatedRepoError"), "accept their terms"),
-        (raised("ValueError", "set trust_remote_code=True to run"), "--trust_remote_code true"),
-        (raised("ValueError", "does not recognize model type foo"), "newer transformers"),
-        (raised("OSError", "disk on fire"), "disk on fire"),
-    ],
-)
+@pytest.mark.parametrize(("error", "words"), [
+    (raised("OSError", "We couldn't connect to the hub", "LocalEntryNotFoundError"), "hub cannot be reached"),
+    (raised("OSError", "no", "OfflineModeIsEnabled"), "--preset tiny"),
+    (raised("OSError", "x is not a valid model identifier", "RepositoryNotFoundError"), "The hub has no model"),
+    (raised("OSError", "403", "GatedRepoError"), "accept their terms"),
+    (raised("ValueError", "set trust_remote_code=True to run"), "--trust_remote_code true"),
+    (raised("ValueError", "does not recognize model type foo"), "newer transformers"),
+    (raised("OSError", "disk on fire"), "disk on fire"),
+])  # fmt: skip
 def test_hub_failures_in_words(error, words):
     assert words in str(hub_error("owner/name", error))
 

@@ -28,18 +28,10 @@ def run_children(world_size: int) -> dict[str, dict[str, float]]:
         children = []
         for rank in range(world_size):
             environment = {
-                **os.environ,
-                "DS_ACCELERATOR": "cpu",
-                "TORCH_EXTENSIONS_DIR": extensions,
-                "PYTHONPATH": str(ROOT),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(world_size),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-            }
+                **os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions, "PYTHONPATH": str(ROOT),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank),
+                "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
             log = Path(folder) / f"log-{rank}.txt"
             children.append(start_script(Path(__file__), [folder], environment, log))
         try:
@@ -91,14 +83,8 @@ def child(folder: str) -> None:
     remove_own_buffer(rank)
     small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
     gpt2 = {
-        "n_embd": 64,
-        "n_head": 4,
-        "n_layer": 2,
-        "vocab_size": 128,
-        "resid_pdrop": 0,
-        "embd_pdrop": 0,
-        "attn_pdrop": 0,
-    }
+        "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+    }  # fmt: skip
 
     def largest_difference(plain: torch.nn.Module, zero: torch.nn.Module) -> float:
         found = 0.0
@@ -118,14 +104,11 @@ def child(folder: str) -> None:
         "moe-checkpointed": {"preset": "tiny-moe", "gradient_checkpointing": True},
         "learned-positions": {"preset": "gpt2", "config_overrides": gpt2},
         "lora": {
-            "preset": "tiny",
-            "config_overrides": small,
-            "lora": LoraSettings(r=4),
-            "gradient_checkpointing": True,
+            "preset": "tiny", "config_overrides": small, "lora": LoraSettings(r=4), "gradient_checkpointing": True,
         },
         "trained": {"model_name_or_path": saved},
         "encoder-decoder": {"preset": "tiny-t5", "config_overrides": {"dropout_rate": 0.0}},
-    }
+    }  # fmt: skip
     configuration = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -133,13 +116,10 @@ def child(folder: str) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 20000,
-            "stage3_max_live_parameters": 50000,
-            "stage3_max_reuse_distance": 50000,
+            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20000,
+            "stage3_max_live_parameters": 50000, "stage3_max_reuse_distance": 50000,
         },
-    }
+    }  # fmt: skip
     results = {}
     started_s = time.process_time()
     for case, fields in cases.items():
@@ -154,11 +134,8 @@ def child(folder: str) -> None:
         result = {
             "facts_equal": plain.facts == zero.facts,
             "partitioned": all(hasattr(p, "ds_id") for n, p in zero.model.named_parameters() if "lora_" not in n),
-            "initial_difference": 0.0,
-            "loss_difference": 0.0,
-            "gradient_difference": 0.0,
-            "weight_difference": 0.0,
-        }
+            "initial_difference": 0.0, "loss_difference": 0.0, "gradient_difference": 0.0, "weight_difference": 0.0,
+        }  # fmt: skip
         result["initial_difference"] = largest_difference(plain.model, zero.model)
         module = zero.loss_module(num_chunks=3)
         trainable = [p for p in module.parameters() if p.requires_grad]

@@ -146,10 +146,7 @@ def make_sampler(tmp_path: Path, nvml: FakeNvml, **settings: object) -> tuple[Sa
     """A Sampler of the fake machine, and the folder of its disk."""
     device = fake_system(tmp_path / "fake", tmp_path)
     arguments: dict = {
-        "nvml": nvml,
-        "root": tmp_path / "fake",
-        "psutil_module": NO_CHILDREN,
-        "run_command": lambda command: json.dumps({"data_units_written": 2_000_000}),
-        **settings,
-    }
+        "nvml": nvml, "root": tmp_path / "fake", "psutil_module": NO_CHILDREN,
+        "run_command": lambda command: json.dumps({"data_units_written": 2_000_000}), **settings,
+    }  # fmt: skip
     return Sampler(tmp_path / "not" / "there" / "yet", **arguments), device

@@ -57,14 +57,10 @@ def test_all_is_what_is_installed() -> None:
     assert "tensorboard" in check_report_to("all")
 
 
-@pytest.mark.parametrize(
-    ("report_to", "words"),
-    [
-        ("tensorbord", r"no 'tensorbord'.*Did you mean 'tensorboard'"),
-        ("neptune", r"no 'neptune'; it knows tensorboard, wandb, trackio, mlflow"),
-        ("none,tensorboard", "choose one"),
-    ],
-)
+@pytest.mark.parametrize(("report_to", "words"), [
+    ("tensorbord", r"no 'tensorbord'.*Did you mean 'tensorboard'"),
+    ("neptune", r"no 'neptune'; it knows tensorboard, wandb, trackio, mlflow"), ("none,tensorboard", "choose one"),
+])  # fmt: skip
 def test_wrong_names_fail_early(report_to: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         make_loggers(report_to, tmp_path, enabled=False)

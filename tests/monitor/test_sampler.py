@@ -94,15 +94,9 @@ def test_no_nvml_at_all(tmp_path: Path) -> None:
     assert nvml.shutdowns == 0
 
 
-@pytest.mark.parametrize(
-    ("gpu", "asked"),
-    [
-        (1, 1),
-        ("GPU-aa-b-c-d-e", "GPU-aa-b-c-d-e"),
-        ("aa-b-c-d-e", "GPU-aa-b-c-d-e"),
-        ("0000:01:00.0", "0000:01:00.0"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "asked"), [
+    (1, 1), ("GPU-aa-b-c-d-e", "GPU-aa-b-c-d-e"), ("aa-b-c-d-e", "GPU-aa-b-c-d-e"), ("0000:01:00.0", "0000:01:00.0"),
+])  # fmt: skip
 def test_gpu_is_found_by_index_uuid_or_bus(tmp_path: Path, gpu: int | str, asked: object) -> None:
     nvml = FakeNvml()
     sampler, _ = make_sampler(tmp_path, nvml, gpu=gpu)

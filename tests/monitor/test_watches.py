@@ -110,19 +110,15 @@ def test_a_healthy_run_says_nothing() -> None:
     assert RunWarnings(battery=lambda: None).check({}) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"throttle": ["thermal (hardware)"]}, ["hot at 80 °C", "fans"]),
-        ({"throttle": ["power cap"]}, ["power limit (140 W)", "charger"]),
-        ({"throttle": ["power brake"]}, ["power brake", "supply"]),
-        ({"pcie_width": 4}, ["gen 4 x4", "gen 4 x8", "BIOS"]),
-        ({"pcie_gen": 1, "gpu_util_pct": None, "pcie_rx_gb_per_s": 2.0}, ["gen 1 x8"]),
-        ({"phase_s": {"stall_nvme": 3.0}}, ["waits for the drive 30 %", "batch"]),
-        ({"nvme_temp_c": 80.0}, ["drive is at 80", "heat sink"]),
-        ({"own_swap_bytes": 1 << 30}, ["Swap is in use", "Close other programs"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"throttle": ["thermal (hardware)"]}, ["hot at 80 °C", "fans"]),
+    ({"throttle": ["power cap"]}, ["power limit (140 W)", "charger"]),
+    ({"throttle": ["power brake"]}, ["power brake", "supply"]), ({"pcie_width": 4}, ["gen 4 x4", "gen 4 x8", "BIOS"]),
+    ({"pcie_gen": 1, "gpu_util_pct": None, "pcie_rx_gb_per_s": 2.0}, ["gen 1 x8"]),
+    ({"phase_s": {"stall_nvme": 3.0}}, ["waits for the drive 30 %", "batch"]),
+    ({"nvme_temp_c": 80.0}, ["drive is at 80", "heat sink"]),
+    ({"own_swap_bytes": 1 << 30}, ["Swap is in use", "Close other programs"]),
+])  # fmt: skip
 def test_a_lasting_state_is_said_once_with_advice(change: dict[str, Any], words: list[str]) -> None:
     warnings = make_warnings()
     said = [text for _ in range(30) for text in warnings.check(quiet(**change))]
@@ -159,14 +155,11 @@ def test_a_drive_slower_than_measured() -> None:
     assert len(said) == 1 and "5.0 GB/s" in said[0] and "9.0 GB/s" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "words"),
-    [
-        ((1000.0, 0.0, 0), 3.0, "waits for the drive 30 %"),  # compiles for long: it must not thin out the others
-        ((10.0, 10.0, 50), 1.0, None),
-        ((30.0, 5.0, 0), 9.0, "waits for the drive 90 %"),  # and no slow drive: it moved nothing at first
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "words"), [
+    ((1000.0, 0.0, 0), 3.0, "waits for the drive 30 %"),  # compiles for long: it must not thin out the others
+    ((10.0, 10.0, 50), 1.0, None),
+    ((30.0, 5.0, 0), 9.0, "waits for the drive 90 %"),  # and no slow drive: it moved nothing at first
+])  # fmt: skip
 def test_the_first_step_does_not_judge_the_drive(first, then, words):
     """`first`: its seconds, those it waited, GB it read; `then`: seconds of 10 that each step after it waits."""
     step_s, stall_s, read_gb = first

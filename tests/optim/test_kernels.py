@@ -45,15 +45,11 @@ def cases(draw):
         "step": step,
     }
     return {
-        "state_format": state_format,
-        "param_dtype": param_dtype,
-        "grad_dtype": draw(st.sampled_from(DTYPES)),
-        "numel": draw(st.sampled_from(SIZES)),
-        "hyper": AdamWHyper(**settings_),
-        "data_seed": draw(st.integers(0, 2**32)),
-        "non_finite": draw(st.booleans()),
+        "state_format": state_format, "param_dtype": param_dtype, "grad_dtype": draw(st.sampled_from(DTYPES)),
+        "numel": draw(st.sampled_from(SIZES)), "hyper": AdamWHyper(**settings_),
+        "data_seed": draw(st.integers(0, 2**32)), "non_finite": draw(st.booleans()),
         "offset": 256 * draw(st.integers(0, 2**40)),
-    }
+    }  # fmt: skip
 
 
 @QUICK

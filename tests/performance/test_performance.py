@@ -160,15 +160,10 @@ class _Battery(SimpleNamespace):
         return SimpleNamespace(power_plugged=self.plugged, percent=81)
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "level"),
-    [
-        ({}, "power supply", "ok"),
-        ({"plugged": False}, "power supply", "stop"),
-        ({"busy": 60.0}, "background load", "warning"),
-        ({"available": 10 * GIB}, "RAM", "warning"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "name", "level"), [
+    ({}, "power supply", "ok"), ({"plugged": False}, "power supply", "stop"),
+    ({"busy": 60.0}, "background load", "warning"), ({"available": 10 * GIB}, "RAM", "warning"),
+])  # fmt: skip
 def test_health_before_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, name: str, level: str):
     monkeypatch.setattr(health, "_sleep", lambda machine: Check("sleep", "ok", "held"))
     fake = _Battery(**{"plugged": True, "busy": 3.0, "available": 50 * GIB, **changes})
@@ -249,15 +244,11 @@ def test_the_page_is_one_file_with_everything_in_it(trial: dict[str, Any], tmp_p
     assert [path.name for path in paths] == ["performance_report.json", "performance_report.html"]
 
 
-@pytest.mark.parametrize(
-    ("code", "log", "words"),
-    [
-        (1, "x\nerror: GPU memory is full. Use a smaller one.\n", "GPU memory is full. Use a smaller one."),
-        (-9, "x", "signal 9 (the system ends the largest process"),
-        (None, "", "did not end within"),
-        (7, "Traceback\nKeyError: 1\n", "exit code 7: KeyError: 1"),
-    ],
-)
+@pytest.mark.parametrize(("code", "log", "words"), [
+    (1, "x\nerror: GPU memory is full. Use a smaller one.\n", "GPU memory is full. Use a smaller one."),
+    (-9, "x", "signal 9 (the system ends the largest process"), (None, "", "did not end within"),
+    (7, "Traceback\nKeyError: 1\n", "exit code 7: KeyError: 1"),
+])  # fmt: skip
 def test_why_a_trial_failed(code: int | None, log: str, words: str):
     assert words in main_module._why_failed(code, log)
 

@@ -21,15 +21,10 @@ TB = 10**12
 def prototype_shape() -> ModelShape:
     """The Llama of 1.21 B parameters that the measured constants come from."""
     fields = {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 1024,
+        "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "intermediate_size": 5632, "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     return shape_from_fields("prototype", "llama", fields)
 
 
@@ -37,22 +32,12 @@ def server(**changes: Any) -> Hardware:
     """The server that was measured: H200, PCIe 5.0, DRAM triad 180 GB/s, a disk of 3.4-4.8 GB/s mixed."""
     return dataclasses.replace(
         Hardware(
-            name="server",
-            vram_bytes=139 * GIB,
-            ram_bytes=400 * GIB,
-            pinned_bytes=400 * GIB,
-            nvme_free_bytes=20 * TB,
-            nvme_total_bytes=20 * TB,
-            h2d_gb_per_s=55.5,
-            d2h_gb_per_s=52.0,
-            drive_read_gb_per_s=4.2,
-            drive_write_gb_per_s=3.9,
-            ram_gb_per_s=180.0,
-            drive_mixed_gb_per_s=3.9,
-            compute_tflops=540.0,
+            name="server", vram_bytes=139 * GIB, ram_bytes=400 * GIB, pinned_bytes=400 * GIB, nvme_free_bytes=20 * TB,
+            nvme_total_bytes=20 * TB, h2d_gb_per_s=55.5, d2h_gb_per_s=52.0, drive_read_gb_per_s=4.2,
+            drive_write_gb_per_s=3.9, ram_gb_per_s=180.0, drive_mixed_gb_per_s=3.9, compute_tflops=540.0,
         ),
         **changes,
-    )
+    )  # fmt: skip
 
 
 def machine(**changes: Any) -> Machine:
@@ -75,20 +60,12 @@ def machine(**changes: Any) -> Machine:
                 Drive("/", "nvme", "test", "/", "ext4", total_bytes=2 * TB, free_bytes=TB, pcie_gen=4, pcie_width=4),
             ),
             links=LinkRates(
-                "measured",
-                25.0,
-                24.0,
-                40.0,
-                6.0,
-                5.0,
-                5.5,
-                60.0,
-                optimizer_gparams_per_s={"fp32": 1.5, "split": 1.6, "fp32_m8": 2.2, "split8": 2.4},
-                host_layer_s=0.0025,
+                "measured", 25.0, 24.0, 40.0, 6.0, 5.0, 5.5, 60.0,
+                optimizer_gparams_per_s={"fp32": 1.5, "split": 1.6, "fp32_m8": 2.2, "split8": 2.4}, host_layer_s=0.0025,
             ),
         ),
         **changes,
-    )
+    )  # fmt: skip
 
 
 def settings_of(**said: Any) -> RunSettings:

@@ -123,15 +123,9 @@ def test_nothing_helps():
 def test_changes_go_from_mild_to_harsh():
     words = [w for w, _, _ in mild_changes(preset_shape("llama-8b"), RunRequest(micro_batch=4, seq_length=512))]
     order = (
-        "save_total_limit",
-        "checkpoint_dir",
-        "per_device",
-        "split8",
-        "max_grad_norm",
-        "seq_length 256",
-        "lora_r",
+        "save_total_limit", "checkpoint_dir", "per_device", "split8", "max_grad_norm", "seq_length 256", "lora_r",
         "llama-3b",
-    )
+    )  # fmt: skip
     places = [next(i for i, w in enumerate(words) if key in w) for key in order]
     assert places == sorted(places)
     with_adapters = [w for w, _, _ in mild_changes(preset_shape("llama-8b").with_lora(8), RunRequest())]

@@ -20,16 +20,10 @@ MEASURED_ON = server(host_layer_s=0.0031)
 """The host's rate was not measured there; ZeRO-3 without offload says this much."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "accumulation", "measured_s"),
-    [
-        (("zero3", "none", "none"), 4, 1.29),
-        (("zero3", "cpu", "cpu"), 4, 1.87),
-        (("zero3", "cpu", "cpu"), 1, 0.99),
-        (("infinity", "nvme", "cpu"), 4, 15.5),
-        (("infinity", "nvme", "nvme"), 4, 23.0),
-    ],
-)
+@pytest.mark.parametrize(("layout", "accumulation", "measured_s"), [
+    (("zero3", "none", "none"), 4, 1.29), (("zero3", "cpu", "cpu"), 4, 1.87), (("zero3", "cpu", "cpu"), 1, 0.99),
+    (("infinity", "nvme", "cpu"), 4, 15.5), (("infinity", "nvme", "nvme"), 4, 23.0),
+])  # fmt: skip
 def test_measured_times(layout, accumulation, measured_s):
     p = plan_deepspeed(prototype_shape(), RunRequest(), MEASURED_ON, 1024, DeepSpeedLayout(*layout, 4, accumulation))
     assert p.time.step_s == pytest.approx(measured_s, rel=0.20)
@@ -47,15 +41,10 @@ def test_measured_memory():
     assert on_gpu.tensor_bytes / 1e9 == pytest.approx(20, rel=0.10)
 
 
-@pytest.mark.parametrize(
-    ("layout", "accumulation", "step_s", "tensors_gb", "rss_gb"),
-    [
-        (("zero3", "cpu", "cpu"), 4, 1.796, 3.748, 33.76),
-        (("zero3", "cpu", "cpu"), 1, 0.848, 3.747, 34.14),
-        (("infinity", "nvme", "nvme"), 1, 15.99, 3.747, 20.64),
-        (("none", "none", "none"), 4, 0.484, 24.79, 2.68),
-    ],
-)
+@pytest.mark.parametrize(("layout", "accumulation", "step_s", "tensors_gb", "rss_gb"), [
+    (("zero3", "cpu", "cpu"), 4, 1.796, 3.748, 33.76), (("zero3", "cpu", "cpu"), 1, 0.848, 3.747, 34.14),
+    (("infinity", "nvme", "nvme"), 1, 15.99, 3.747, 20.64), (("none", "none", "none"), 4, 0.484, 24.79, 2.68),
+])  # fmt: skip
 def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss_gb):
     """benchmarks/results/engines-h200-1gpu*.json and zero_stages-h200-1gpu-infinity.json: stock DeepSpeed.
 
@@ -167,15 +156,10 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings():
     assert on_gpu.part_bytes("vram", "gradients before they are summed") == 2 * of_head  # few logits
 
 
-@pytest.mark.parametrize(
-    ("stage", "divided"),
-    [
-        ("none", ()),
-        ("zero1", ("master", "moments")),
-        ("zero2", ("master", "moments", "gradients")),
-        ("zero3", ("master", "moments", "gradients", "parameters")),
-    ],
-)
+@pytest.mark.parametrize(("stage", "divided"), [
+    ("none", ()), ("zero1", ("master", "moments")), ("zero2", ("master", "moments", "gradients")),
+    ("zero3", ("master", "moments", "gradients", "parameters")),
+])  # fmt: skip
 def test_stages_divide_by_the_gpus(stage, divided):
     shape, layout = preset_shape("llama-1b"), DeepSpeedLayout(stage, "none", "none", 1, 1)
     one, four = (plan_deepspeed(shape, RunRequest(), server(num_gpus=g), 1024, layout) for g in (1, 4))

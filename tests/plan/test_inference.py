@@ -265,16 +265,8 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     low, high = (plan.tokens_per_s(1, 1024, hit_rate) for hit_rate in plan.hit_rates)
     assert 5 * whole.tokens_per_s(1, 1024) < low < high and whole.hit_rates == (0.0,)
     command = [
-        "plan",
-        "--infer",
-        "qwen3-30b-a3b",
-        "--quantize",
-        "nf4",
-        "--context",
-        "1024",
-        "--machine",
-        "rtx4070-laptop",
-    ]
+        "plan", "--infer", "qwen3-30b-a3b", "--quantize", "nf4", "--context", "1024", "--machine", "rtx4070-laptop",
+    ]  # fmt: skip
     assert cli.main([*command, "--expert_cache_gib", "3"]) == 0
     assert f"1: {low:,.1f} to {high:,.1f}" in capsys.readouterr().out
     for refused, why in (

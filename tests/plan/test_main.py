@@ -118,20 +118,16 @@ def test_every_part_has_a_category(capsys):
                 assert category(name) != "framework and reserve" or name in NOT_TENSORS
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], "Name a model"),
-        (["--model", "lama-8b", *LAPTOP], "Did you mean"),
-        (["--model", "tiny", "--machine", "nowhere"], "no machine profile"),
-        (["--model", "tiny", "--seq_length", "0", *LAPTOP], "seq_length: must be above 0"),
-        (["--model", "tiny", "--engine", "stream", "--zero_stage", "2", *LAPTOP], "contradict"),
-        (["--model", "tiny", "--num_gpus", "3", *LAPTOP], "Lower --num_gpus"),
-        (["--model", "tiny", "--lora_r", "-2", *LAPTOP], "lora_r: must be at least 0"),
-        (["--model", "tiny", "--lora_target_modules", "q_proj", *LAPTOP], "lora_r is 0"),
-        (["--model", "tiny", "--lora_r", "4", "--lora_target_modules", "q_prj", *LAPTOP], "Did you mean 'q_proj'"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ([], "Name a model"), (["--model", "lama-8b", *LAPTOP], "Did you mean"),
+    (["--model", "tiny", "--machine", "nowhere"], "no machine profile"),
+    (["--model", "tiny", "--seq_length", "0", *LAPTOP], "seq_length: must be above 0"),
+    (["--model", "tiny", "--engine", "stream", "--zero_stage", "2", *LAPTOP], "contradict"),
+    (["--model", "tiny", "--num_gpus", "3", *LAPTOP], "Lower --num_gpus"),
+    (["--model", "tiny", "--lora_r", "-2", *LAPTOP], "lora_r: must be at least 0"),
+    (["--model", "tiny", "--lora_target_modules", "q_proj", *LAPTOP], "lora_r is 0"),
+    (["--model", "tiny", "--lora_r", "4", "--lora_target_modules", "q_prj", *LAPTOP], "Did you mean 'q_proj'"),
+])  # fmt: skip
 def test_wrong_usage(argv, words, capsys):
     assert main(argv) == 2
     assert words in capsys.readouterr().err

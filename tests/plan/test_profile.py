@@ -141,19 +141,11 @@ def test_the_drive_that_is_planned_on():
     assert nominal.drive_read_gb_per_s == 0.2
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", 40.1),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4080 SUPER", None),
-        ("Some GPU", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA GeForce RTX 4070 Laptop GPU", 40.1), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H200", 989.0),
+    ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4080 SUPER", None), ("Some GPU", None),
+])  # fmt: skip
 def test_compute_rate_by_name(name, peak):
     found = tflops_of(name)
     assert (found[0] if found else None) == peak

@@ -89,19 +89,16 @@ def test_adapters_count_as_peft_makes_them(name):
     assert [4 * dim for times, dims in shape.adapters for dim in dims * times] == trainable  # in the order of updates
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [
-        ("tiny", "q_proj,v_proj"),
-        ("tiny", "o_proj, mlp.down_proj"),
-        ("tiny", "embed_tokens,q_proj"),
-        ("tiny", "all-linear"),
-        ("tiny-moe", "q_proj,k_proj"),
-        ("tiny-t5", "q,wi"),
-        ("gpt2", "c_attn"),
-        ("gpt2", "c_proj"),  # of attention and of the feed-forward part
-    ],
-)
+@pytest.mark.parametrize(("name", "targets"), [
+    ("tiny", "q_proj,v_proj"),
+    ("tiny", "o_proj, mlp.down_proj"),
+    ("tiny", "embed_tokens,q_proj"),
+    ("tiny", "all-linear"),
+    ("tiny-moe", "q_proj,k_proj"),
+    ("tiny-t5", "q,wi"),
+    ("gpt2", "c_attn"),
+    ("gpt2", "c_proj"),  # of attention and of the feed-forward part
+])  # fmt: skip
 def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
     import torch
     from peft import LoraConfig, get_peft_model

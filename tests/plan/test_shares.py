@@ -171,33 +171,21 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize(
-    ("preset", "lora_r", "settings", "outcore"),
-    [
-        ("gpt2", 0, {"max_in_cpu_gb": 0.0}, {}),
-        ("gpt2", 0, {"max_in_cpu_gb": 0.0}, {"state_format": "fp32", "staging_bytes": GIB // 4}),
-        ("gpt2", 0, {"max_in_cpu_gb": 0.0, "nvme_offload_gradients": True}, {}),
-        ("gpt2", 0, {"nvme_offload_params": False}, {"state_format": "split8"}),
-        ("gpt2", 16, {"max_in_cpu_gb": 0.0}, {}),
-        ("gpt2", 16, {"max_in_cpu_gb": 0.02}, {}),
-        ("moe-small", 0, {"max_in_cpu_gb": 0.0}, {}),
-        ("moe-small", 8, {"nvme_offload_params": False}, {}),
-        ("t5-small", 0, {"max_in_cpu_gb": 0.0}, {}),
-        ("llama-1b", 0, {}, {}),
-        ("llama-1b", 0, {}, {"ram_budget_gib": 12}),
-        ("llama-1b", 0, {"nvme_offload_params": False}, {"ram_budget_gib": 18}),
-        ("llama-1b", 0, {"nvme_offload_optimizer": False, "max_in_cpu_gb": 0.5}, {}),
-        ("llama-1b", 16, {"nvme_offload_params": False}, {}),
-        ("llama-3b", 0, {}, {}),
-        ("llama-3b", 16, {}, {}),
-        ("llama-3b", 16, {}, {"ram_budget_gib": 14}),
-        ("moe-small", 8, {"max_in_cpu_gb": 0.01}, {}),
-        ("llama-8b", 16, {"max_in_cpu_gb": 3.0}, {}),
-        ("llama-8b", 16, {"nvme_offload_params": False}, {}),
-        ("llama-8b", 64, {"max_in_cpu_gb": 0.0}, {}),
-        ("qwen3-4b", 8, {}, {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "lora_r", "settings", "outcore"), [
+    ("gpt2", 0, {"max_in_cpu_gb": 0.0}, {}),
+    ("gpt2", 0, {"max_in_cpu_gb": 0.0}, {"state_format": "fp32", "staging_bytes": GIB // 4}),
+    ("gpt2", 0, {"max_in_cpu_gb": 0.0, "nvme_offload_gradients": True}, {}),
+    ("gpt2", 0, {"nvme_offload_params": False}, {"state_format": "split8"}), ("gpt2", 16, {"max_in_cpu_gb": 0.0}, {}),
+    ("gpt2", 16, {"max_in_cpu_gb": 0.02}, {}), ("moe-small", 0, {"max_in_cpu_gb": 0.0}, {}),
+    ("moe-small", 8, {"nvme_offload_params": False}, {}), ("t5-small", 0, {"max_in_cpu_gb": 0.0}, {}),
+    ("llama-1b", 0, {}, {}), ("llama-1b", 0, {}, {"ram_budget_gib": 12}),
+    ("llama-1b", 0, {"nvme_offload_params": False}, {"ram_budget_gib": 18}),
+    ("llama-1b", 0, {"nvme_offload_optimizer": False, "max_in_cpu_gb": 0.5}, {}),
+    ("llama-1b", 16, {"nvme_offload_params": False}, {}), ("llama-3b", 0, {}, {}), ("llama-3b", 16, {}, {}),
+    ("llama-3b", 16, {}, {"ram_budget_gib": 14}), ("moe-small", 8, {"max_in_cpu_gb": 0.01}, {}),
+    ("llama-8b", 16, {"max_in_cpu_gb": 3.0}, {}), ("llama-8b", 16, {"nvme_offload_params": False}, {}),
+    ("llama-8b", 64, {"max_in_cpu_gb": 0.0}, {}), ("qwen3-4b", 8, {}, {}),
+])  # fmt: skip
 def test_a_step_moves_what_is_planned(preset, ranks, lora_r, settings, outcore, monkeypatch):
     monkeypatch.setattr(homes_room.dist, "get_rank", lambda: 0)
     planned, (read, written) = both(preset, ranks, lora_r, settings, outcore)

@@ -140,22 +140,19 @@ def test_gradients_on_the_drive_by_hand(passes: int):
     assert drive.time.step_s > ram.time.step_s
 
 
-@pytest.mark.parametrize(
-    ("settings", "outcore"),
-    [
-        ({"zero_stage": "zero3"}, {}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"staging_bytes": GIB, "state_format": "fp32"}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_params": False}, {}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"ram_budget_gib": 20}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "max_in_cpu_gb": 3.0}, {}),
-        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True}, {}),
-        (
-            {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True},
-            {"ram_budget_gib": 12},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "outcore"), [
+    ({"zero_stage": "zero3"}, {}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"staging_bytes": GIB, "state_format": "fp32"}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_params": False}, {}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"ram_budget_gib": 20}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "max_in_cpu_gb": 3.0}, {}),
+    ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True}, {}),
+    (
+        {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True},
+        {"ram_budget_gib": 12},
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
     facts = WeightCounts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)

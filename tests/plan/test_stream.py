@@ -132,14 +132,11 @@ def test_spill_order_and_traffic():
     told = dataclasses.replace(lending, micro_batch=8, accumulation=6)
     free, few = (
         plan_stream(
-            shape,
-            RunRequest(max_grad_norm=0.0),
-            server(),
-            1024,
+            shape, RunRequest(max_grad_norm=0.0), server(), 1024,
             dataclasses.replace(told, residency=Residency(0, 0, gradient_bytes=bound)),
         )
         for bound in (None, 1)
-    )
+    )  # fmt: skip
     home, micro = 2 * shape.layer_params[0], 2 * 8 * 1024 * shape.hidden_size
     fits = home // micro * micro
     assert 0 < fits < 6 * micro

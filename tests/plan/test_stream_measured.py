@@ -24,17 +24,10 @@ def tensors_then(p, shape, tokens) -> float:
     return p.tensor_bytes - sum(p.part_bytes("vram", name) for name in now) + head
 
 
-@pytest.mark.parametrize(
-    ("states", "clip", "accumulation", "measured_s"),
-    [
-        ("fp32", 0.0, 4, 0.324),
-        ("split8", 0.0, 4, 0.306),
-        ("fp32", 0.0, 1, 0.253),
-        ("split8", 0.0, 1, 0.170),
-        ("fp32", 1.0, 4, 0.463),
-        ("split8", 1.0, 4, 0.361),
-    ],
-)
+@pytest.mark.parametrize(("states", "clip", "accumulation", "measured_s"), [
+    ("fp32", 0.0, 4, 0.324), ("split8", 0.0, 4, 0.306), ("fp32", 0.0, 1, 0.253), ("split8", 0.0, 1, 0.170),
+    ("fp32", 1.0, 4, 0.463), ("split8", 1.0, 4, 0.361),
+])  # fmt: skip
 def test_prototype_times_with_states_in_ram(states, clip, accumulation, measured_s):
     request = RunRequest(state_format=states, max_grad_norm=clip, staging_bytes=100 * GIB)  # it pinned everything
     p = plan_stream(prototype_shape(), request, server(), 1024, StreamLayout(4, accumulation))

@@ -53,16 +53,11 @@ def cufile(available: bool) -> dict[str, Any]:
 
 def good_read(backend: str, before: str | None = None, after: str | None = None) -> dict[str, Any]:
     return {
-        "step": "read",
-        "ok": True,
-        "got_bytes": READ_BYTES,
-        "bytes_right": True,
-        "elapsed_s": 0.01,
+        "step": "read", "ok": True, "got_bytes": READ_BYTES, "bytes_right": True, "elapsed_s": 0.01,
         "backends": {"POSIX": int(backend == "POSIX"), "GDS": int(backend == "GDS"), "MMAP": 0},
         "nvidia_fs_before": asdict(parse_stats(before)) if before else None,
-        "nvidia_fs_after": asdict(parse_stats(after)) if after else None,
-        "log": [],
-    }
+        "nvidia_fs_after": asdict(parse_stats(after)) if after else None, "log": [],
+    }  # fmt: skip
 
 
 def bad_read(error: str, log: Sequence[str] = ()) -> dict[str, Any]:

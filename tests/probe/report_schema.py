@@ -7,30 +7,12 @@ from outcore.probe.report.record import LINKS, SCHEMA_VERSION
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
 FIELDS: dict[str, tuple[type, ...]] = {
-    "schema_version": (int,),
-    "created_at": (str,),
-    "outcore_version": (str,),
-    "effort": (str,),
-    "elapsed_s": _NUMBER,
-    "verdict": (str,),
-    "headline": (str,),
-    "reasons": (list,),
-    "why_not": (dict,),
-    "would_change": (list,),
-    "ladder": (list,),
-    "links": (dict,),
-    "compute": (dict, type(None)),
-    "optimizer": (dict, type(None)),
-    "drives": (list,),
-    "staging": (dict, type(None)),
-    "latency": (dict, type(None)),
-    "pcie": (dict, type(None)),
-    "measurements": (list,),
-    "settings": (dict,),
-    "machine": (dict,),
-    "warnings": (list,),
-    "skipped": (list,),
-}
+    "schema_version": (int,), "created_at": (str,), "outcore_version": (str,), "effort": (str,), "elapsed_s": _NUMBER,
+    "verdict": (str,), "headline": (str,), "reasons": (list,), "why_not": (dict,), "would_change": (list,),
+    "ladder": (list,), "links": (dict,), "compute": (dict, type(None)), "optimizer": (dict, type(None)),
+    "drives": (list,), "staging": (dict, type(None)), "latency": (dict, type(None)), "pcie": (dict, type(None)),
+    "measurements": (list,), "settings": (dict,), "machine": (dict,), "warnings": (list,), "skipped": (list,),
+}  # fmt: skip
 
 
 def check_report(report: Any) -> list[str]:

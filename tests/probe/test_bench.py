@@ -38,13 +38,9 @@ from outcore.storage import BlockFile, PosixEngine
 
 CPU = torch.device("cpu")
 TINY = replace(
-    EFFORTS["quick"],
-    cell_s=0.02,
-    file_bytes=8 * MIB,
-    blocks_bytes=(256 * KIB, MIB),
-    depths=(1, 2),
+    EFFORTS["quick"], cell_s=0.02, file_bytes=8 * MIB, blocks_bytes=(256 * KIB, MIB), depths=(1, 2),
     write_cell_bytes=4 * MIB,
-)
+)  # fmt: skip
 
 
 def cell(link: str, rate: float, block_bytes: int = MIB, depth: int = 1, engine: str = "posix") -> Measurement:
@@ -209,18 +205,9 @@ def test_staging_test(open_file: BlockFile, quick: bool) -> None:
         test.write_combined, test.write_combined_reason = choose_write_combined(settings, [], CPU)
         with PosixEngine(num_threads=2, block_bytes=MIB) as engine:
             run_staging_test(
-                pool,
-                engine,
-                CPU,
-                open_file,
-                test,
-                block_bytes=MIB,
-                depth=2,
-                stage_s=0.5,
-                most_s=0.02,
-                max_write_bytes=4 * MIB,
-                quick=quick,
-            )
+                pool, engine, CPU, open_file, test, block_bytes=MIB, depth=2, stage_s=0.5, most_s=0.02,
+                max_write_bytes=4 * MIB, quick=quick,
+            )  # fmt: skip
         assert pool.free_bytes == pool.capacity_bytes
     finally:
         pool.close()

@@ -130,14 +130,10 @@ def kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
         raise RuntimeError("libcufile is not there")
 
     for name, value in {
-        "__version__": "26.10.00",
-        "CuFile": type("CuFile", (FakeCuFile,), {"calls": []}),
-        "CompatMode": types.SimpleNamespace(OFF="OFF", AUTO="AUTO"),
-        "SummaryMonitor": Monitor,
-        "defaults": defaults,
-        "cufile_driver": cufile_driver,
-        "settings": settings,
-    }.items():
+        "__version__": "26.10.00", "CuFile": type("CuFile", (FakeCuFile,), {"calls": []}),
+        "CompatMode": types.SimpleNamespace(OFF="OFF", AUTO="AUTO"), "SummaryMonitor": Monitor, "defaults": defaults,
+        "cufile_driver": cufile_driver, "settings": settings,
+    }.items():  # fmt: skip
         setattr(module, name, value)
     vars(defaults).update(set=settings.update, is_compat_mode_preferred=lambda: True)
     vars(cufile_driver).update(get=is_gds_available, libcufile_version=lambda: (1, 15))

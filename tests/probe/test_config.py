@@ -27,17 +27,13 @@ def test_configuration_is_read(tmp_path: Path) -> None:
     assert read_config(path).nvme_path == "/b"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"a": 1,}', "not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ('{"outcore": 3}', '"outcore" must be an object'),
-        ('{"outcore": {"staging_bytes": "8GB"}}', "must be a positive whole number, got '8GB'"),
-        ('{"outcore": {"staging_bytes": true}}', "must be a positive whole number"),
-        ('{"outcore": {"write_combined": "maybe"}}', "one of auto, on, off"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ('{"a": 1,}', "not valid JSON"), ("[]", "must hold a JSON object"),
+    ('{"outcore": 3}', '"outcore" must be an object'),
+    ('{"outcore": {"staging_bytes": "8GB"}}', "must be a positive whole number, got '8GB'"),
+    ('{"outcore": {"staging_bytes": true}}', "must be a positive whole number"),
+    ('{"outcore": {"write_combined": "maybe"}}', "one of auto, on, off"),
+])  # fmt: skip
 def test_bad_configurations_are_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)

@@ -33,15 +33,12 @@ def test_gdscheck_is_quoted() -> None:
     assert "gave no answer" in table
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"/boot/config-6.8.0-45-generic": "CONFIG_PCI_P2PDMA=y\n"}, True),
-        ({"/boot/config-6.8.0-45-generic": "# CONFIG_PCI_P2PDMA is not set\n"}, False),
-        ({"/proc/kallsyms": "0000 t something\n" * 1000}, False),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"/boot/config-6.8.0-45-generic": "CONFIG_PCI_P2PDMA=y\n"}, True),
+    ({"/boot/config-6.8.0-45-generic": "# CONFIG_PCI_P2PDMA is not set\n"}, False),
+    ({"/proc/kallsyms": "0000 t something\n" * 1000}, False),
+    ({}, None),
+])  # fmt: skip
 def test_kernel_p2pdma(files: dict[str, str], expected: bool | None) -> None:
     assert collect_facts(FakeSystem(files=files), None).kernel_has_p2pdma is expected
 

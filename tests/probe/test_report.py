@@ -50,23 +50,12 @@ def drive_result() -> DriveResult:
 
 def staging_test(**changes: Any) -> StagingTest:
     test = StagingTest(
-        asked_bytes=8 * GIB,
-        granted_bytes=8 * GIB,
-        write_combined_bytes=4 * GIB,
-        is_pinned=True,
-        build_s=3.1,
-        write_combined=True,
-        write_combined_reason="measured not slower",
-        slot_bytes=8 * MIB,
-        num_slots=10,
-        up_gb_per_s=6.4,
-        up_limit="drive 6.60 GB/s",
-        up_overlap=0.97,
-        down_gb_per_s=5.3,
-        down_limit="drive 5.50 GB/s",
+        asked_bytes=8 * GIB, granted_bytes=8 * GIB, write_combined_bytes=4 * GIB, is_pinned=True, build_s=3.1,
+        write_combined=True, write_combined_reason="measured not slower", slot_bytes=8 * MIB, num_slots=10,
+        up_gb_per_s=6.4, up_limit="drive 6.60 GB/s", up_overlap=0.97, down_gb_per_s=5.3, down_limit="drive 5.50 GB/s",
         down_overlap=0.96,
         measurements=[cell("drive_to_gpu", 6.4, engine="lanes"), cell("gpu_to_drive", 5.3, engine="lanes")],
-    )
+    )  # fmt: skip
     return dataclasses.replace(test, **changes)
 
 
@@ -75,12 +64,9 @@ def findings(**changes: Any) -> Measured:
     chunks = {64 * KIB: 0.3, MIB: 0.85, 16 * MIB: 0.99, 256 * MIB: 1.0}
     copies = []
     for link, kind, top in (
-        ("h2d", "default", 12.6),
-        ("h2d", "write-combined", 12.7),
-        ("h2d", "pageable", 6.0),
-        ("d2h", "default", 13.0),
+        ("h2d", "default", 12.6), ("h2d", "write-combined", 12.7), ("h2d", "pageable", 6.0), ("d2h", "default", 13.0),
         ("d2h", "pageable", 5.0),
-    ):
+    ):  # fmt: skip
         copies += [cell(link, top * f, chunk, 1, kind) for chunk, f in chunks.items()]
     facts = GdsFacts(gpu_error="no driver")
     values: dict[str, Any] = {
@@ -110,13 +96,9 @@ def findings(**changes: Any) -> Measured:
 def test_recommended_settings_and_their_reasons() -> None:
     found = findings().settings
     assert found.aio == {
-        "block_size": 4 * MIB,
-        "queue_depth": 8,
-        "intra_op_parallelism": 8,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
-    }
+        "block_size": 4 * MIB, "queue_depth": 8, "intra_op_parallelism": 8, "single_submit": False,
+        "overlap_events": True, "use_gds": False,
+    }  # fmt: skip
     assert found.outcore["storage"] == {"engine": "posix", "threads": 8, "block_bytes": 4 * MIB}
     assert found.outcore["lanes"] == {"slot_bytes": 8 * MIB, "num_slots": 10}
     assert found.outcore["write_combined"] == "on"
@@ -132,16 +114,13 @@ def test_a_deep_queue_is_split_into_threads() -> None:
     assert aio["intra_op_parallelism"] * aio["queue_depth"] >= 32 and aio["intra_op_parallelism"] == 8
 
 
-@pytest.mark.parametrize(
-    ("path", "rates", "chosen"),
-    [
-        ("gds-nvfs", {"gds": 6.9}, "gds"),
-        ("gds-nvfs", {"gds": 6.5}, "staged"),  # no 5 % faster than 6.4
-        ("gds-p2pdma", {}, "staged"),
-        ("cufile-compat", {"kvikio": 9.0}, "kvikio"),
-        ("cufile-compat", {"gds": 9.0}, "staged"),  # gds is not proved
-    ],
-)
+@pytest.mark.parametrize(("path", "rates", "chosen"), [
+    ("gds-nvfs", {"gds": 6.9}, "gds"),
+    ("gds-nvfs", {"gds": 6.5}, "staged"),  # no 5 % faster than 6.4
+    ("gds-p2pdma", {}, "staged"),
+    ("cufile-compat", {"kvikio": 9.0}, "kvikio"),
+    ("cufile-compat", {"gds": 9.0}, "staged"),  # gds is not proved
+])  # fmt: skip
 def test_the_path_of_parameters_is_the_fastest_that_was_proved(path: str, rates: Any, chosen: str) -> None:
     found = recommend(PathVerdict(path, "", ()), drive_result(), staging_test(), rates, None)
     assert found.aio["use_gds"] is False, "train_model.py refuses a file that has it on"
@@ -163,29 +142,20 @@ def test_what_was_not_measured_is_not_recommended() -> None:
 
 def nvme(**changes: Any) -> Drive:
     values = {
-        "path": "/data",
-        "kind": "nvme",
-        "reason": "",
-        "mount_point": "/",
-        "filesystem": "ext4",
+        "path": "/data", "kind": "nvme", "reason": "", "mount_point": "/", "filesystem": "ext4",
         "device": "/dev/nvme0n1p2",
-    }
+    }  # fmt: skip
     space = {"total_bytes": 10**12, "free_bytes": 5 * 10**11, "disks": ("nvme0n1",)}
     return Drive(**{**values, **space, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kind": "hdd", "rotational": True, "rotational_trusted": True}, "rotational disk"),
-        ({"kind": "ssd"}, "SATA SSD"),
-        ({"kind": "ssd", "is_usb": True}, "USB drive"),
-        ({"kind": "tmpfs", "filesystem": "tmpfs"}, "RAM disk"),
-        ({"kind": "network", "filesystem": "nfs4"}, "network share (nfs4)"),
-        ({"kind": "network", "filesystem": "9p", "mount_point": "/mnt/c"}, "Windows drive seen from WSL2"),
-        ({"free_bytes": 10**11}, "90 % full"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"kind": "hdd", "rotational": True, "rotational_trusted": True}, "rotational disk"), ({"kind": "ssd"}, "SATA SSD"),
+    ({"kind": "ssd", "is_usb": True}, "USB drive"), ({"kind": "tmpfs", "filesystem": "tmpfs"}, "RAM disk"),
+    ({"kind": "network", "filesystem": "nfs4"}, "network share (nfs4)"),
+    ({"kind": "network", "filesystem": "9p", "mount_point": "/mnt/c"}, "Windows drive seen from WSL2"),
+    ({"free_bytes": 10**11}, "90 % full"),
+])  # fmt: skip
 def test_drive_warnings(changes: dict[str, Any], words: str) -> None:
     found = drive_warnings(nvme(**changes), None, is_wsl2=True)
     assert len(found) == 1 and words in found[0]
@@ -252,13 +222,8 @@ def test_what_is_wrong_with_a_report_is_named() -> None:
     report["links"] = {"drive_read_gb_per_s": -1.0}
     problems = " ".join(check_report(report))
     for words in (
-        "99",
-        "warnings has the type str",
-        "extra is not part",
-        "ladder is missing",
-        "-1.0",
-        "links lacks ram",
-    ):
+        "99", "warnings has the type str", "extra is not part", "ladder is missing", "-1.0", "links lacks ram",
+    ):  # fmt: skip
         assert words in problems
     assert check_report([]) == ["a report is a JSON object, got list"]
 
@@ -306,18 +271,11 @@ def test_the_text() -> None:
     found = findings(warnings=["a warning"], skipped=["links between GPUs: one GPU"])
     text = render(found, width=100)
     for words in (
-        "CPU optimizer, split8 states",
-        "5.250 10^9 parameters/s (14 threads, extension (avx512))",
-        "Verdict: staged",
-        "RAM to GPU, pinned",
-        "overlap 0.97 of the slowest link (drive 6.60 GB/s)",
-        "aio.block_size = 4194304: reads and writes at once reach",
-        "generation 4 x8 (at best 4 x8)",
-        "- a warning",
-        "links between GPUs: one GPU",
-        "8.00 GB written to the drive(s)",
-        "seen through the staged lanes",
-    ):
+        "CPU optimizer, split8 states", "5.250 10^9 parameters/s (14 threads, extension (avx512))", "Verdict: staged",
+        "RAM to GPU, pinned", "overlap 0.97 of the slowest link (drive 6.60 GB/s)",
+        "aio.block_size = 4194304: reads and writes at once reach", "generation 4 x8 (at best 4 x8)", "- a warning",
+        "links between GPUs: one GPU", "8.00 GB written to the drive(s)", "seen through the staged lanes",
+    ):  # fmt: skip
         assert words in " ".join(text.split())
     assert "run it again" not in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if not line.startswith("expected")) <= 100

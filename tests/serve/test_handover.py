@@ -256,16 +256,13 @@ def test_stages_are_balanced_by_sizes_or_measured_costs(tmp_path, executable):
     assert handover(flags_of(model, executable, *more), ServeSettings(name="m")).stage_layers == (6, 2)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--tensor_parallel", "4"), "would cross from the island"),
-        (("--tensor_parallel", "8"), "needs 8 GPUs, and there are 4"),
-        (("--pipeline_parallel", "2", "--stage_layers", "3"), "must be 2 numbers above 0"),
-        (("--pipeline_parallel", "2", "--stage_layers", "3,x"), "must be 2 numbers above 0"),
-        (("--kv_home", "ram"), "kv_home belongs to our own engine"),
-    ],
-)
+@pytest.mark.parametrize(("more", "words"), [
+    (("--tensor_parallel", "4"), "would cross from the island"),
+    (("--tensor_parallel", "8"), "needs 8 GPUs, and there are 4"),
+    (("--pipeline_parallel", "2", "--stage_layers", "3"), "must be 2 numbers above 0"),
+    (("--pipeline_parallel", "2", "--stage_layers", "3,x"), "must be 2 numbers above 0"),
+    (("--kv_home", "ram"), "kv_home belongs to our own engine"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, executable, capsys, more, words):
     model = model_in(tmp_path / "model")
     assert main(flags_of(model, executable, *more)) == 1

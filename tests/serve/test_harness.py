@@ -96,14 +96,9 @@ def monkeypatch_module(tmp_path_factory):
 @pytest.mark.parametrize("tokenized", [True, False])
 def test_local_completions(server, tiny_folder, tasks, itself, tokenized):
     args = {
-        "base_url": f"{server.url}/v1/completions",
-        "model": "tiny",
-        "tokenizer": str(tiny_folder[0]),
-        "tokenized_requests": tokenized,
-        "max_length": 256,
-        "num_concurrent": 3,
-        "batch_size": 2,
-    }
+        "base_url": f"{server.url}/v1/completions", "model": "tiny", "tokenizer": str(tiny_folder[0]),
+        "tokenized_requests": tokenized, "max_length": 256, "num_concurrent": 3, "batch_size": 2,
+    }  # fmt: skip
     found, samples = evaluated(tasks, list(TASKS), "local-completions", model_args=args)
     expected, theirs = itself
     for name in TASKS:
@@ -119,11 +114,8 @@ def test_local_chat_completions(server, tiny_folder, tasks, monkeypatch_module):
 
     folder, model, tokenizer = tiny_folder
     args = {
-        "base_url": f"{server.url}/v1/chat/completions",
-        "model": "tiny",
-        "tokenizer": str(folder),
-        "num_concurrent": 2,
-    }
+        "base_url": f"{server.url}/v1/chat/completions", "model": "tiny", "tokenizer": str(folder), "num_concurrent": 2,
+    }  # fmt: skip
     more = {"apply_chat_template": True}
     found, samples = evaluated(tasks, ["written"], "local-chat-completions", model_args=args, **more)
     plain = HFLM(pretrained=model, tokenizer=tokenizer, max_length=256, batch_size=1)

@@ -22,12 +22,8 @@ def test_metrics_and_records(server):
     page = get(server, "/metrics")
     assert 'outcore_answers_total{reason="length"}' in page
     for name in (
-        "time_to_first_token_seconds_bucket",
-        "pass_seconds_count",
-        "kv_pages",
-        "weight_bytes",
-        "draft_tokens",
-    ):
+        "time_to_first_token_seconds_bucket", "pass_seconds_count", "kv_pages", "weight_bytes", "draft_tokens",
+    ):  # fmt: skip
         assert f"outcore_{name}" in page
     lines = [json.loads(line) for line in server.service.records.path.read_text().splitlines()]
     assert lines[0]["model_hash"] and lines[0]["placement"]

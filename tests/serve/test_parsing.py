@@ -46,15 +46,12 @@ TEMPLATE = {
     "fields": {
         "reasoning_content": {"open": "<|reason|>", "close": "<|/reason|>", "content": "text"},
         "tool_calls": {
-            "open_pattern": r"\s*<|call|>".replace("|", r"\|"),
-            "close": "<|/call|>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
+            "open_pattern": r"\s*<|call|>".replace("|", r"\|"), "close": "<|/call|>", "repeats": True,
+            "content": "json", "transform": {"type": "function", "function": "{content}"},
         },
         "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])

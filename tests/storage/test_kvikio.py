@@ -123,12 +123,9 @@ def test_without_kvikio_driver_or_gpu_it_refuses_with_the_reason(kvikio: Any, mo
 def test_settings_are_always_given_and_restored(kvikio: Any):
     engine = open_engine("kvikio", num_threads=5, task_bytes=MIB)
     assert kvikio.settings[0] == {
-        "compat_mode": "ON",
-        "num_threads": 5,
-        "task_size": MIB,
-        "auto_direct_io_read": True,
+        "compat_mode": "ON", "num_threads": 5, "task_size": MIB, "auto_direct_io_read": True,
         "auto_direct_io_write": True,
-    }
+    }  # fmt: skip
     engine.close()
     engine.close()
     assert kvikio.settings[1:] == ["restored"]

@@ -91,15 +91,8 @@ def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, str
         root = tmp_path / stage
         argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--no_export")
         argv += [
-            "--zero_stage",
-            stage,
-            "--resume_from_checkpoint",
-            str(start),
-            "--save_steps",
-            "1",
-            "--eval_steps",
-            "0",
-        ]
+            "--zero_stage", stage, "--resume_from_checkpoint", str(start), "--save_steps", "1", "--eval_steps", "0",
+        ]  # fmt: skip
         assert main([*argv, "--save_total_limit", "9"]) == 0
         got, want = states(root / "checkpoint/r/step-00000006"), states(straight / "checkpoint/r/step-00000006")
         for key in want:
@@ -176,14 +169,11 @@ def test_a_model_without_a_finite_validation_loss_is_never_saved(tmp_path, corpu
     assert not (tmp_path / "export" / "r").exists()
 
 
-@pytest.mark.parametrize(
-    ("bad_step", "more", "code", "kept", "words"),
-    [
-        (2, [], 0, "134", "the loss of step 2 is inf: this model is not saved; the last checkpoint is that of step 1"),
-        (4, [], 0, "1234", "step 4: validation loss "),  # it is finite: the model is good
-        (4, ["--eval_fraction", "0"], 1, "123", "the loss of step 4 is inf, the run's last: this model is not saved"),
-    ],
-)
+@pytest.mark.parametrize(("bad_step", "more", "code", "kept", "words"), [
+    (2, [], 0, "134", "the loss of step 2 is inf: this model is not saved; the last checkpoint is that of step 1"),
+    (4, [], 0, "1234", "step 4: validation loss "),  # it is finite: the model is good
+    (4, ["--eval_fraction", "0"], 1, "123", "the loss of step 4 is inf, the run's last: this model is not saved"),
+])  # fmt: skip
 def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     bad_step: int, more: list[str], code: int, kept: str, words: str,

@@ -272,16 +272,13 @@ def test_huge_input(client):
     assert client.post(path, json={"text": "short", "at": 0}).text.count("piece") > 1  # the long one is replaced
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"max_steps": 0}, "max_steps", "must be above 0"),
-        ({"learning_rate": "fast"}, "learning_rate", "expected a number"),
-        ({"nothing": 1}, "nothing", "no setting of a run"),
-        ({"preset": "tiny", "model_name_or_path": "x"}, None, "contradict each other"),
-        ({"zero_stage": "none", "offload_optimizer": "nvme"}, "zero_stage", "contradict"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"max_steps": 0}, "max_steps", "must be above 0"),
+    ({"learning_rate": "fast"}, "learning_rate", "expected a number"),
+    ({"nothing": 1}, "nothing", "no setting of a run"),
+    ({"preset": "tiny", "model_name_or_path": "x"}, None, "contradict each other"),
+    ({"zero_stage": "none", "offload_optimizer": "nvme"}, "zero_stage", "contradict"),
+])  # fmt: skip
 def test_settings_that_cannot_be_start_nothing(client, api, fields, param, words):
     for path in ("/v1/runs", "/v1/estimate"):
         answer = client.post(path, json={"fields": fields})
@@ -298,16 +295,12 @@ def test_no_run_no_conversation_no_threshold(client):
     assert "no threshold" in words_of(client.put("/v1/machine/thresholds", json={"wind": 1}), 400)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"tensor_parallel": 64}, "needs 64 GPUs, and there are"),
-        ({"pipeline_parallel": 0}, "must be at least 1"),
-        ({"tensor_parallel": "two"}, "must be a whole number"),
-        ({"tensor_parallel": 2, "kv_home": "ram"}, "kv_home belongs to our own engine"),
-        ({"tensor_parallel": 2, "preset": "latency"}, "preset belongs to our own engine"),
-    ],
-)
+@pytest.mark.parametrize(("more", "words"), [
+    ({"tensor_parallel": 64}, "needs 64 GPUs, and there are"), ({"pipeline_parallel": 0}, "must be at least 1"),
+    ({"tensor_parallel": "two"}, "must be a whole number"),
+    ({"tensor_parallel": 2, "kv_home": "ram"}, "kv_home belongs to our own engine"),
+    ({"tensor_parallel": 2, "preset": "latency"}, "preset belongs to our own engine"),
+])  # fmt: skip
 def test_degrees_that_cannot_be_load_nothing(client, more, words):
     assert words in words_of(client.post("/v1/model", json={"model": "m", **more}), 400)
     assert client.get("/v1/model").json()["state"] == "none"

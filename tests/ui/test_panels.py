@@ -50,15 +50,11 @@ def run(tmp_path):
         header = {"event": "header", "run": name, "config": config, "plan": {"total_steps": 5, "forecast": forecast}}
         lines = [header] + [
             {
-                "step": n,
-                "loss": 9.0 - n,
-                "step_s": 0.6,
-                "phase_s": {"forward": 0.4, "stall_ranks": 0.1 * n},
-                "ram_rss_bytes": 3 << 30,
-                "lr": 1e-3,
+                "step": n, "loss": 9.0 - n, "step_s": 0.6, "phase_s": {"forward": 0.4, "stall_ranks": 0.1 * n},
+                "ram_rss_bytes": 3 << 30, "lr": 1e-3,
             }
             for n in range(1, steps + 1)
-        ]
+        ]  # fmt: skip
         lines.append({"event": "eval", "step": steps, "eval_loss": 4.5})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -211,15 +207,10 @@ def test_reasoning_is_folded_and_costs_are_said():
     assert "2.5 tokens/s" in said and "50% of 10 prompt tokens" in said and "ended at max_tokens" in said
 
 
-@pytest.mark.parametrize(
-    ("kind", "ram_gb", "words"),
-    [
-        ("nvme", 64, "queue depth 8 to 16"),
-        ("ssd", 64, "block size 512 KiB, queue depth 4"),
-        ("tmpfs", 64, ""),
-        ("nvme", 8, "turn pin_memory off"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "ram_gb", "words"), [
+    ("nvme", 64, "queue depth 8 to 16"), ("ssd", 64, "block size 512 KiB, queue depth 4"), ("tmpfs", 64, ""),
+    ("nvme", 8, "turn pin_memory off"),
+])  # fmt: skip
 def test_guidance_follows_the_drive_and_the_ram(kind, ram_gb, words):
     said = advice(kind, ram_gb * 10**9)
     assert words in said and ("pin_memory" in said) == (ram_gb < 16) and bool(said) == bool(words)

@@ -53,14 +53,11 @@ def test_own_default_template_marks_what_the_assistant_wrote():
     assert tokenizer.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (PLAIN_CHATML, ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]),
-        (LLAMA2_STYLE, [" a lazy dog <|endoftext|>", " boil jars <|endoftext|>"]),
-        (REASONING, ["a lazy dog<|im_end|>\n", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
-    ],
-)
+@pytest.mark.parametrize(("template", "expected"), [
+    (PLAIN_CHATML, ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]),
+    (LLAMA2_STYLE, [" a lazy dog <|endoftext|>", " boil jars <|endoftext|>"]),
+    (REASONING, ["a lazy dog<|im_end|>\n", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
+])  # fmt: skip
 def test_templates_without_marks(template, expected):
     tokenizer = tiny_tokenizer(template)
     ids, mask = encode(tokenizer, ChatExample(TALK))
@@ -88,17 +85,14 @@ def test_two_assistant_turns_in_a_row():
     ]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        # The text is written behind the loop, where nothing tells who said what.
-        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.role + ': ' + m.content + '\n' %}"
-        "{% endfor %}{{ ns.t }}",
-        # Earlier answers are rewritten.
-        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and not loop.last %}(removed)"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    # The text is written behind the loop, where nothing tells who said what.
+    "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.role + ': ' + m.content + '\n' %}"
+    "{% endfor %}{{ ns.t }}",
+    # Earlier answers are rewritten.
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and not loop.last %}(removed)"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
+])  # fmt: skip
 def test_template_that_hides_the_assistant_is_refused(template):
     with pytest.raises(TemplateError, match=r"does not let the assistant's tokens be told apart.*generation"):
         encode(tiny_tokenizer(template), ChatExample(TALK))
@@ -207,15 +201,11 @@ def test_named_columns_and_formats_win():
     assert detect_shape([{"only": "text"}], DataSettings(), "x").columns == ("only",)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"text_column": "txet"}, r"no column 'txet' \(text_column\) \(nearest: 'text'\); it has: text, n"),
-        ({"prompt_column": "text", "completion_column": "anwser"}, "no column 'anwser'"),
-        ({"messages_column": "msgs"}, "no column 'msgs'"),
-        ({"format": "messages"}, "not the shape 'messages'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"text_column": "txet"}, r"no column 'txet' \(text_column\) \(nearest: 'text'\); it has: text, n"),
+    ({"prompt_column": "text", "completion_column": "anwser"}, "no column 'anwser'"),
+    ({"messages_column": "msgs"}, "no column 'msgs'"), ({"format": "messages"}, "not the shape 'messages'"),
+])  # fmt: skip
 def test_columns_that_are_not_there(settings, words):
     with pytest.raises(DataError, match=words):
         detect_shape([{"text": "a", "n": 1}], DataSettings(**settings), "x.csv")
@@ -230,25 +220,21 @@ def talk(*messages, **more):
     return {"messages": list(messages), **more}
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "words"),
-    [
-        ("text", {"txt": "x"}, "no column 'text' .nearest: 'txt'"),
-        ("text", {"text": None}, "should hold text, found nothing"),
-        ("text", {"text": 7}, "should hold text, found int 7"),
-        ("prompt_completion", {"question": "x", "answer": " "}, "'answer' is empty"),
-        ("alpaca", {"instruction": "x", "output": ""}, "'output' is empty"),
-        ("messages", {"messages": "hi"}, "should hold a list of messages"),
-        ("messages", {"messages": []}, "should hold a list of messages"),
-        ("messages", talk("hi"), "message 1 of 'messages' is not an object"),
-        ("messages", talk({"role": "user"}), "message 1 of 'messages' has no 'content'"),
-        ("messages", talk({"role": "robot", "content": "x"}), "unknown role 'robot'"),
-        ("messages", talk({"role": "user", "content": "x"}), "no assistant message"),
-        ("messages", talk({"role": "user", "content": 3}), "should be text, found int"),
-        ("messages", talk({"role": "user", "content": [{"type": "image"}]}), "a part that is not text"),
-        ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "unknown role 'alien'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "words"), [
+    ("text", {"txt": "x"}, "no column 'text' .nearest: 'txt'"),
+    ("text", {"text": None}, "should hold text, found nothing"), ("text", {"text": 7}, "should hold text, found int 7"),
+    ("prompt_completion", {"question": "x", "answer": " "}, "'answer' is empty"),
+    ("alpaca", {"instruction": "x", "output": ""}, "'output' is empty"),
+    ("messages", {"messages": "hi"}, "should hold a list of messages"),
+    ("messages", {"messages": []}, "should hold a list of messages"),
+    ("messages", talk("hi"), "message 1 of 'messages' is not an object"),
+    ("messages", talk({"role": "user"}), "message 1 of 'messages' has no 'content'"),
+    ("messages", talk({"role": "robot", "content": "x"}), "unknown role 'robot'"),
+    ("messages", talk({"role": "user", "content": "x"}), "no assistant message"),
+    ("messages", talk({"role": "user", "content": 3}), "should be text, found int"),
+    ("messages", talk({"role": "user", "content": [{"type": "image"}]}), "a part that is not text"),
+    ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "unknown role 'alien'"),
+])  # fmt: skip
 def test_rows_that_cannot_be_used(name, row, words):
     shape = detect_shape([SHAPES[name]], DataSettings(), "x")
     with pytest.raises(RowError, match=words):

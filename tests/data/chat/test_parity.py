@@ -43,13 +43,9 @@ _THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 
 def theirs_of(tokenizer: Any, template: str, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
     encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        chat_template=template,
-        tokenize=True,
-        return_dict=True,
+        messages, tools=tools, chat_template=template, tokenize=True, return_dict=True,
         return_assistant_tokens_mask=True,
-    )
+    )  # fmt: skip
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
@@ -126,12 +122,9 @@ def prepared_by_trl(tokenizer: Any, rows: list[dict[str, Any]], template: str, a
 
     trainer: Any = SimpleNamespace(_tokenizer=tokenizer, chat_template=template, completion_only_loss=True)
     args: Any = SimpleNamespace(
-        dataset_num_proc=None,
-        dataset_text_field="text",
-        assistant_only_loss=assistant_only,
-        max_length=None,
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=assistant_only, max_length=None,
         shuffle_dataset=False,
-    )
+    )  # fmt: skip
     return list(SFTTrainer._prepare_dataset(trainer, Rows(rows), tokenizer, args, False, None, "train"))  # type: ignore[arg-type]
 
 

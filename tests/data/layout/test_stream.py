@@ -92,16 +92,11 @@ def test_another_number_of_ranks_can_resume():
     assert np.concatenate([stream.next_rows() for stream in two]).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": 0}, "saved in version 0"),
-        ({"fingerprint": "other"}, "the data, the tokenizer, seq_length or packing changed"),
-        ({"rows": 9}, "the data changed"),
-        ({"seed": 8}, "the seed changed"),
-        ({"shuffle": False}, "the order changed"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"version": 0}, "saved in version 0"),
+    ({"fingerprint": "other"}, "the data, the tokenizer, seq_length or packing changed"),
+    ({"rows": 9}, "the data changed"), ({"seed": 8}, "the seed changed"), ({"shuffle": False}, "the order changed"),
+])  # fmt: skip
 def test_a_state_of_other_data_is_refused(change, words):
     stream = BatchStream(rows(10), 2)
     with pytest.raises(DataError, match=words):

@@ -82,23 +82,20 @@ def test_refusals_name_the_key(user: dict, settings: dict, run: dict, said: str)
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: settings_of(flags={"aio_block_size": 1000}), "aio_block_size"),
-        (lambda: settings_of(flags={"aio_queue_depth": 0}), "aio_queue_depth"),
-        (lambda: settings_of(flags={"aio_queue_depth": 10**6}), "aio_queue_depth"),
-        (lambda: settings_of(flags={"max_in_cpu_gb": -1}), "max_in_cpu_gb"),
-        (lambda: settings_of(flags={"offload_params": "disk"}), "offload_params"),
-        (lambda: WeightCounts(0, 1), "total_params"),
-        (lambda: WeightCounts(10, 11), "largest_weight_numel"),
-        (lambda: WeightCounts(10, 5, trainable_params=0), "trainable_params"),
-        (lambda: RunFacts(world_size=0), "world_size"),
-        (lambda: RunFacts(world_size=2, local_world_size=4), "local_world_size"),
-        (lambda: RunFacts(device="tpu"), "device"),  # type: ignore[arg-type]
-        (lambda: RunFacts(run_name="a/b"), "run_name"),
-    ],
-)
+@pytest.mark.parametrize("make, said", [
+    (lambda: settings_of(flags={"aio_block_size": 1000}), "aio_block_size"),
+    (lambda: settings_of(flags={"aio_queue_depth": 0}), "aio_queue_depth"),
+    (lambda: settings_of(flags={"aio_queue_depth": 10**6}), "aio_queue_depth"),
+    (lambda: settings_of(flags={"max_in_cpu_gb": -1}), "max_in_cpu_gb"),
+    (lambda: settings_of(flags={"offload_params": "disk"}), "offload_params"),
+    (lambda: WeightCounts(0, 1), "total_params"),
+    (lambda: WeightCounts(10, 11), "largest_weight_numel"),
+    (lambda: WeightCounts(10, 5, trainable_params=0), "trainable_params"),
+    (lambda: RunFacts(world_size=0), "world_size"),
+    (lambda: RunFacts(world_size=2, local_world_size=4), "local_world_size"),
+    (lambda: RunFacts(device="tpu"), "device"),  # type: ignore[arg-type]
+    (lambda: RunFacts(run_name="a/b"), "run_name"),
+])  # fmt: skip
 def test_facts_are_checked(make: Any, said: str) -> None:
     refused(ValueError, said, make)
 

@@ -50,12 +50,9 @@ KINDS = ("plain", "padded", "packed", "sparse", "masked")
 
 def batch_shapes(max_rows: int = 3, max_length: int = 20) -> st.SearchStrategy[BatchShape]:
     return st.builds(
-        BatchShape,
-        kind=st.sampled_from(KINDS),
-        rows=st.integers(1, max_rows),
-        length=st.integers(1, max_length),
+        BatchShape, kind=st.sampled_from(KINDS), rows=st.integers(1, max_rows), length=st.integers(1, max_length),
         seed=st.integers(0, 999),
-    )
+    )  # fmt: skip
 
 
 def num_targets(batches: Sequence[Batch]) -> int:

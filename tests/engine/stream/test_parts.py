@@ -72,11 +72,8 @@ def test_loss_scaler_follows_deepspeeds_rules():
         mine.update(overflow)
         _update(theirs, overflow)
         assert (mine.cur_scale, mine.cur_hysteresis, mine.cur_iter, mine.last_overflow_iter) == (
-            theirs.cur_scale,
-            theirs.cur_hysteresis,
-            theirs.cur_iter,
-            theirs.last_overflow_iter,
-        )
+            theirs.cur_scale, theirs.cur_hysteresis, theirs.cur_iter, theirs.last_overflow_iter,
+        )  # fmt: skip
     low = LossScaler(True, 1.0, hysteresis=1)
     refused(EngineError, "lowest loss scale", lambda: low.update(True))
     off = LossScaler(False)
@@ -125,16 +122,13 @@ def _memory_of(free_bytes, reserve_bytes=0):
     return HostMemory(_Pool(free_bytes), reserve_bytes)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("free_pages", "pinned"),
-    [
-        (100, set(range(8))),
-        (13, {0, 1, 3, 5, 7}),  # ends of 2 pages, and nine pages for six layers of 3
-        (4, {0, 7}),
-        (3, {0}),
-        (0, set()),
-    ],
-)
+@pytest.mark.parametrize(("free_pages", "pinned"), [
+    (100, set(range(8))),
+    (13, {0, 1, 3, 5, 7}),  # ends of 2 pages, and nine pages for six layers of 3
+    (4, {0, 7}),
+    (3, {0}),
+    (0, set()),
+])  # fmt: skip
 def test_pinned_memory_is_spread_over_the_layers(free_pages, pinned):
     pages = [2, 3, 3, 3, 3, 3, 3, 2]
     sizes = [(index, count * 4096 - 100) for index, count in enumerate(pages)]

@@ -69,14 +69,11 @@ def models(**fixed) -> st.SearchStrategy[Model]:
     return st.builds(
         Model,
         **{
-            "kind": st.sampled_from(["llama", "gpt2", "gemma3_text", "mixtral"]),
-            "tied": st.booleans(),
-            "vocab_size": st.sampled_from([61, 97, 128, 131, 257]),
-            "num_layers": st.integers(1, 4),
-            "frozen": st.sampled_from([0.0, 0.0, 0.5, 0.95]),
-            **fixed,
+            "kind": st.sampled_from(["llama", "gpt2", "gemma3_text", "mixtral"]), "tied": st.booleans(),
+            "vocab_size": st.sampled_from([61, 97, 128, 131, 257]), "num_layers": st.integers(1, 4),
+            "frozen": st.sampled_from([0.0, 0.0, 0.5, 0.95]), **fixed,
         },
-    )
+    )  # fmt: skip
 
 
 def places(max_grad_norm: st.SearchStrategy[float]) -> st.SearchStrategy[StreamSettings]:
@@ -88,18 +85,13 @@ def places(max_grad_norm: st.SearchStrategy[float]) -> st.SearchStrategy[StreamS
         return replace(BASE, **chosen, weight_ram_bytes=0 if frozen_on_nvme else None)
 
     return st.builds(
-        choose,
-        frozen_on_nvme=st.booleans(),
-        max_grad_norm=max_grad_norm,
+        choose, frozen_on_nvme=st.booleans(), max_grad_norm=max_grad_norm,
         update=st.sampled_from(["auto", "deferred", "immediate"]),
-        activations=st.sampled_from(["device", "ram", "nvme"]),
-        num_layer_buffers=st.integers(1, 5),
-        slot_bytes=st.sampled_from([4096, 64 * 1024]),
-        num_slots=st.integers(1, 3),
-        chunk_numel=st.sampled_from([256, 1024, 1 << 14]),
-        staging_bytes=st.sampled_from([MIB // 2, 2 * MIB]),
+        activations=st.sampled_from(["device", "ram", "nvme"]), num_layer_buffers=st.integers(1, 5),
+        slot_bytes=st.sampled_from([4096, 64 * 1024]), num_slots=st.integers(1, 3),
+        chunk_numel=st.sampled_from([256, 1024, 1 << 14]), staging_bytes=st.sampled_from([MIB // 2, 2 * MIB]),
         optimizer_threads=st.integers(1, 2),
-    )
+    )  # fmt: skip
 
 
 @contextmanager
@@ -229,14 +221,11 @@ def training_cases(**fixed):
         model=models(**fixed),
         chosen=st.builds(
             lambda chosen, tiles, chunk, group: replace(chosen, **tiles, logits_chunk_bytes=chunk, eval_group=group),
-            places(clipping),
-            TILES,
-            st.sampled_from([1, 4 * 128 * 16, 1 << 20]),
-            st.integers(1, 4),
+            places(clipping), TILES, st.sampled_from([1, 4 * 128 * 16, 1 << 20]), st.integers(1, 4),
         ),
         steps=global_batches(),
         held_out=global_batches(1).map(lambda steps: steps[0]),
-    )
+    )  # fmt: skip
 
 
 HALF = {

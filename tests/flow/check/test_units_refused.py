@@ -128,17 +128,14 @@ def test_published_shapes_are_made_tiny_and_streamed(name):
     assert why_config_not_trained(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)) == ""
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("gemma3", "parameters of model.vision_tower, model.multi_modal_projector take no part in its language-model"),
-        ("gemma3n_text", "it runs 3 (layers, altup_projections, altup_unembed_projections)"),
-        ("gemma4_text", "its layers get a learned tensor besides the hidden states (made of parameters of"),
-        ("zamba2", "its layers get a learned tensor besides the hidden states"),
-        pytest.param("hy_v4", "layer 2 uses what layer 1 returned beside them (prev_topk", marks=needs("hy_v4")),
-        ("lfm2_moe", "a tiny copy of it could not be built and run to try it"),  # its own defaults do not fit together
-    ],
-)
+@pytest.mark.parametrize(("model_type", "reason"), [
+    ("gemma3", "parameters of model.vision_tower, model.multi_modal_projector take no part in its language-model"),
+    ("gemma3n_text", "it runs 3 (layers, altup_projections, altup_unembed_projections)"),
+    ("gemma4_text", "its layers get a learned tensor besides the hidden states (made of parameters of"),
+    ("zamba2", "its layers get a learned tensor besides the hidden states"),
+    pytest.param("hy_v4", "layer 2 uses what layer 1 returned beside them (prev_topk", marks=needs("hy_v4")),
+    ("lfm2_moe", "a tiny copy of it could not be built and run to try it"),  # its own defaults do not fit together
+])  # fmt: skip
 def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
     assert reason in why_config_not_trained(transformers.AutoConfig.for_model(model_type))
 

@@ -98,12 +98,9 @@ def traces(num_layers=6, num_experts=64, of_token=8, tokens=150):
     """(name, choices by token and layer): skewed, drifting, and alike from token to token."""
     draw = random.Random(0)
     for name, skew, drift, repeats in (
-        ("even", 0.0, 0, 0.0),
-        ("skewed", 0.8, 0, 0.0),
-        ("drifting", 1.0, 25, 0.0),
-        ("alike", 0.5, 0, 0.4),
+        ("even", 0.0, 0, 0.0), ("skewed", 0.8, 0, 0.0), ("drifting", 1.0, 25, 0.0), ("alike", 0.5, 0, 0.4),
         ("very alike", 0.0, 0, 0.8),
-    ):
+    ):  # fmt: skip
         weights = [1 / (rank + 1) ** skew for rank in range(num_experts)]
         orders, last, found = [], [[] for _ in range(num_layers)], []
         for token in range(tokens):

@@ -157,12 +157,9 @@ def train(graphs: bool, device: str, steps: int = 4, compile: str = "on", family
     loaded = tiny_loaded(family, dtype=torch.bfloat16)
     set_dropout(loaded.model, dropout)
     engine = build_stream_engine(
-        loaded,
-        replace(SETTINGS, cuda_graphs="auto" if graphs and device == "cuda" else "off", compile=compile),
-        device=device,
-        pinned_grant=False,
-        trial=False,
-    )
+        loaded, replace(SETTINGS, cuda_graphs="auto" if graphs and device == "cuda" else "off", compile=compile),
+        device=device, pinned_grant=False, trial=False,
+    )  # fmt: skip
     compiled = parts_of(engine).flow.runner.compiled
     assert compiled is not None
     if graphs and device == "cpu":  # where build takes no graphs

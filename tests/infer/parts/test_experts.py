@@ -169,14 +169,11 @@ def test_no_stack_is_longer_than_torch_multiplies(folder_of, tmp_path, monkeypat
     assert found[0] == expected[0] and max(lengths) == 3
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"expert_cache_gib": -1.0}, "expert_cache_gib is -1.0, but must be 0 or above"),
-        ({"expert_cache_gib": 1.0, "deterministic": True}, "which experts come together depends on company"),
-        ({"expert_cache_gib": 1.0}, "expert_cache_gib does nothing: all weights live in RAM"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"expert_cache_gib": -1.0}, "expert_cache_gib is -1.0, but must be 0 or above"),
+    ({"expert_cache_gib": 1.0, "deterministic": True}, "which experts come together depends on company"),
+    ({"expert_cache_gib": 1.0}, "expert_cache_gib does nothing: all weights live in RAM"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(folder_of, asked, words):
     with pytest.raises(ValueError, match=words):
         answers(folder_of("mixtral"), **asked)

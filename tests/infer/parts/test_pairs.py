@@ -28,17 +28,11 @@ LAYERS = {
     "states": {"family": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
 }
 CHOICES = {
-    "layers": tuple(LAYERS),
-    "preset": ("balanced", "latency", "throughput"),
-    "kv_home": ("auto", "nvme"),
-    "weights": ("ram", "nvme"),
-    "quantize": (None, "nf4", "int8"),
-    "guesses": ("none", "text", "model"),
-    "batch": ("alone", "ragged", "in small passes"),
-    "prefixes": ("off", "shared", "kept"),
-    "compile": ("off", "on"),
+    "layers": tuple(LAYERS), "preset": ("balanced", "latency", "throughput"), "kv_home": ("auto", "nvme"),
+    "weights": ("ram", "nvme"), "quantize": (None, "nf4", "int8"), "guesses": ("none", "text", "model"),
+    "batch": ("alone", "ragged", "in small passes"), "prefixes": ("off", "shared", "kept"), "compile": ("off", "on"),
     "deterministic": (False, True),
-}
+}  # fmt: skip
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 

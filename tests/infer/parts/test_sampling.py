@@ -87,24 +87,13 @@ def test_logprobs_are_the_models_own():
     assert [p for _, p in found.top] == pytest.approx([expected[2], expected[1]])
 
 
-@pytest.mark.parametrize(
-    "fields, word",
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"min_tokens": 300}, "min_tokens"),
-        ({"stop": ("",)}, "stop"),
-        ({"logit_bias": {3: 101}}, "logit_bias"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"seed": -1}, "seed"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-    ],
-)
+@pytest.mark.parametrize("fields, word", [
+    ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": 300}, "min_tokens"), ({"stop": ("",)}, "stop"), ({"logit_bias": {3: 101}}, "logit_bias"),
+    ({"logprobs": 21}, "logprobs"), ({"seed": -1}, "seed"), ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+])  # fmt: skip
 def test_refused(fields, word):
     with pytest.raises(ValueError, match=word):
         Sampling(**fields)

@@ -112,19 +112,10 @@ def test_a_window_is_within_documents_for_the_kernel_too():
             assert kernel_error(CPU, torch.float32, 4, 2, 16, window) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dropout": 0.1},
-        {"more": {"position_bias": torch.zeros(1)}},
-        {"more": {"softcap": 30.0}},
-        {"width": 264},
-        {"width": 20},
-        {"kv_heads": 3},
-        {"values": 8},
-        {"kv_length": 5},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"dropout": 0.1}, {"more": {"position_bias": torch.zeros(1)}}, {"more": {"softcap": 30.0}}, {"width": 264},
+    {"width": 20}, {"kv_heads": 3}, {"values": 8}, {"kv_length": 5},
+])  # fmt: skip
 def test_what_the_kernel_does_not_compute_it_does_not_get(change):
     def takes(width=16, kv_heads=2, kv_length=6, values=None, dropout=0.0, more=None):
         query = torch.zeros(1, 4, 6, width)

@@ -148,14 +148,9 @@ def test_packed_loss_equals_the_sum_of_its_documents():
     assert int(packed.n_tokens) == 18 == sum(int(p.n_tokens) for p in parts)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "attention", "words"),
-    [
-        ("bloom", "eager", "see each other"),
-        ("t5", "sdpa", "encoder-decoder"),
-        ("gpt_oss", "sdpa", "could not be built"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "attention", "words"), [
+    ("bloom", "eager", "see each other"), ("t5", "sdpa", "encoder-decoder"), ("gpt_oss", "sdpa", "could not be built"),
+])  # fmt: skip
 def test_models_that_cannot_pack_say_why(model_type, attention, words):
     abilities = check_abilities(transformers.AutoConfig.for_model(model_type), attention)
     assert not abilities.packing

@@ -20,15 +20,11 @@ def test_heads_of_keys_and_values_shrink_under_any_name():
     assert tiny("llama", num_key_value_heads=32, num_attention_heads=32).num_key_value_heads == HEADS
 
 
-@pytest.mark.parametrize(
-    ("model_type", "expand", "heads", "width"),
-    [
-        ("mamba2", "expand", "num_heads", "head_dim"),
-        ("bamba", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
-        ("granitemoehybrid", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
-        ("zamba2", "mamba_expand", "n_mamba_heads", "mamba_headdim"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "expand", "heads", "width"), [
+    ("mamba2", "expand", "num_heads", "head_dim"), ("bamba", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("granitemoehybrid", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("zamba2", "mamba_expand", "n_mamba_heads", "mamba_headdim"),
+])  # fmt: skip
 def test_heads_of_a_state_space_mixer_fill_its_width(model_type, expand, heads, width):
     config = tiny(model_type)
     assert getattr(config, width) == HEAD_DIM

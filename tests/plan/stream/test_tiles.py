@@ -25,14 +25,11 @@ SLOW = pytest.mark.slow
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-@pytest.mark.parametrize(
-    ("model", "fields"),
-    [
-        ("llama", {"vocab_size": 4096, "intermediate_size": 128}),
-        pytest.param("llama", {"vocab_size": 4096, "intermediate_size": 128, "tie_word_embeddings": True}, marks=SLOW),
-        pytest.param("qwen3", {"vocab_size": 256, "intermediate_size": 2048}, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("model", "fields"), [
+    ("llama", {"vocab_size": 4096, "intermediate_size": 128}),
+    pytest.param("llama", {"vocab_size": 4096, "intermediate_size": 128, "tie_word_embeddings": True}, marks=SLOW),
+    pytest.param("qwen3", {"vocab_size": 256, "intermediate_size": 2048}, marks=SLOW),
+])  # fmt: skip
 def test_shapes_and_models_lead_to_the_same_tiles(model: str, fields: dict) -> None:
     """From room for everything whole down to room for no layer."""
     loaded = tiny_loaded(model, **FIELDS, **fields)
@@ -58,13 +55,9 @@ def test_shapes_and_models_lead_to_the_same_tiles(model: str, fields: dict) -> N
 
 
 UNITS = (
-    UnitSize(0, False, 800, 400, True),
-    UnitSize(1, True, 200, 100, True),
-    UnitSize(2, True, 200, 100, True),
-    UnitSize(3, True, 200, 100, True),
-    UnitSize(4, True, 120, 60, True),
-    UnitSize(5, False, 810, 405, True),
-)
+    UnitSize(0, False, 800, 400, True), UnitSize(1, True, 200, 100, True), UnitSize(2, True, 200, 100, True),
+    UnitSize(3, True, 200, 100, True), UnitSize(4, True, 120, 60, True), UnitSize(5, False, 810, 405, True),
+)  # fmt: skip
 """Of 16-bit parameters, all of them trained."""
 
 
@@ -75,14 +68,8 @@ def test_the_cheapest_saving_comes_first() -> None:
         tuple(replace(u, size_bytes=u.size_bytes << 18, trainable_numel=u.trainable_numel << 18) for u in UNITS), 2
     )
     needs = {
-        "checkpoints": 10,
-        "between": 5,
-        "masks": 5,
-        "layer": 500,
-        "tiled_layer": 100,
-        "head": 300,
-        "tiled_head": 200,
-    }
+        "checkpoints": 10, "between": 5, "masks": 5, "layer": 500, "tiled_layer": 100, "head": 300, "tiled_head": 200,
+    }  # fmt: skip
     work = TilingWork(**{name: n_bytes << 18 for name, n_bytes in needs.items()}, evaluation=0)
     found: list[Holding] = []
     for device_bytes in range(8000 << 18, 500 << 18, -(1 << 18)):

@@ -23,16 +23,13 @@ def _resolved(argv: str, file: dict | None = None, ranks: int = 1):
     return resolve(said, understand(file) if file else DeepSpeedFile(), ProcessFacts("bf16", world_size=ranks))
 
 
-@pytest.mark.parametrize(
-    ("argv", "file", "ranks", "cut"),
-    [
-        ("--micro_batch_size auto", None, 1, (2, 4)),
-        ("--micro_batch_size AUTO --gradient_accumulation_steps 8", None, 1, (2, 8)),
-        ("--micro_batch_size auto", {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, 1, (3, 5)),
-        ("--micro_batch_size auto", {"train_batch_size": 14}, 2, (1, 7)),
-        ("--micro_batch_size 2 --gradient_accumulation_steps 8", None, 1, (2, 8)),
-    ],
-)
+@pytest.mark.parametrize(("argv", "file", "ranks", "cut"), [
+    ("--micro_batch_size auto", None, 1, (2, 4)),
+    ("--micro_batch_size AUTO --gradient_accumulation_steps 8", None, 1, (2, 8)),
+    ("--micro_batch_size auto", {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, 1, (3, 5)),
+    ("--micro_batch_size auto", {"train_batch_size": 14}, 2, (1, 7)),
+    ("--micro_batch_size 2 --gradient_accumulation_steps 8", None, 1, (2, 8)),
+])  # fmt: skip
 def test_the_rows_of_a_step_until_they_are_cut(argv, file, ranks, cut):
     settings = _resolved(argv, file, ranks)
     assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == cut
@@ -50,14 +47,11 @@ def test_what_auto_cannot_be():
         _resolved("--micro_batch_size auto", {"train_batch_size": 7}, ranks=2)
 
 
-@pytest.mark.parametrize(
-    ("seq_length", "vram_gib", "expected", "words"),
-    [
-        (128, 24, 16, "forecast at"),  # launching many small kernels costs more than they do
-        (8192, 24, 2, "forecast at"),  # all that fit are as fast: the usual
-        (8192, 2, 1, "none is forecast to fit"),
-    ],
-)
+@pytest.mark.parametrize(("seq_length", "vram_gib", "expected", "words"), [
+    (128, 24, 16, "forecast at"),  # launching many small kernels costs more than they do
+    (8192, 24, 2, "forecast at"),  # all that fit are as fast: the usual
+    (8192, 2, 1, "none is forecast to fit"),
+])  # fmt: skip
 def test_larger_micro_batches_where_they_pay_and_the_smallest_where_memory_is_short(
     seq_length, vram_gib, expected, words
 ):

@@ -58,16 +58,13 @@ def test_compiled_tiles_give_the_same_gradients():
     assert all(float((gradients[n] - one).abs().max()) < 1e-6 * largest for n, one in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "words"),
-    [
-        ("gemma2", {}, "its attention is not one that transformers dispatches"),  # eager
-        ("bloom", {}, "its attention is not one that transformers dispatches"),
-        ("falcon_h1", {}, "it gets other gradients in tiles of tokens"),  # a state beside attention
-        ("qwen3_next", {}, "does not come to an attention"),
-        ("qwen3", {}, ""),
-    ],
-)
+@pytest.mark.parametrize(("model", "fields", "words"), [
+    ("gemma2", {}, "its attention is not one that transformers dispatches"),  # eager
+    ("bloom", {}, "its attention is not one that transformers dispatches"),
+    ("falcon_h1", {}, "it gets other gradients in tiles of tokens"),  # a state beside attention
+    ("qwen3_next", {}, "does not come to an attention"),
+    ("qwen3", {}, ""),
+])  # fmt: skip
 def test_a_trial_tells_which_models_layers_can_be_cut(model, fields, words):
     why = why_not_in_tiles_of_tokens(tiny_loaded(model, **fields))
     assert words in why and bool(words) == bool(why)
@@ -143,14 +140,11 @@ def _peak_bytes(units, tokens, tile_tokens):
     return peak_bytes(lambda: backward.layer(0, slab, hidden, log.call(0), grad, (), None))
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "repeated"),
-    [
-        ("llama", {"num_key_value_heads": 8}, 0),
-        ("mixtral", {"num_key_value_heads": 8, "num_local_experts": 4}, 0),
-        ("qwen3", {}, 2),  # without a GPU's kernels sdpa repeats keys and values for every head of queries
-    ],
-)
+@pytest.mark.parametrize(("model", "fields", "repeated"), [
+    ("llama", {"num_key_value_heads": 8}, 0),
+    ("mixtral", {"num_key_value_heads": 8, "num_local_experts": 4}, 0),
+    ("qwen3", {}, 2),  # without a GPU's kernels sdpa repeats keys and values for every head of queries
+])  # fmt: skip
 def test_counted_bytes_hold_a_layers_backward(model, fields, repeated):
     """Of a layer whose weights have no gradients, as with adapters; its input and the gradient are there before. Homes
     of whole rows are not torch's memory."""

@@ -22,11 +22,8 @@ from tests.flow.models import packed_batch, plain_batch, tiny_loaded
 
 pytestmark = pytest.mark.gpu
 WIDE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
+    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
+}  # fmt: skip
 WIDE |= {"head_dim": 64, "max_position_embeddings": 65536, "num_hidden_layers": 2}
 SETTINGS = StreamSettings(staging_bytes=256 * MIB, activations="ram", step_tokens=(4096,), row_tokens=4096)
 

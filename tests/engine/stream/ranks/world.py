@@ -156,14 +156,10 @@ def train(
             if place.rank == 0:
                 (Path(save) / "engine.json").write_text(json.dumps(state))
         return {
-            "losses": [r.loss for r in results],
-            "aux": [r.aux_loss for r in results],
-            "norms": [r.grad_norm for r in results],
-            "tokens": [r.tokens for r in results],
-            "evaluated": (evaluated.loss, evaluated.tokens),
-            "weights": weights,
-            "words": engine.describe(),
-        }
+            "losses": [r.loss for r in results], "aux": [r.aux_loss for r in results],
+            "norms": [r.grad_norm for r in results], "tokens": [r.tokens for r in results],
+            "evaluated": (evaluated.loss, evaluated.tokens), "weights": weights, "words": engine.describe(),
+        }  # fmt: skip
     finally:
         engine.close()
 
