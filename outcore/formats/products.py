@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -22,8 +23,6 @@ STEP = 64
 """Columns that a kernel takes together."""
 BOX_BYTES, ANSWERED_AT, BUSY_AT, TASK_BITS = 192, 64, 128, 20
 """products.h: Box."""
-MOST_PAIRS = 1024
-"""products.cpp: kMostPairs."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
 _CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
 """products.h: Packed."""
@@ -75,6 +74,9 @@ class PackedProducts:
     ExtensionUnavailable without a compiler; ValueError for a variant that the processor lacks.
     """
 
+    MOST_PAIRS: ClassVar[int] = 1024
+    """products.cpp: kMostPairs."""
+
     def __init__(self, num_threads: int, variant: str = "auto") -> None:
         self._team, self._lock = None, threading.Lock()
         self._box: torch.Tensor | None = None
@@ -124,7 +126,7 @@ class PackedProducts:
         weight] in fp32, in `out` where that is given. Where the number is negative nothing is written. `MOST_PAIRS` at
         most."""
         pairs = len(numbers)
-        assert pairs <= MOST_PAIRS and len(x) * share >= pairs and x.shape[1] == stack.first.columns
+        assert pairs <= self.MOST_PAIRS and len(x) * share >= pairs and x.shape[1] == stack.first.columns
         x, numbers = x.float().contiguous(), numbers.to(torch.int32).contiguous()
         if out is None:
             out = torch.zeros(pairs, stack.first.rows, dtype=torch.float32)

@@ -173,22 +173,32 @@ def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_are_multiplied_one_by_one(family, tmp_path, monkeypatch):
+def test_experts_are_multiplied_by_pairs_and_one_by_one(family, tmp_path, monkeypatch):
+    """Few tokens in one call for a matrix of all experts, many expert by expert."""
     fields = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_local_experts": 4, "num_experts": 4}
     save_tiny_model(tmp_path, family=family, num_experts_per_tok=2, **fields)
     plain = answers(tmp_path, quantize="nf4", cpu_tokens=0)
-    taken, product = set(), PackedProducts.multiply
+    taken, product, by_pairs = set(), PackedProducts.multiply, PackedProducts.multiply_chosen
 
     def seen(self, call, x, out=None):
-        taken.add((call.rows, call.columns))
+        taken.add(("one", call.rows, call.columns))
         return product(self, call, x, out)
 
+    def seen_pairs(self, stack, x, numbers, share, out=None):
+        taken.add(("pairs", stack.first.rows, stack.first.columns))
+        return by_pairs(self, stack, x, numbers, share, out)
+
     monkeypatch.setattr(PackedProducts, "multiply", seen)
-    found = answers(tmp_path, quantize="nf4", cpu_tokens=64)
-    assert found[0] == plain[0]
-    for mine, theirs in zip(found[1], plain[1], strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-3)
-    assert {(256, 64), (64, 128)} <= taken  # experts: up and down
+    monkeypatch.setattr(PackedProducts, "multiply_chosen", seen_pairs)
+    for most_pairs in (1024, 4):
+        monkeypatch.setattr(PackedProducts, "MOST_PAIRS", most_pairs)
+        found = answers(tmp_path, quantize="nf4", cpu_tokens=64)
+        assert found[0] == plain[0]
+        for mine, theirs in zip(found[1], plain[1], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3)
+        up, down = (256, 64), (64, 128)
+        assert {("pairs", *up), ("pairs", *down)} <= taken
+        assert (("one", *up) in taken) is (("one", *down) in taken) is (most_pairs == 4)
 
 
 def test_a_format_is_tried_on_a_matrix_of_the_layers_that_may_move():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,7 @@ from outcore.flow.experts.cache import ExpertCache
 from outcore.flow.experts.form import experts_of
 from outcore.flow.parts import ModelParts, bound
 from outcore.flow.weights import InPlaceProducts, PackedWeight
-from outcore.formats import PackedSpec
+from outcore.formats import PackedSpec, stack_of
 from outcore.staging.pool import SmallCopies
 
 MOST_STACKED = 1023
@@ -183,6 +184,15 @@ class ChosenWeight(PackedWeight):
     def expanded(self, out: torch.Tensor | None = None) -> torch.Tensor:
         gathered = [plane[list(self.slots)].flatten(0, 1) for plane in self.planes]
         return PackedWeight(self.spec, gathered, self.dtype, self.products).expanded(out)
+
+    def chosen(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.products.chosen(self.stack, x, torch.tensor(self.slots)[numbers])
+
+    @cached_property
+    def stack(self) -> Any:
+        strides = [plane.stride(0) * plane.dtype.itemsize for plane in self.planes]
+        spec = PackedSpec(self.spec.format, (len(self.planes[0]), *self.spec.shape[1:]))
+        return stack_of(spec, [plane[0] for plane in self.planes], strides)
 
     def one(self, index: int) -> PackedWeight:
         spec = PackedSpec(self.spec.format, self.spec.shape[1:], self.spec.is_transposed)

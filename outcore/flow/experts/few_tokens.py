@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.flow.experts.by_pairs import first_matrix, run_pairs
 from outcore.flow.experts.cache import ExpertCache
 from outcore.flow.experts.chosen import ChosenLayers, GroupMemory
 from outcore.flow.experts.form import experts_of, form_of
@@ -107,38 +108,34 @@ class _Experts:
     ) -> None:
         self._module: Any = module
         self._tables = tables
-        first = "gate_up_proj" if self._module.has_gate else "up_proj"
-        found: dict[str, Any] = {}
+        self._matrices: dict[str, _Matrix] = {}
+        self._biases: dict[str, torch.Tensor] = {}
         for number, (slot, owners) in enumerate(zip(part.layout.slots, part.owners, strict=True)):
             name = owners[0][1]
             if slot.packed is not None:
-                found[name] = _Matrix(part, number, cache, homes, hand_over, scratch, tables)
-            elif slot.name.endswith("_bias"):
-                found[name] = homes.read(slot.name).to(cache.memory.device)
-        self._up, self._up_bias = found.pop(first, None), found.pop(f"{first}_bias", None)
-        self._down, self._down_bias = found.pop("down_proj", None), found.pop("down_proj_bias", None)
-        if found or not (isinstance(self._up, _Matrix) and isinstance(self._down, _Matrix)):
+                self._matrices[name] = _Matrix(part, number, cache, homes, hand_over, scratch, tables)
+            elif name.endswith("_bias"):
+                self._biases[name.removesuffix("_bias")] = homes.read(slot.name).to(cache.memory.device)
+        first = first_matrix(module)
+        if set(self._matrices) != {first, "down_proj"}:
             raise ValueError(f"the experts of {part.name} are not two packed matrices each")
-        self._up.share = of_token
-        self._up.open()
-        self._down.open()
+        self._matrices[first].share = of_token
+        for matrix in self._matrices.values():
+            matrix.open()
 
     def __call__(self, hidden: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [N, H], choice [N, K], weights [N, K] -> [N, H]."""
-        module, numbers = self._module, choice.reshape(-1)
+        numbers = choice.reshape(-1)
         torch.add(numbers, 0, out=self._tables.told[: len(numbers)])
         slots = self._tables.where[numbers]
-        values = self._up.product(hidden, slots)
-        if self._up_bias is not None:
-            values = values + self._up_bias[numbers]
-        values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
-        values = self._down.product(values, slots)
-        if self._down_bias is not None:
-            values = values + self._down_bias[numbers]
-        if getattr(module, "has_post_expert_norm", False):
-            values = module.post_expert_norm(values)
-        weighted = values * weights.reshape(-1, 1)
-        return weighted.view(*choice.shape, -1).sum(dim=1).to(hidden.dtype)
+
+        def bias(name: str) -> torch.Tensor | None:
+            return self._biases[name][numbers] if name in self._biases else None
+
+        def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+            return self._matrices[name].product(rows, slots)
+
+        return run_pairs(self._module, hidden, choice, weights, product, bias)
 
 
 class _Matrix:

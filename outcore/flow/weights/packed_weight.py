@@ -11,6 +11,7 @@ shows its first pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from outcore.flow.parts import Part, SlabLayout, Slot
 from outcore.flow.weights.hand_over import HandOver
-from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, call_of, device_products
+from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, call_of, device_products, stack_of
 from outcore.staging.pool import SmallCopies
 
 
@@ -55,6 +56,19 @@ class InPlaceProducts:
         if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
             return False
         return self.hand_over is None or self.hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
+
+    def takes_pairs(self, weight: PackedWeight, num_rows: int, pairs: int) -> bool:
+        """Whether the CPU's kernels multiply so many rows with matrices of a stack that they chose."""
+        if self.is_exact or self._products is None or self.device.type != "cpu":
+            return False
+        has_kernel = PackedProducts.can(PackedSpec(weight.spec.format, weight.spec.shape[1:]))
+        most_rows = self.most_rows.get(weight.spec.format.name, 0)
+        return has_kernel and num_rows <= most_rows and pairs <= PackedProducts.MOST_PAIRS
+
+    def chosen(self, stack: Any, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """x [P / K, columns] times the weights `numbers` [P] of a stack (`stack_of`): [P, rows], in the type of x."""
+        assert self._products is not None
+        return self._products.multiply_chosen(stack, x, numbers, len(numbers) // max(1, len(x))).to(x.dtype)
 
     def takes_all(self, layout: SlabLayout) -> bool:
         """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
@@ -208,6 +222,18 @@ class PackedWeight(torch.Tensor):
         out = torch.empty(len(flat), columns, dtype=self.dtype, device=ids.device)
         PackedSpec(self.spec.format, (len(flat), columns)).expand_planes(planes, out)
         return out.view(*ids.shape, columns)
+
+    def chosen(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """x [P / K, columns] times the packed rows of the matrices `numbers` [P] of this stack, as
+        `InPlaceProducts.takes_pairs` says: [P, rows]."""
+        return self.products.chosen(self.stack, x, numbers)
+
+    @cached_property
+    def stack(self) -> Any:
+        """The stack for the CPU's kernels."""
+        count = self.spec.shape[0]
+        planes = [plane.unflatten(0, (count, -1)) for plane in self.planes]
+        return stack_of(self.spec, [plane[0] for plane in planes], [plane[0].nbytes for plane in planes])
 
     @classmethod
     def __torch_function__(

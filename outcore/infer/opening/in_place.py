@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from outcore.common.quantities import GB, MIB, format_s
 from outcore.flow import ModelParts
+from outcore.flow.experts import BY_PAIRS
 from outcore.flow.layers import GraphPool
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
@@ -190,7 +191,7 @@ def _on_cpu(
     if words:
         reasons += (f"packed weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)
     for config in units.grouping_configs():
-        config._experts_implementation = "eager"  # otherwise the whole stack would be expanded for every pass
+        config._experts_implementation = BY_PAIRS  # otherwise the whole stack would be expanded for every pass
     made = InPlaceProducts(products, most, torch.device("cpu"))
     return made, replace(placement, cpu_tokens=max(most.values(), default=0), reasons=reasons)
 
