@@ -1,4 +1,4 @@
-"""Every case of bad_inputs.py, through the real entry points; and docs/bad_inputs.md is the table of these cases."""
+"""Every case, through the real entry points; and docs/bad_inputs.md is the table of these cases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_inputs import CASES, TABLE, cell, escaped
-from tests.bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, World, run_case
+from tests.bad_inputs.cases import CASES
+from tests.bad_inputs.table import TABLE, cell, escaped
+from tests.bad_inputs.world import LEAVES, REPOSITORY, Case, NotHere, Shared, World, run_case
 
 ALIKE = 0.6
 """How alike the table's words and the program's must be: messages quote libraries, which differ by version."""
@@ -52,13 +53,13 @@ def test_the_person_reads_what_helps(case: Case, tmp_path: Path, shared: Shared)
     committed = table()[case.id][2]
     alike = difflib.SequenceMatcher(None, committed, cell(case, outcome.message), autojunk=False).ratio()
     assert alike >= ALIKE, (
-        f"the table says: {committed}\nthe program: {outcome.message}\npython {Path('tests/bad_inputs.py')} --write"
+        f"the table says: {committed}\nthe program: {outcome.message}\npython -m tests.bad_inputs.table --write"
     )
 
 
 def test_the_table_is_of_these_cases() -> None:
     rows = table()
-    assert list(rows) == [case.id for case in CASES], "python tests/bad_inputs.py --write"
+    assert list(rows) == [case.id for case in CASES], "python -m tests.bad_inputs.table --write"
     assert len(rows) >= 40
     for case in CASES:
         wrong, command, message, code, left = rows[case.id]

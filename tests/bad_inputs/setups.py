@@ -1,4 +1,4 @@
-"""How each case of `bad_inputs.py` is prepared: the damaged file, the full drive, the wrong tokenizer."""
+"""How each case is prepared: the damaged file, the full drive, the wrong tokenizer."""
 
 import contextlib
 import importlib
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from tests.bad_inputs_world import REPOSITORY, NotHere, World
+from tests.bad_inputs.world import REPOSITORY, NotHere, World
 
 Setup = Callable[[World], None]
 

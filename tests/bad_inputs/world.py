@@ -1,4 +1,4 @@
-"""Where the cases of `bad_inputs.py` happen: a folder each, one shared corpus and trained run, the real entry points.
+"""Where the cases happen: a folder each, one shared corpus and trained run, the real entry points.
 
 `run_case` prepares what is wrong, calls the program in this process, and returns what a person would read. What one
 machine spells differently from another (folders, sizes) is replaced by placeholders, so that the table in
@@ -25,7 +25,7 @@ from typing import IO, Any
 from outcore.checkpoint.folders import list_checkpoints, open_checkpoint
 from tests.forked import start_script
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sample_tokens 0 "
 FAST += "--eval_steps 0 --save_steps 0 --max_steps 1 --report_to none --logging_steps 100 --run_name new "
 FAST += "--engine deepspeed"
