@@ -175,6 +175,7 @@ class PackedWeight(torch.Tensor):
     call: Any
     """What the CPU's kernels need to know of it; None: there is no kernel for it."""
     is_on_device: bool
+    """Whether its bytes are on a GPU that has a kernel for them."""
     followers: list[PackedWeight] | None
     """Weights that a GPU's layer multiplies the same activations with right behind this one; None: not seen yet."""
 
@@ -184,8 +185,9 @@ class PackedWeight(torch.Tensor):
     ) -> PackedWeight:
         made = torch.Tensor._make_wrapper_subclass(cls, spec.value_shape, dtype=dtype, device=products.device)
         made.spec, made.planes, made.products, made.followers = spec, planes, products, None
-        made.is_on_device = planes[0].device.type == "cuda"
-        has_kernel = not made.is_on_device and spec.format.name in products.most_rows and PackedProducts.can(spec)
+        where, knows = planes[0].device.type, spec.format.name in products.most_rows
+        made.is_on_device = where == "cuda" and DeviceProducts.can(spec)
+        has_kernel = where == "cpu" and knows and PackedProducts.can(spec)
         made.call = call_of(spec, planes) if has_kernel else None
         return made
 
