@@ -4,4 +4,4 @@ from outcore.flow.experts.by_pairs import NAME as BY_PAIRS
 from outcore.flow.experts.cache import ExpertCache, ExpertCounts
 from outcore.flow.experts.chosen import ChosenLayers, run_chosen
 from outcore.flow.experts.few_tokens import FewTokens
-from outcore.flow.experts.form import experts_apart, form_of
+from outcore.flow.experts.form import experts_apart, experts_of, form_of

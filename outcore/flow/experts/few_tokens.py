@@ -113,6 +113,8 @@ class _Experts:
         for number, (slot, owners) in enumerate(zip(part.layout.slots, part.owners, strict=True)):
             name = owners[0][1]
             if slot.packed is not None:
+                if slot.packed.is_transposed != module.is_transposed:
+                    raise ValueError(f"{name} of {part.name} is not packed along what its products sum over")
                 self._matrices[name] = _Matrix(part, number, cache, homes, hand_over, scratch, tables)
             elif name.endswith("_bias"):
                 self._biases[name.removesuffix("_bias")] = homes.read(slot.name).to(cache.memory.device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from outcore.common.quantities import format_s
 from outcore.flow import ModelParts
-from outcore.flow.experts import FewTokens
+from outcore.flow.experts import FewTokens, experts_of
 from outcore.flow.weights import HandOver, InPlaceProducts
 from outcore.formats import PackedProducts, PackedSpec
 from outcore.infer.engine import InferenceEngine
@@ -20,10 +21,18 @@ from outcore.sizing.inference import Placement
 
 
 def can_run_few(units: ModelParts, settings: InferSettings) -> bool:
-    """Whether a CPU can compute the model's experts for a GPU: all are packed, and there are kernels for them."""
-    packed = [slot.packed for part in units.layer_units for slot in part.layout.packed_slots]
-    ones = [PackedSpec(spec.format, spec.shape[1:]) for spec in packed if spec is not None and len(spec.shape) == 3]
-    return settings.cpu_tokens != 0 and runs_graphs(settings) and bool(ones) and all(map(PackedProducts.can, ones))
+    """Whether a CPU can compute the model's experts for a GPU: all are packed along what their products sum over, and
+    there are kernels for them."""
+    found = []
+    for layer, part in zip(units.layers, units.layer_units, strict=True):
+        module: Any = experts_of(layer)
+        for slot in part.layout.packed_slots:
+            spec = slot.packed
+            if spec is not None and len(spec.shape) == 3:
+                one = PackedSpec(spec.format, spec.shape[1:])
+                is_along = module is not None and spec.is_transposed == module.is_transposed
+                found.append(is_along and PackedProducts.can(one))
+    return settings.cpu_tokens != 0 and runs_graphs(settings) and bool(found) and all(found)
 
 
 def open_few_tokens(

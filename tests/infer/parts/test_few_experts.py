@@ -99,11 +99,18 @@ def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, 
         opened.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "quantize", "why"),
+    [
+        ("qwen3_moe", None, "not two packed matrices"),
+        pytest.param("gpt_oss", "nf4", "not packed along what its products sum over", marks=needs("gpt_oss")),
+    ],
+)
 @pytest.mark.usefixtures("experts_in_ram")
-def test_what_cannot_run_so_is_told(folder_of, tmp_path):  # noqa: F811
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path)
+def test_what_cannot_run_so_is_told(folder_of, tmp_path, family, quantize, why):  # noqa: F811
+    opened = opened_with(folder_of(family), tmp_path, quantize=quantize)
     try:
-        with PackedProducts(1) as products, pytest.raises(ValueError, match="not two packed matrices"):
+        with PackedProducts(1) as products, pytest.raises(ValueError, match=why):
             with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
     finally:
         opened.close()
