@@ -8,7 +8,9 @@ packed bytes is to lay their planes one behind the other. Whatever else transfor
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from outcore.formats.gguf_files import open_gguf
 from outcore.formats.packed import PackedSpec, PackedTensor
 from outcore.model.weights import by_layer, name_rules
 
+READERS = 4
+"""Weights that are read at once."""
 _DIGITS = re.compile(r"(\d+)")
 Source = tuple[str, str | None, Entry]
 """(key in the checkpoint, pattern of the rule that takes it or None, entry)."""
@@ -59,9 +63,15 @@ class PackedWeights:
         return frozenset(self._canonical.values())
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """name -> `PackedTensor`, or a tensor on the CPU."""
-        for names in by_layer({name: name for name in self._sources}).values():
-            yield {name: self._value(name) for name in names}
+        """name -> `PackedTensor`, or a tensor on the CPU. One group is read ahead, several of its weights at once."""
+        with ThreadPoolExecutor(READERS, thread_name_prefix="packed-weights") as readers:
+            coming: deque[dict[str, Future[Any]]] = deque()
+            for names in by_layer({name: name for name in self._sources}).values():
+                coming.append({name: readers.submit(self._value, name) for name in names})
+                if len(coming) > 1:
+                    yield {name: value.result() for name, value in coming.popleft().items()}
+            for group in coming:
+                yield {name: value.result() for name, value in group.items()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers: packed checkpoints of language models have none."""

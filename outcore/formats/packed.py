@@ -135,9 +135,12 @@ class PackedSpec:
 
     def assemble(self, planes: Sequence[torch.Tensor]) -> torch.Tensor:
         """The packed bytes of these planes (any shapes, contiguous or not)."""
-        data = torch.zeros(self.size_bytes, dtype=torch.uint8)
-        for view, plane in zip(self.planes(data), planes, strict=True):
+        data, end = torch.empty(self.size_bytes, dtype=torch.uint8), 0
+        for (start, size), view, plane in zip(self.plane_ranges(), self.planes(data), planes, strict=True):
+            data[end:start].zero_()
             view.copy_(plane.reshape(view.shape))
+            end = start + size
+        data[end:].zero_()
         return data
 
     def pack(self, value: torch.Tensor) -> torch.Tensor:
