@@ -64,14 +64,25 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
 
 
-def test_a_vocabulary_is_expanded_some_rows_at_a_time_and_tokens_choose_theirs(weight_of, monkeypatch):
+def test_a_vocabulary_is_expanded_some_rows_at_a_time_and_tokens_choose_theirs(weight_of):
     weight, bias, x = weight_of((90, 128)), torch.randn(90), torch.randn(9, 128)
     value = weight.expanded()
     ids = torch.tensor([[3, 89], [0, 3]])
     assert torch.equal(embedding(ids, weight), value[ids]) and embedding(ids[:0], weight).shape == (0, 2, 128)
-    monkeypatch.setattr(InPlaceProducts, "EXPANDED_NUMEL", 40 * 128)
+    weight.products.expanded_numel = 40 * 128
     torch.testing.assert_close(linear(x, weight, bias), linear(x, value, bias), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(linear(x, weight), linear(x, value), rtol=1e-6, atol=1e-5)
+
+
+def test_a_cpu_expands_a_weight_once_for_products_behind_each_other(weight_of, monkeypatch):
+    head, other, x = weight_of((90, 128)), weight_of((90, 128)), torch.randn(9, 128)
+    other.products, values, expanded = head.products, [head.expanded(), other.expanded()], []
+    expand = PackedWeight.expanded
+    monkeypatch.setattr(PackedWeight, "expanded", lambda weight, out: expanded.append(weight) or expand(weight, out))
+    for weight in (head, head, other, head):
+        value = values[0] if weight is head else values[1]
+        assert torch.equal(linear(x, weight), linear(x, value))
+    assert [weight is head for weight in expanded] == [True, False, True]
 
 
 def test_a_layer_hands_over_once_for_weights_of_the_same_rows(weight_of):

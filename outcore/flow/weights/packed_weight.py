@@ -10,6 +10,7 @@ shows its first pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,7 @@ class InPlaceProducts:
     where that is a GPU; `device_tokens`: rows up to which a GPU multiplies weights that are there."""
 
     EXPANDED_NUMEL = 1 << 27
-    """Values of a large matrix that are expanded at a time: 256 MiB in 16 bits."""
+    """Values of a large matrix that a GPU expands at a time: 256 MiB in 16 bits."""
 
     def __init__(
         self,
@@ -41,10 +42,15 @@ class InPlaceProducts:
         device_tokens: int = 0,
     ) -> None:
         self.most_rows, self.device, self.device_tokens = dict(most_rows), device, device_tokens
+        self.expanded_numel = sys.maxsize if device.type == "cpu" else self.EXPANDED_NUMEL
+        """Values of a matrix that are expanded at a time."""
         self.is_exact = False
         """Whether values are expanded for every product: where results must not depend on the number of rows."""
         self._products, self.hand_over, self._copies = products, hand_over, SmallCopies(device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._held: PackedWeight | None = None
+        """The weight whose values stand there, on a CPU: a head is used again and again, by some tokens after others.
+        On a GPU a graph that found them there would not bring them back."""
         self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor | None] | None = None
         """What was handed over last: the first weight, the activations, and their values where that is to be learnt
         from."""
@@ -105,11 +111,15 @@ class InPlaceProducts:
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 
     def _expanded_product(self, weight: PackedWeight, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Rows times the values of the weight, of a large one (a vocabulary's) of some of its rows after others."""
+        """Rows times the values of the weight, on a GPU of a large one (a vocabulary's) of some of its rows after
+        others."""
         spec, total = weight.spec, weight.spec.shape[0]
-        step = max(1, self.EXPANDED_NUMEL // spec.shape[1])
+        step = max(1, self.expanded_numel // spec.shape[1])
         if total <= step or spec.is_transposed:
-            value = weight.expanded(self._room(weight.spec.value_shape, weight.dtype))
+            value = self._room(spec.value_shape, weight.dtype)
+            if self._held is not weight:
+                weight.expanded(value)
+            self._held = weight if self.device.type == "cpu" else None
             return F.linear(rows, value.t() if spec.is_transposed else value, bias)
         found = rows.new_empty(len(rows), total)
         for first in range(0, total, step):

@@ -202,7 +202,7 @@ def open_found(
     kept = KeptOfLayers() if way == "whole" else kept_of_layers(loaded, units, way)
     dtype, shape = units.embed.layout.dtype, shape_of(found)
     layer = layer_size(loaded, shape, kept.attentions.values(), device, dtype)
-    needs = needs_of(found, units, kept, layer, dtype, settings)
+    needs = needs_of(found, units, kept, layer, dtype, settings, device)
     limits = limits_of(found, settings, device, way)
     if way == "states" and settings.share_prefixes and not settings.deterministic:
         needs, limits = needs.with_snapshots(kept.state_bytes, limits, 1 if share is None else share.world_size)
@@ -214,7 +214,7 @@ def open_found(
         if share is not None or settings.deterministic:  # which experts come together depends on company
             return None
         alone.append(experts_apart(units))
-        found_apart = needs_of(found, alone[0], kept, layer, dtype, settings)
+        found_apart = needs_of(found, alone[0], kept, layer, dtype, settings, device)
         if found_apart.experts is None:
             return None
         return replace(found_apart, num_snapshots=needs.num_snapshots)

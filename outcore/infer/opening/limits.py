@@ -41,6 +41,7 @@ def needs_of(
     layer: LayerSize,
     dtype: torch.dtype,
     settings: InferSettings,
+    device: torch.device,
 ) -> InferenceNeeds:
     """Bytes of the parts, of a token's keys and values, of a sequence's states."""
     experts = {part.index for part in units.expert_units.values()}
@@ -50,7 +51,7 @@ def needs_of(
             part.name,
             part.layout.home_bytes,
             part.index in layers,
-            _expanded_bytes(part, is_layer=part.index in layers),
+            _expanded_bytes(part, is_whole=part.index in layers or device.type == "cpu"),
             part.index in experts,
             is_rows=not units.tied and part is units.embed and _is_table(part),
         )
@@ -73,12 +74,12 @@ def needs_of(
     return needs.with_experts([(form.size_bytes, form.num_experts, form.expanded_bytes) for form in forms])
 
 
-def _expanded_bytes(part: Part, *, is_layer: bool) -> int:
-    """Bytes for values of a packed part: all of a layer's, of embedding and head at most some rows' at a time."""
+def _expanded_bytes(part: Part, *, is_whole: bool) -> int:
+    """Bytes for values of a packed part: all of a layer's, of embedding and head on a GPU some rows' at a time."""
     if not part.layout.packed_slots:
         return 0
     most = part.layout.size_bytes
-    return most if is_layer else min(most, InPlaceProducts.EXPANDED_NUMEL * part.layout.dtype.itemsize)
+    return most if is_whole else min(most, InPlaceProducts.EXPANDED_NUMEL * part.layout.dtype.itemsize)
 
 
 def _is_table(part: Part) -> bool:
