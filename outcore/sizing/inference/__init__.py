@@ -1,5 +1,6 @@
 """Sizes and decisions of inference: where everything lives, by preset and machine."""
 
+from outcore.sizing.inference.by_experts import place_by_experts
 from outcore.sizing.inference.in_place import compute_in_place
 from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
@@ -10,6 +11,6 @@ from outcore.sizing.inference.pass_bytes import (
     LayerSize,
     PassSize,
 )
-from outcore.sizing.inference.placement import DoesNotFit, Placement, place_by_experts, place_inference
+from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
 from outcore.sizing.inference.rates import InPlaceRates
 from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of

@@ -1,0 +1,46 @@
+"""Whether a mixture's experts come with their layers or by themselves, as tokens choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from outcore.sizing.inference.needs import InferenceNeeds
+from outcore.sizing.inference.placement import DoesNotFit, Placement
+
+
+def place_by_experts(
+    place: Callable[[InferenceNeeds], Placement],
+    needs: InferenceNeeds,
+    apart: Callable[[], InferenceNeeds | None],
+    *,
+    is_asked: bool,
+    on_gpu: bool,
+    runs_few: bool = False,
+) -> tuple[Placement, InferenceNeeds]:
+    """Place the needs of whole layers, or those of `apart`, in which experts come as tokens choose them; says whose.
+    The second where weights travel and it is asked for, or (`runs_few`: a CPU can compute them for the GPU) all passes
+    that write answers are of few tokens, which are worth more than long prompts; and where a whole layer does not fit
+    on the GPU. `apart` gives None for a model without such experts. DoesNotFit."""
+    try:
+        placed = place(needs)
+        found = apart() if placed.travels and (is_asked or runs_few) else None
+        if found is None:
+            return placed, needs
+        placed_apart = place(found)
+        if is_asked:
+            return placed_apart, found
+        if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
+            return placed, needs
+        reason = (
+            f"experts come as tokens choose them, because passes of up to {placed_apart.few_tokens} tokens are "
+            "computed where they lie (--expert_cache_gib 0: they come with their layers)"
+        )
+        return placed_apart.because(reason), found
+    except DoesNotFit:
+        found = apart() if on_gpu else None
+        if found is None:
+            raise
+        placed = place(found)
+        reason = "experts come as tokens choose them, because whole layers do not fit the GPU"
+        return replace(placed, reasons=(*placed.reasons, reason)), found
