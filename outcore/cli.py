@@ -47,7 +47,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit code; 2 for an unknown one."""
+    """Run one subcommand and return its exit code; 2 for an unknown one, 130 after Ctrl-C."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if args else sys.stderr)
@@ -65,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     watch_reader(ends=name not in GO_ON)
     check_flags(name, args[1:])  # before the room is opened: its imports take seconds
-    code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+    try:
+        code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+    except KeyboardInterrupt:
+        print(f"\noutcore {name}: stopped by Ctrl-C", file=sys.stderr)
+        code = 130
     sys.stdout.flush()
     return code
 

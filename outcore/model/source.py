@@ -196,7 +196,10 @@ def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
             if field is not None and hasattr(config, name):
                 setattr(config, name, int(field.contents()))
     except Exception as error:  # both readers raise what they come upon
-        raise ValueError(f"{file} cannot be read as a GGUF file with a model that is known: {error}") from error
+        raise ValueError(
+            f"{file} cannot be read as a GGUF file with a model that is known: {error}. "
+            "If it is cut off, download it again"
+        ) from error
     config.quantization_config = {"quant_method": "gguf", "format": counts.most_common(1)[0][0]}
     return config
 

@@ -127,6 +127,20 @@ def test_twenty_kills(tiny_folder, tmp_path):
     kill_and_go_on(tiny_folder[0], tmp_path, kills=20, count=120)
 
 
+def test_ctrl_c_is_one_line_and_a_job_says_what_is_kept(tiny_folder, tmp_path, capsys, monkeypatch):
+    def stopped(*_args, **_named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outcore.infer.commands.generate.open_engine", stopped)
+    asked = tmp_path / "in.jsonl"
+    asked.write_text('{"prompt": "a"}\n')
+    assert cli.main(["generate", str(tiny_folder[0]), "--prompt", "a", "--device", "cpu"]) == 130
+    assert "stopped by Ctrl-C" in capsys.readouterr().err
+    job = ["--input", str(asked), "--output", str(tmp_path / "out.jsonl"), "--device", "cpu"]
+    assert cli.main(["generate", str(tiny_folder[0]), *job]) == 130
+    assert "the same command goes on from there" in "".join(capsys.readouterr())
+
+
 def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
     from outcore.infer.commands.journal import Journal
 

@@ -78,6 +78,9 @@ def _job(args: argparse.Namespace) -> int:
         if journal.done:
             say(f"going on: {len(journal.done):,} lines are answered already")
         counts = run_over_gpus(args, settings, job, journal) if args.num_gpus > 1 else _on_one(args, settings, journal)
+    except KeyboardInterrupt:
+        say("what is answered is kept; the same command goes on from there")
+        raise
     finally:
         journal.close()
     rate = counts.answer_tokens / max(1e-9, counts.seconds)
