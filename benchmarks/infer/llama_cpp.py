@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b", help="a preset of outcore.model.presets: llama or qwen3 shapes")
     parser.add_argument("--type", default="bf16", choices=TYPES)
     parser.add_argument("--file", type=Path, default=Path("/dev/shm/race.gguf"), help="made unless it is there")
+    parser.add_argument("--spread", action="store_true", help="each token chooses experts of its own (random_gguf.py)")
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--parts", default="decode,prefill,many")
     parser.add_argument("--sides", default="ours,llama.cpp")
@@ -356,7 +357,7 @@ def main() -> None:
         ours(args)
         return
     device, rows = Device(args.dry_run), Rows(args.out)
-    rows.add(side="file", case="none", **write_random(args.file, args.model, args.type))
+    rows.add(side="file", case="none", **write_random(args.file, args.model, args.type, spreads=args.spread))
     args.layers = find_file(str(args.file), "bf16").loaded.config.num_hidden_layers
     for part in args.parts.split(","):
         if "ours" in args.sides:

@@ -2,6 +2,10 @@
 
     python benchmarks/infer/random_gguf.py --model qwen3-32b --type q4_k --out /dev/shm/race.gguf
 
+A mixture's router then chooses much the same experts for every token, because attention's mean outweighs what a token
+brought along. `--spread`: embeddings 50 times as large, so that each token has its own, about evenly. A trained router,
+which a loss has taught to use all experts, lies between; for this one caches can do least.
+
 Types: bf16, q8_0, q4_0, q4_k; embedding and head of the latter two in q6_k. No vocabulary (llama.cpp's `no_vocab`): who
 runs it feeds token ids. Positions are never scaled, for files of Llama 3.1 that we read have none. Written at the rate
 of the folder; memory: the largest weight.
@@ -30,6 +34,8 @@ from outcore.model.presets import preset_config
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 BLOCK_NUMEL = 1 << 20
+SPREAD = 50
+"""Factor of the embeddings with --spread: as large as a layer's input is after its norm."""
 TYPES = ("bf16", "q8_0", "q4_0", "q4_k")
 Weight = tuple[str, tuple[int, ...], str]
 """(name, shape, type)."""
@@ -71,8 +77,8 @@ class Repeated:
 
     def __init__(self) -> None:
         self._values = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(0)) * 0.02
-        self._blocks: dict[str, np.ndarray] = {}
-        self._made: dict[tuple[str, int], np.ndarray] = {}
+        self._blocks: dict[tuple[str, int], np.ndarray] = {}
+        self._made: dict[tuple[str, int, int], np.ndarray] = {}
 
     def row_bytes(self, shape: tuple[int, ...], kind: str) -> int:
         block, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
@@ -80,38 +86,39 @@ class Repeated:
             raise ValueError(f"rows of {shape[-1]} do not divide into blocks of {block} ({kind})")
         return shape[-1] // block * size_bytes
 
-    def of(self, shape: tuple[int, ...], kind: str) -> np.ndarray:
-        """One weight; norms are ones, and a router has values of its own."""
+    def of(self, shape: tuple[int, ...], kind: str, factor: int = 1) -> np.ndarray:
+        """One weight, so many times as large; norms are ones, and a router has values of its own."""
         if len(shape) == 1:
             return np.ones(shape, np.float32)
         if kind == "f32":
             return torch.randn(shape).numpy()
         size_bytes = int(np.prod(shape[:-1])) * self.row_bytes(shape, kind)
-        if (kind, size_bytes) not in self._made:
-            self._made[kind, size_bytes] = np.resize(self._block(kind), size_bytes)
-        return self._made[kind, size_bytes].reshape(*shape[:-1], -1)
+        if (kind, size_bytes, factor) not in self._made:
+            self._made[kind, size_bytes, factor] = np.resize(self._block(kind, factor), size_bytes)
+        return self._made[kind, size_bytes, factor].reshape(*shape[:-1], -1)
 
-    def _block(self, kind: str) -> np.ndarray:
-        if kind not in self._blocks:
+    def _block(self, kind: str, factor: int) -> np.ndarray:
+        if (kind, factor) not in self._blocks:
+            values = self._values * factor
             if kind.endswith("_k"):
                 packing = packed_format(kind)
-                (rows,) = packing.pack_blocks(self._values.view(-1, packing.block))
+                (rows,) = packing.pack_blocks(values.view(-1, packing.block))
                 packed = rows.numpy()
             else:
-                flat = gguf.quants.quantize(self._values.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+                flat = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[kind.upper()])
                 block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][1]
                 packed = flat.view(np.uint8).reshape(-1, block_bytes)
             # 4,093 and 32,749 are primes below the blocks there are: no row of a matrix comes again soon.
-            self._blocks[kind] = packed[: 4093 if len(packed) < 32749 else 32749].reshape(-1)
-        return self._blocks[kind]
+            self._blocks[kind, factor] = packed[: 4093 if len(packed) < 32749 else 32749].reshape(-1)
+        return self._blocks[kind, factor]
 
 
-def write_random(file: Path, model: str, kind: str) -> dict[str, Any]:
+def write_random(file: Path, model: str, kind: str, *, spreads: bool = False) -> dict[str, Any]:
     """Write the file unless it is there, and say what it took. OSError where the folder has no room."""
     config = preset_config(model)
     weights, values = list(weights_of(config, kind)), Repeated()
     sizes = [int(np.prod(shape[:-1])) * values.row_bytes(shape, its_kind) for _, shape, its_kind in weights]
-    found = {"model": model, "type": kind, "gb": sum(sizes) / 1e9, "file": str(file)}
+    found = {"model": model, "type": kind, "spread": spreads, "gb": sum(sizes) / 1e9, "file": str(file)}
     if file.is_file() and file.stat().st_size > sum(sizes):
         return {**found, "write_s": 0.0}
     file.unlink(missing_ok=True)
@@ -127,8 +134,8 @@ def write_random(file: Path, model: str, kind: str) -> dict[str, Any]:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, shape, its_kind in weights:
-        writer.write_tensor_data(values.of(shape, its_kind))
+    for name, shape, its_kind in weights:
+        writer.write_tensor_data(values.of(shape, its_kind, SPREAD if spreads and name == "token_embd" else 1))
     writer.close()
     return {**found, "write_s": time.perf_counter() - began}
 
@@ -148,9 +155,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--type", default="q8_0", choices=TYPES)
+    parser.add_argument("--spread", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    print(json.dumps(write_random(args.out, args.model, args.type)))
+    print(json.dumps(write_random(args.out, args.model, args.type, spreads=args.spread)))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ Formats without a kernel, and machines without a compiler, expand the weight ins
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +22,7 @@ from outcore.optim import build_extension
 
 STEP = 64
 """Columns that a kernel takes together."""
-BOX_BYTES, ANSWERED_AT, BUSY_AT, TASK_BITS = 192, 64, 128, 20
+BOX_BYTES, ANSWERED_AT, BUSY_AT, FAILED_AT, TASK_BITS = 192, 64, 128, 136, 20
 """products.h: Box."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
 _CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
@@ -64,7 +65,26 @@ class CStack(ctypes.Structure):
         ("elsewhere", ctypes.c_void_p),
         ("count", ctypes.c_int32),
         ("share", ctypes.c_int32),
+        ("places", ctypes.c_void_p),
+        ("fetch", ctypes.c_void_p),
     )
+
+
+class Scattered:
+    """Weights of a stack that lie anywhere on the CPU, or are fetched there when they are needed. `places` (int64
+    [weights], on the CPU): bytes from where the first one's planes are said to lie to each weight, `ABSENT` for those
+    to fetch; `fetch`: called on another thread with the numbers of all weights that a question needs, where one of them
+    is absent; sets their places and returns 0, or an errno. It may not raise. There as long as the stack is."""
+
+    ABSENT: ClassVar[int] = -(1 << 63)
+    """products.h: kAbsent."""
+
+    def __init__(self, places: torch.Tensor, fetch: Callable[[list[int]], int]) -> None:
+        self.places = places
+        self.fetch = _Fetch(lambda numbers, count: fetch(numbers[:count]))
+
+
+_Fetch: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32)
 
 
 class PackedProducts:
@@ -124,7 +144,7 @@ class PackedProducts:
     ) -> torch.Tensor:
         """Row n / share of x [rows, columns] times weight number n of `numbers` (int32) of the stack: [pairs, rows of a
         weight] in fp32, in `out` where that is given. Where the number is negative nothing is written. `MOST_PAIRS` at
-        most."""
+        most. OSError where one could not be fetched."""
         pairs = len(numbers)
         assert pairs <= self.MOST_PAIRS and len(x) * share >= pairs and x.shape[1] == stack.first.columns
         x, numbers = x.float().contiguous(), numbers.to(torch.int32).contiguous()
@@ -134,8 +154,10 @@ class PackedProducts:
             stack.numbers, stack.share, stack.elsewhere = numbers.data_ptr(), share, None
             run = self._library.outcore_product_run_stack
             code = run(self._team, ctypes.byref(stack), pairs, x.data_ptr(), out.data_ptr())
-            if code:
+            if code == errno.ENOMEM:
                 raise MemoryError(os.strerror(code))
+            if code:
+                raise OSError(code, os.strerror(code))
         return out
 
     def listen(self, box: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -170,6 +192,12 @@ class PackedProducts:
         number, seconds = self._box[ANSWERED_AT:].view(torch.int64)[0], self._box[BUSY_AT:].view(torch.float64)[0]
         return int(number) >> 32, float(seconds)
 
+    @property
+    def failed(self) -> str:
+        """Why results that the box asked for are not there, the last time that it was so; empty: it never was."""
+        code = 0 if self._box is None else int(self._box[FAILED_AT:].view(torch.int32)[0])
+        return os.strerror(code) if code else ""
+
     def close(self) -> None:
         """End the threads; safe to call twice. No GPU may wait for them any more."""
         if self._team:
@@ -200,12 +228,20 @@ def call_of(spec: PackedSpec, planes: Sequence[torch.Tensor]) -> CProduct:
     )
 
 
-def stack_of(spec: PackedSpec, planes: Sequence[torch.Tensor], stride_bytes: Sequence[int]) -> CStack:
+def stack_of(
+    spec: PackedSpec,
+    planes: Sequence[torch.Tensor],
+    stride_bytes: Sequence[int],
+    scattered: Scattered | None = None,
+) -> CStack:
     """A stack of weights, spec [weights, rows, columns], for whose rows there is a kernel: by the planes of the first
-    one on the CPU and what lies in each plane between a weight and the next."""
+    one on the CPU and what lies in each plane between a weight and the next; `scattered` instead: they lie anywhere."""
     one = PackedSpec(spec.format, spec.shape[1:], spec.is_transposed)
-    strides = [*stride_bytes, 0, 0]
-    return CStack(call_of(one, planes), strides[0], strides[1], strides[2], count=spec.shape[0])
+    strides = [*stride_bytes, 0, 0, 0]
+    made = CStack(call_of(one, planes), strides[0], strides[1], strides[2], count=spec.shape[0])
+    if scattered is not None:
+        made.places, made.fetch = scattered.places.data_ptr(), ctypes.cast(scattered.fetch, ctypes.c_void_p).value
+    return made
 
 
 def available_variants() -> tuple[str, ...]:

@@ -104,6 +104,8 @@ class InferenceEngine:
         """Hears of each pass when it has run: what was in it, its seconds."""
         self.waited_s: Callable[[], Mapping[str, float]] = dict
         """Tells how long the device waited in the last pass, by what for; asked when its logits have been read."""
+        self.verify: Callable[[], None] = lambda: None
+        """Raises EngineError where what a pass computed cannot be trusted; called before its tokens are told."""
         self._clock = clock
         device = runner.copies.device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -344,6 +346,7 @@ class InferenceEngine:
                     if sequence.finish is None:
                         still.append((work, logits))
             alive, place = still, place + 1
+        self.verify()
         waited_s = self.waited_s()
         for sequence in {work.sequence for work in works}:
             sequence.passed(waited_s)

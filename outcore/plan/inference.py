@@ -159,7 +159,7 @@ class InferencePlan:
             launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
             h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme")
-            - unread * experts["nvme"]
+            - (1.0 if is_few else unread) * experts["nvme"]
             + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") - unread * experts["ram"] + kv_bytes + states_bytes if is_cpu else 0.0,
         )
@@ -169,12 +169,16 @@ class InferencePlan:
         return not self.hardware.is_cpu and rows <= self.placement.few_tokens
 
     def _few_experts_s(self, rows: float, hit_rate: float) -> float:
-        """Seconds in which the CPU computes the experts chosen that are in no slot, for which the GPU waits."""
+        """Seconds in which the CPU reads and computes the experts chosen that are in no slot, for which the GPU
+        waits."""
         placement, rates = self.placement, self.placement.cpu_rates
         assert placement.experts is not None
-        missed_bytes = placement.expert_share(rows) * (1.0 - hit_rate) * placement.expert_bytes_at("ram")
+        missed = placement.expert_share(rows) * (1.0 - hit_rate)
+        on_drive_bytes = missed * placement.expert_bytes_at("nvme")
+        missed_bytes = on_drive_bytes + missed * placement.expert_bytes_at("ram")
         gb_per_s = self.hardware.ram_gb_per_s * CPU_SHARE if rates is None else rates.gb_per_s(rows)
-        return missed_bytes / (gb_per_s * GB) + 2 * placement.experts.num_layers * HAND_OVER_S
+        read_s = on_drive_bytes / (self.hardware.drive_read_gb_per_s * GB) if on_drive_bytes else 0.0
+        return read_s + missed_bytes / (gb_per_s * GB) + 2 * placement.experts.num_layers * HAND_OVER_S
 
     @property
     def _graph_rows(self) -> int:
@@ -276,7 +280,7 @@ def plan_inference(
         lambda asked: place_inference(asked, limits, preset),
         needs,
         apart,
-        is_asked=is_asked,
+        is_asked=is_asked or None,
         on_gpu=not hardware.is_cpu,
         runs_few=not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize) and cpu_tokens != 0,
     )

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from outcore.formats import PackedSpec, packed_format, stack_of
+from outcore.formats import PackedSpec, Scattered, packed_format, stack_of
 from outcore.formats.products import VARIANT_NAMES, CStack, PackedProducts, available_variants
 from tests.formats.test_formats import random_planes
 
@@ -108,6 +108,32 @@ def test_rows_times_the_weights_that_they_chose_have_the_bits_of_single_products
                     )
                     assert torch.equal(out[pair : pair + 1], expected), (chosen, pair)
     assert len(memory)
+
+
+def test_weights_that_are_absent_are_fetched_before_they_are_multiplied() -> None:
+    (memory, spec, weights), stack = a_stack("q4_k", 5, 40, 256, gap=64)
+    stride, told, code = stack.codes_stride, [], 0
+    places = torch.tensor([0, stride, Scattered.ABSENT, Scattered.ABSENT, 4 * stride])
+
+    def fetch(numbers: list[int]) -> int:
+        told.append(numbers)
+        for number in numbers:
+            places[number] = number * stride
+        return code
+
+    planes = spec.planes(memory[: spec.size_bytes])
+    scattered = Scattered(places, fetch)
+    stack = stack_of(PackedSpec(spec.format, (5, 40, 256)), planes, [], scattered)
+    with PackedProducts(2) as products:
+        for chosen in ([4, 0], [3, 1, 3], [2, 3, 2], [3, 2, 0]):
+            x = torch.randn(len(chosen), 256)
+            found = products.multiply_chosen(stack, x, torch.tensor(chosen), 1)
+            for pair, number in enumerate(chosen):
+                assert torch.equal(found[pair : pair + 1], products.product(spec, weights[number], x[pair : pair + 1]))
+        assert told == [[1, 3], [2, 3]], "all that a question needs, once, where one is absent"
+        places[2], code = Scattered.ABSENT, 5
+        with pytest.raises(OSError, match="5"):
+            products.multiply_chosen(stack, x, torch.tensor(chosen), 1)
 
 
 def test_a_box_takes_chosen_weights_where_nobody_else_does() -> None:

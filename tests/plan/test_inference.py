@@ -286,6 +286,18 @@ def test_experts_come_alone_where_passes_of_few_tokens_are_what_counts(capsys):
         assert plan_inference(shape, laptop, **few | other).placement.experts is None, other
 
 
+def test_experts_come_alone_where_a_drive_has_some():
+    laptop, shape = load_hardware("rtx4070-laptop"), resolve_shape("qwen3-30b-a3b")
+    scarce = dataclasses.replace(laptop, ram_bytes=10 * GIB)
+    plan = plan_inference(shape, scarce, quantize="nf4", preset="throughput")
+    assert plan.placement.experts is not None and plan.placement.expert_bytes_at("nvme")
+    assert "of those on the drive no more is read" in plan.placement.reasons[-1]
+    # What the CPU is to multiply waits for the drive, as nothing else goes on meanwhile.
+    seconds = plan.decode(1, 1024)
+    missed = plan.placement.expert_bytes_at("nvme") * plan.placement.expert_share(1)
+    assert seconds.between["CPU"] > missed / (laptop.drive_read_gb_per_s * 1e9)
+
+
 def test_experts_come_alone_where_a_whole_layer_does_not_fit(capsys):
     laptop = load_hardware("rtx4070-laptop")
     plan = plan_inference(resolve_shape("gpt-oss-120b"), laptop, context=1024)

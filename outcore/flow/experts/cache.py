@@ -61,7 +61,8 @@ class _Slot:
 
 
 class ExpertCache:
-    """Slots for the experts of `parts` (by layer), of which `group` at most are computed together. One call at a time,
+    """Slots for the experts of `parts` (by layer), of which `group` at most are computed together. `in_ram`: of each
+    layer so many experts, the first ones, live in RAM, the others on a drive; None: all in RAM. One call at a time,
     from one thread."""
 
     def __init__(
@@ -72,6 +73,7 @@ class ExpertCache:
         group: int,
         device: torch.device,
         stalls: Stalls,
+        in_ram: Mapping[int, int] | None = None,
     ) -> None:
         assert 0 < 2 * group <= max(2, num_slots), "a group is computed while the next one comes"
         self.parts, self.num_slots = dict(parts), num_slots
@@ -89,7 +91,9 @@ class ExpertCache:
         self._table: dict[Key, _Slot] = {}
         self._keys: list[Key | None] = [None] * num_slots
         """What lies in each slot."""
-        self._uses = NextUses(num_slots, {layer: form.num_experts for layer, form in self.forms.items()})
+        num_experts = {layer: form.num_experts for layer, form in self.forms.items()}
+        self._in_ram = num_experts if in_ram is None else in_ram
+        self._uses = NextUses(num_slots, num_experts, self._in_ram)
         shape = len(layers), max(form.num_experts for form in self.forms.values())
         self.where = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Slot of each expert [layers, experts], -1 where it is in none, as `settle` left it; on the device."""
@@ -150,9 +154,10 @@ class ExpertCache:
         return found
 
     def fill(self) -> None:
-        """Begin to read as many experts as there are slots, of every layer as many: before anything is known of what
-        will be chosen."""
+        """Begin to read as many experts as there are slots, of every layer as many, those on a drive first: before
+        anything is known of what will be chosen."""
         keys = [(layer, expert) for expert in range(self.where.shape[1]) for layer in self.parts]
+        keys.sort(key=lambda key: key[1] < self._in_ram[key[0]])
         self._bring([key for key in keys if key[1] < self.forms[key[0]].num_experts][: self.num_slots], set())
 
     def settle(self, copies: SmallCopies) -> None:

@@ -1,10 +1,10 @@
 """A layer's experts on few tokens, with no host in between: each pair of a token and an expert by the expert's number.
 
 Where an expert lies is a table on the device. Those in a slot of the cache are multiplied by the GPU, the others by the
-CPU where they are in RAM, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a
-pass. What was chosen is written to page-locked RAM: while the next pass runs, the host sees there which experts are to
-come into slots, at most `MOST_SWAPS`, and which make room for them. The table follows when they have come, so no pass
-waits for them.
+CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. What is not in RAM
+is read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
+the host sees there which experts are to come into slots, at most `MOST_SWAPS`, and which make room for them. The table
+follows when they have come, so no pass waits for them.
 
 N tokens, K experts of each, P = N K pairs, H hidden size."""
 
@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.common.errors import EngineError
 from outcore.flow.experts.by_pairs import first_matrix, run_pairs
 from outcore.flow.experts.cache import ExpertCache
 from outcore.flow.experts.chosen import ChosenLayers, GroupMemory
 from outcore.flow.experts.form import experts_of, form_of
+from outcore.flow.experts.from_drive import DriveExperts
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.weights import HandOver, WeightHomes
-from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, device_products, stack_of
+from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, Scattered, device_products, stack_of
 from outcore.staging.pool import SmallCopies, device_view
 
 MOST_SWAPS = 8
@@ -44,6 +46,10 @@ class FewTokens:
         of_token: int,
     ) -> None:
         self.most_tokens = most_tokens
+        on_drive = {layer: part for layer, part in cache.parts.items() if homes.rest(part) is not None}
+        at_once = max((min(cache.forms[layer].num_experts, most_tokens * of_token) for layer in on_drive), default=0)
+        self.drive = DriveExperts(on_drive, homes, at_once) if on_drive else None
+        """Brings experts whose homes are on a drive; None: none are."""
         self.is_on = True
         """Whether passes are to run so."""
         device = cache.memory.device
@@ -52,6 +58,7 @@ class FewTokens:
             (len(cache.parts), self.most_tokens * of_token), dtype=torch.int32, pin_memory=device.type == "cuda"
         )
         """Experts that the last pass chose, layer by layer."""
+        self._products = hand_over.products
         self.answered = hand_over.products.answered
         """Tells (questions that the CPU answered, seconds that it took)."""
         self._pairs = 0
@@ -65,7 +72,12 @@ class FewTokens:
             module = experts_of(units.layers[layer])
             assert module is not None
             tables = _Tables(cache.where[row], told[row], cache.where_now[row], self._told[row])
-            layers.of[layer].few = _Experts(module, part, cache, homes, hand_over, layers.scratch, tables, of_token)
+            scattered = None if self.drive is None else self.drive.of.get(layer)
+            home = homes.ram(part) if scattered is None or self.drive is None else self.drive.memory[0]
+            at_home = _AtHome(home.view(torch.uint8), scattered)
+            layers.of[layer].few = _Experts(
+                module, part, cache, homes, at_home, hand_over, layers.scratch, tables, of_token
+            )
 
     def begin(self, tokens: int) -> None:
         """A pass of so many tokens is about to be queued, and the one before it has run."""
@@ -74,12 +86,28 @@ class FewTokens:
         self._cache.settle(self._copies)
         self._layers.is_few = True
 
+    def check(self) -> None:
+        """EngineError when results of a pass that has run are not there."""
+        if self.drive is not None:
+            self.drive.check()
+        if self._products.failed:
+            raise EngineError(f"the CPU could not multiply experts: {self._products.failed}")
+
     def end(self) -> None:
         """The pass is queued."""
         self._layers.is_few = False
         self._cache.used()
         if self._chosen.numel():
             self._cache.adapt(self._chosen, self._where, MOST_SWAPS)
+
+
+@dataclass(frozen=True)
+class _AtHome:
+    """What the CPU knows of the place of a layer's experts."""
+
+    first: torch.Tensor
+    """Bytes of the first, with the others behind it, or what `scattered` counts places from."""
+    scattered: Scattered | None
 
 
 @dataclass(frozen=True)
@@ -101,6 +129,7 @@ class _Experts:
         part: Part,
         cache: ExpertCache,
         homes: WeightHomes,
+        at_home: _AtHome,
         hand_over: HandOver,
         scratch: GroupMemory,
         tables: _Tables,
@@ -115,7 +144,7 @@ class _Experts:
             if slot.packed is not None:
                 if slot.packed.is_transposed != module.is_transposed:
                     raise ValueError(f"{name} of {part.name} is not packed along what its products sum over")
-                self._matrices[name] = _Matrix(part, number, cache, homes, hand_over, scratch, tables)
+                self._matrices[name] = _Matrix(part, number, cache, at_home, hand_over, scratch, tables)
             elif name.endswith("_bias"):
                 self._biases[name.removesuffix("_bias")] = homes.read(slot.name).to(cache.memory.device)
         first = first_matrix(module)
@@ -148,7 +177,7 @@ class _Matrix:
         part: Part,
         number: int,
         cache: ExpertCache,
-        homes: WeightHomes,
+        at_home: _AtHome,
         hand_over: HandOver,
         scratch: GroupMemory,
         tables: _Tables,
@@ -160,9 +189,7 @@ class _Matrix:
         self._hand_over, self._scratch, self._tables = hand_over, scratch, tables
         self._group = cache.group
         self._has_kernel = cache.memory.device.type == "cuda" and DeviceProducts.can(self._of_one)
-        self._slots, self._home = cache.planes(part)[number], homes.ram(part).view(torch.uint8)
-        if self._home.nbytes < part.layout.home_bytes:
-            raise ValueError("some experts lie on a drive, from which the host brings them")
+        self._slots, self._at_home = cache.planes(part)[number], at_home
         if not PackedProducts.can(self._of_one):
             raise ValueError(f"there are no kernels for {slot.packed.format.name} of {self._of_one.shape[1]} columns")
         form = form_of(part)
@@ -170,13 +197,14 @@ class _Matrix:
         for piece in form.pieces:
             if piece.slot == number:
                 plane = slot.packed.format.planes[len(self._planes)]
-                bytes_of = self._home[piece.at_bytes : piece.at_bytes + piece.numel * itemsize]
+                bytes_of = at_home.first[piece.at_bytes : piece.at_bytes + piece.numel * itemsize]
                 self._planes.append(bytes_of.view(plane.dtype).view(-1, plane.per_block))
         self._task = -1
 
     def open(self) -> None:
         """Tell the CPU of it."""
-        stack = stack_of(self._spec, self._planes, [self._stride_bytes] * len(self._planes))
+        strides = [self._stride_bytes] * len(self._planes)
+        stack = stack_of(self._spec, self._planes, strides, self._at_home.scattered)
         tables = self._tables
         self._task = self._hand_over.products.task_of_chosen(
             stack, tables.told_in_ram, self.share, elsewhere=tables.where_in_ram

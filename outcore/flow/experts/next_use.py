@@ -5,7 +5,8 @@ It is taken for as likely as it was: half by the last visits, half by some thirt
 for by a share p of the visits of its layer, which comes next after a share d of a pass, is expected in d + 1/p - 1
 passes. Where passes ask for all experts (p = 1) this is Belady's rule for a known order: what the pass has just used
 goes first and the rest stays, where the least recently used of a cycle is the one that is needed next. Where tokens
-choose few, d counts little and the often chosen stay."""
+choose few, d counts little and the often chosen stay. What a drive has to give again takes longer than what RAM gives,
+and counts as needed sooner by as much (`DRIVE_COST`)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+DRIVE_COST = 8
+"""How many times as long a drive takes to give an expert as RAM: some 5 GB/s beside some 40."""
+UNKNOWN_PASSES = 16.0
+"""Passes until an expert is asked for, as long as its layer has asked for none: a token chooses some 8 of 128."""
 Key = tuple[int, int]
 """(layer, expert)."""
 LATELY, OFTEN = 1 / 2, 1 / 16
@@ -21,15 +26,19 @@ repeat themselves (1/16) or on skewed ones that do not (1/2); half of each does 
 
 
 class NextUses:
-    """What lies in which slot, and when it will be asked for. `num_experts`: of each layer."""
+    """What lies in which slot, and when it will be asked for. `num_experts`: of each layer; `in_ram`: so many of them,
+    the first ones, have a home in RAM and the others on a drive."""
 
-    def __init__(self, num_slots: int, num_experts: Mapping[int, int]) -> None:
+    def __init__(self, num_slots: int, num_experts: Mapping[int, int], in_ram: Mapping[int, int]) -> None:
         self._rank = {layer: rank for rank, layer in enumerate(sorted(num_experts))}
         self._width = max(num_experts.values())
         self._chosen = np.zeros((len(num_experts), 2, self._width))
         """Moving averages of whether an expert was asked for: [layers, lately and often, experts]."""
-        self._passes = np.full(len(num_experts) * self._width + 1, np.inf)
+        self._passes = np.append(np.full(len(num_experts) * self._width, UNKNOWN_PASSES), np.inf)
         """Passes from one request for an expert to the next, [layers * experts], and of nothing behind them."""
+        self._cost = np.ones(len(self._passes))
+        for layer, rank in self._rank.items():
+            self._cost[rank * self._width + in_ram[layer] : (rank + 1) * self._width] = DRIVE_COST
         self._ahead = np.zeros(len(num_experts))
         """Share of a pass until each layer asks again."""
         self._layer, self._place = np.full(num_slots, -1), np.full(num_slots, len(self._passes) - 1)
@@ -87,15 +96,16 @@ class NextUses:
         if not wanted:
             return []
         rank, expert = np.array([(self._rank[layer], expert) for layer, expert in wanted]).reshape(-1, 2).T
-        wanted_when = self._passes[rank * self._width + expert] + self._ahead[rank]
+        wanted_at = rank * self._width + expert
+        wanted_when = (self._passes[wanted_at] + self._ahead[rank]) / self._cost[wanted_at]
         first, when = np.argsort(wanted_when, kind="stable")[: min(most, len(self._layer) - len(kept))], self._when()
         when[list(kept)] = -1
         places = self._last(when, len(first)) if len(first) else []
         return [(wanted[at], place) for at, place in zip(first, places) if wanted_when[at] < when[place]]
 
     def _when(self) -> np.ndarray:
-        """In how many passes what lies in each slot will be asked for."""
-        return self._passes.take(self._place) + self._ahead.take(self._layer)
+        """In how many passes what lies in each slot will be asked for, by what it costs to bring it again."""
+        return (self._passes.take(self._place) + self._ahead.take(self._layer)) / self._cost.take(self._place)
 
     @staticmethod
     def _last(when: np.ndarray, count: int) -> list[int]:

@@ -225,7 +225,7 @@ def open_found(
         lambda asked: place_inference(asked, limits, settings.preset),
         needs,
         apart,
-        is_asked=is_asked,
+        is_asked=None if settings.expert_cache_gib is None else is_asked,
         on_gpu=on_gpu,
         runs_few=on_gpu and settings.expert_cache_gib is None and can_run_few(units, settings),
     )
@@ -282,6 +282,7 @@ def open_found(
             placement = try_in_place(engine, weights.arrival, units, placement)
             progress(placement.reasons[-1])
         if few is not None:
+            engine.verify = few.check
             placement = try_few_tokens(engine, few, placement)
         if placement.experts is not None and device.type == "cuda":
             progress(placement.reasons[-1])

@@ -11,7 +11,7 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib, round_up
 from outcore.flow import FixedWeights, ModelParts, Part
-from outcore.flow.experts import ChosenLayers, ExpertCache, run_chosen
+from outcore.flow.experts import ChosenLayers, ExpertCache, form_of, run_chosen
 from outcore.flow.weights import (
     Expansion,
     InPlaceProducts,
@@ -191,7 +191,10 @@ def open_weights(
     if placement.experts is not None:
         ranges = SlabRanges(FixedWeights(homes), lanes["upload"], lanes.get("expert drive"))
         sizes = placement.expert_slots, placement.experts.group(placement.expert_slots)
-        arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls)
+        in_ram = {
+            layer: homes.ram(part).nbytes // form_of(part).size_bytes for layer, part in units.expert_units.items()
+        }
+        arrival.experts = ExpertCache(units.expert_units, ranges, *sizes, device, arrival.stalls, in_ram)
         chosen = run_chosen(units, arrival.experts, None if is_expanded else in_place)
     return OpenedWeights(arrival, homes, pool, lanes, arrival.experts, chosen)
 

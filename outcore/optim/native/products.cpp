@@ -110,7 +110,8 @@ class Team {
     return 0;
   }
 
-  // Pairs of a stack, kMostPairs at most: x [pairs / share][columns] in fp32, out [pairs][rows]. 0, or ENOMEM.
+  // Pairs of a stack, kMostPairs at most: x [pairs / share][columns] in fp32, out [pairs][rows]. 0, or an errno
+  // where nothing was multiplied.
   int run_stack(const Stack& stack, int32_t pairs, const float* x, float* out) {
     Guard guard(running_);
     if (pairs > kMostPairs || !has_room_for_pairs(stack, pairs)) return ENOMEM;
@@ -128,15 +129,18 @@ class Team {
       for (; place > 0 && stack.numbers[order[place - 1]] > number; place--) order[place] = order[place - 1];
       order[place] = pair;
     }
+    const int code = fetch(stack, taken);
+    if (code != 0) return code;
     num_products_ = 0;
     for (int32_t start = 0; start < taken;) {
       const int32_t number = stack.numbers[order[start]];
       int32_t stop = start + 1;
       while (stop < taken && stop - start < kMostRows && stack.numbers[order[stop]] == number) stop++;
       Product& product = products_[(size_t)num_products_++] = stack.first;
-      product.codes += number * stack.codes_stride;
-      if (product.scale) product.scale = (const uint8_t*)product.scale + number * stack.scale_stride;
-      if (product.zero) product.zero += number * stack.zero_stride;
+      const auto from_first = [&](int64_t stride) { return stack.places ? stack.places[number] : number * stride; };
+      product.codes += from_first(stack.codes_stride);
+      if (product.scale) product.scale = (const uint8_t*)product.scale + from_first(stack.scale_stride);
+      if (product.zero) product.zero += from_first(stack.zero_stride);
       product.m = stop - start;
       product.out = out;
       product.places = order + start;
@@ -220,7 +224,10 @@ class Team {
       const double began_s = monotonic_s();
       float* out = box_out_;
       const Task asked_for = task(asked);
-      if (asked_for.stack) run_stack(*asked_for.stack, Box::rows_of(asked), box_x_, out);
+      if (asked_for.stack) {
+        const int code = run_stack(*asked_for.stack, Box::rows_of(asked), box_x_, out);
+        if (code != 0) box_->failed = code;
+      }
       for (int n = 0; n < asked_for.count; n++) {
         Product product = asked_for.products[n];
         product.m = Box::rows_of(asked);
@@ -254,6 +261,20 @@ class Team {
   Task task(uint64_t asked) {
     Guard guard(running_);
     return tasks_[Box::task_of(asked)];
+  }
+
+  // Has the weights of the first `taken` pairs of `order_` fetched, if one of them is absent. 0 or an errno.
+  int fetch(const Stack& stack, int32_t taken) {
+    if (stack.places == nullptr) return 0;
+    int32_t needed = 0;
+    bool is_absent = false;
+    for (int32_t at = 0; at < taken; at++) {
+      const int32_t number = stack.numbers[order_[(size_t)at]];
+      if (needed > 0 && needed_[needed - 1] == number) continue;
+      needed_[needed++] = number;
+      is_absent = is_absent || stack.places[number] == kAbsent;
+    }
+    return is_absent ? stack.fetch(needed_, needed) : 0;
   }
 
   bool has_room_for(const Product& product) { return has_room(kMostRows, product.columns, 1); }
@@ -366,6 +387,7 @@ class Team {
   std::vector<Product> products_;
   int64_t num_products_ = 0;
   std::vector<int32_t> order_;  // pairs of a stack, by weight
+  int32_t needed_[kMostPairs];  // weights of these, each once
   std::vector<int16_t> rounded_;
   std::vector<float> scales_, sums_;
   std::atomic<int64_t> next_{0};

@@ -39,7 +39,12 @@ struct Stack {
   const int32_t* numbers;   // [pairs]
   const int32_t* elsewhere; // [count]: not below 0 for weights that somebody else multiplies; null: there are none
   int32_t count, share;   // weights; neighbouring pairs of a row
+  const int64_t* places;  // [count]: bytes from weight 0 to each, instead of the strides, or kAbsent; null: strides
+  // Called where a weight that is needed is absent, with all that are needed: sets their places. 0 or an errno.
+  int (*fetch)(const int32_t* numbers, int32_t count);
 };
+
+constexpr int64_t kAbsent = INT64_MIN;
 
 struct ProductKernels {
   // Rows [start, stop) of the weights.
@@ -55,6 +60,7 @@ struct Box {
   alignas(64) std::atomic<uint64_t> asked;
   alignas(64) std::atomic<uint64_t> answered;
   alignas(64) double busy_s;  // that products have taken
+  int32_t failed;             // errno of a task whose results are not there, the last one; 0: none
   static int32_t rows_of(uint64_t asked) { return (int32_t)((uint32_t)asked >> kTaskBits); }
   static size_t task_of(uint64_t asked) { return asked & ((1u << kTaskBits) - 1); }
 };

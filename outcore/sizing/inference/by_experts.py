@@ -14,22 +14,27 @@ def place_by_experts(
     needs: InferenceNeeds,
     apart: Callable[[], InferenceNeeds | None],
     *,
-    is_asked: bool,
+    is_asked: bool | None,
     on_gpu: bool,
     runs_few: bool = False,
 ) -> tuple[Placement, InferenceNeeds]:
     """Place the needs of whole layers, or those of `apart`, in which experts come as tokens choose them; says whose.
-    The second where weights travel and it is asked for, or (`runs_few`: a CPU can compute them for the GPU) all passes
-    that write answers are of few tokens, which are worth more than long prompts; and where a whole layer does not fit
-    on the GPU. `apart` gives None for a model without such experts. DoesNotFit."""
+    The second where weights travel and it is asked for; where nothing is said of it (`is_asked` None) also if weights
+    for a GPU (`on_gpu`) lie on a drive, or (`runs_few`: a CPU can compute them for the GPU) if all passes that write
+    answers are of few tokens, which are worth more than long prompts; and where a whole layer does not fit on the GPU.
+    `apart` gives None for a model without such experts. DoesNotFit."""
     try:
         placed = place(needs)
-        found = apart() if placed.travels and (is_asked or runs_few) else None
+        spills = on_gpu and is_asked is None and placed.bytes_at("nvme") > 0
+        found = apart() if placed.travels and (is_asked or runs_few or spills) else None
         if found is None:
             return placed, needs
         placed_apart = place(found)
         if is_asked:
             return placed_apart, found
+        if spills:
+            reason = "experts come as tokens choose them: of those on the drive no more is read than that"
+            return placed_apart.because(reason), found
         if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
             return placed, needs
         reason = (

@@ -39,6 +39,11 @@ class ExpertSize:
         return min(FEW_TOKENS, FEW_PAIRS // max(1, self.of_token))
 
     @property
+    def question_bytes(self) -> int:
+        """RAM for the experts that a layer of such a pass may choose, where they are read from a drive."""
+        return min(self.num_experts, self.few_tokens * self.of_token) * self.slot_bytes
+
+    @property
     def total(self) -> int:
         """Experts of all layers."""
         return self.num_experts * self.num_layers

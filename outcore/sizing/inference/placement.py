@@ -111,9 +111,8 @@ class Placement:
     @property
     def few_tokens(self) -> int:
         """Tokens of a pass up to which experts can be computed where they lie; 0: they are not, because they come with
-        their layers, are not packed or lie on a drive."""
-        can = self.experts is not None and self.experts.expanded_bytes and not self.expert_bytes_at("nvme")
-        return self.experts.few_tokens if can and self.experts is not None else 0
+        their layers or are not packed."""
+        return self.experts.few_tokens if self.experts is not None and self.experts.expanded_bytes else 0
 
     def expert_bytes_at(self, home: Home) -> int:
         """Bytes of experts that come as they are chosen, in RAM or on NVMe."""
@@ -340,6 +339,9 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
     ram = limits.ram_bytes - kv_ram - sum(home.ram_bytes for home in homes.values())
     travelling = [part for part in needs.parts if part.name not in homes]
     ram_homes = {home.part: home for home in in_ram(travelling, ram)}
+    if any(home.is_experts and home.home == "nvme" for home in ram_homes.values()) and asked.few_tokens:
+        assert needs.experts is not None
+        ram_homes = {home.part: home for home in in_ram(travelling, ram - needs.experts.question_bytes)}
     missing = sum(home.size_bytes - home.ram_bytes for home in ram_homes.values())
     if missing and not limits.has_nvme:
         raise DoesNotFit(

@@ -35,12 +35,12 @@ class Reads:
         pass
 
 
-def cache_of(num_layers, num_experts, num_slots, group) -> Any:
+def cache_of(num_layers, num_experts, num_slots, group, in_ram=None) -> Any:
     parts, values = {}, torch.nn.Parameter(torch.zeros(num_experts, 2, 128), requires_grad=False)
     for layer in range(num_layers):
         part = Part(layer, f"layer {layer} experts", SlabLayout([("w", values)]), [[]], [values])
         parts[layer] = stack(part)
-    return ExpertCache(parts, cast(Any, Reads()), num_slots, group, CPU, Stalls(CPU))
+    return ExpertCache(parts, cast(Any, Reads()), num_slots, group, CPU, Stalls(CPU), in_ram)
 
 
 def run_pass(cache, choices, calls=1):
@@ -68,6 +68,15 @@ def test_passes_that_ask_for_all_find_what_slots_can_hold(num_layers, num_expert
         assert hits >= stays
         assert max(Counter(reads).values(), default=0) <= 1
         assert len(reads) == total - hits
+
+
+def test_what_a_drive_would_have_to_give_again_stays():
+    everything, few = [list(range(16))] * 6, [[0, 1, 14], [2, 3, 13], [4, 12, 15], [5], [6], [7]]
+    cache = cache_of(6, 16, 40, 2, in_ram=dict.fromkeys(range(6), 12))
+    cache.fill()
+    for choices in (everything, few, everything, everything):
+        reads, hits = run_pass(cache, choices)
+        assert hits and not [key for key in reads if key[1] >= 12]
 
 
 @pytest.mark.parametrize("calls", [2, 4])

@@ -7,13 +7,15 @@ import dataclasses
 import pytest
 import torch
 
+from outcore.common.errors import EngineError
 from outcore.flow import CompiledLayers
 from outcore.flow.experts import FewTokens
 from outcore.flow.weights import HandOver
 from outcore.formats import PackedProducts
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, build, few_tokens, open_engine
+from outcore.infer.opening import InferSettings, build, few_tokens, open_engine, weights
 from outcore.infer.passes import SmallPasses
+from outcore.storage import StorageError
 from tests.flow.models import needs
 from tests.infer.models import SCARCE, AsksHere, off_device, prompts_of
 from tests.infer.parts.test_experts import folder_of  # noqa: F401
@@ -29,27 +31,41 @@ GPU_CASES = [
     ("qwen3_moe", None, "nf4", "off", "ram"),
     ("mixtral", None, "nf4", "off", "vram"),
     ("gpt_oss", "mxfp4", None, "auto", "vram"),
+    ("qwen3_moe", None, "nf4", "off", "drive"),
 ]
 
 
 @pytest.fixture
-def experts_in_ram(monkeypatch):
-    """Have experts live in RAM and come as they are chosen on a CPU, where only a drive has them do so otherwise."""
+def experts_live(monkeypatch):
+    """Have a share of the experts live in RAM, the others on a drive, and come as they are chosen on a CPU."""
     place = build.place_inference
 
-    def placed(*args):
-        made = place(*args)
-        if not made.expert_slots:
-            return made
-        homes = [
-            dataclasses.replace(part, home="ram", ram_bytes=part.size_bytes)
-            if part.is_experts
-            else dataclasses.replace(part, home="nvme", ram_bytes=0)  # something has to travel
-            for part in made.parts
-        ]
-        return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
+    def live(share_in_ram):
+        def placed(*args):
+            made = place(*args)
+            if not made.expert_slots:
+                return made
+            homes = [
+                dataclasses.replace(
+                    part,
+                    home="ram" if share_in_ram == 1 else "nvme",
+                    ram_bytes=int(share_in_ram * part.size_bytes),
+                )
+                if part.is_experts
+                else dataclasses.replace(part, home="nvme", ram_bytes=0)  # something has to travel
+                for part in made.parts
+            ]
+            return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
 
-    monkeypatch.setattr(build, "place_inference", placed)
+        monkeypatch.setattr(build, "place_inference", placed)
+        monkeypatch.setattr(weights, "GRAIN_NUMEL", 1000)  # the cut lies within an expert
+
+    return live
+
+
+@pytest.fixture
+def experts_in_ram(experts_live):
+    experts_live(1)
 
 
 def opened_with(folder, tmp_path, **settings):
@@ -99,6 +115,46 @@ def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, 
         opened.close()
 
 
+@pytest.mark.parametrize("share_in_ram", [0.0, 0.4])
+def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, experts_live, share_in_ram):  # noqa: F811
+    experts_live(share_in_ram)
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
+    try:
+        expected = greedy(opened)
+        with PackedProducts(2) as products:
+            few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+            assert greedy(opened) == expected
+            few.check()
+            assert few.drive.read_bytes > 0
+    finally:
+        opened.close()
+
+
+def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, experts_live, monkeypatch):  # noqa: F811
+    experts_live(0.0)
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
+    try:
+        with PackedProducts(2) as products:
+            few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+            opened.engine.verify = few.check
+            store, told = opened.weights.homes.store, []
+            read = store.submit_read
+
+            def refused(name, *args, **kwargs):
+                if "experts" in name:
+                    raise StorageError("read", path=tmp_path, reason="the drive is gone")
+                return read(name, *args, **kwargs)
+
+            monkeypatch.setattr(store, "submit_read", refused)
+            request = Request("a", tuple(PROMPTS[0]), Sampling(temperature=0, max_tokens=3, ignore_eos=True))
+            with pytest.raises(EngineError, match=r"experts could not be read.*the drive is gone"):
+                list(opened.engine.generate([request], on_piece=told.append))
+            assert not any(piece.tokens for piece in told)
+            monkeypatch.undo()
+    finally:
+        opened.close()
+
+
 @pytest.mark.parametrize(
     ("family", "quantize", "why"),
     [
@@ -136,6 +192,7 @@ def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, t
 @pytest.mark.parametrize(("family", "method", "quantize", "compile_choice", "dense"), GPU_CASES)
 def test_graphs_run_experts_where_they_lie(
     folder_of,  # noqa: F811
+    tmp_path,
     monkeypatch,
     caplog,
     family,
@@ -153,6 +210,11 @@ def test_graphs_run_experts_where_they_lie(
         if dense == "ram":
             return dataclasses.replace(made, expert_slots=SLOTS)
         homes = [part if part.is_experts else dataclasses.replace(part, home="vram") for part in made.parts]
+        if dense == "drive":
+            homes = [
+                dataclasses.replace(part, home="nvme", ram_bytes=part.size_bytes // 3) if part.is_experts else part
+                for part in homes
+            ]
         return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
 
     monkeypatch.setattr(build, "place_inference", placed)
@@ -160,6 +222,9 @@ def test_graphs_run_experts_where_they_lie(
         monkeypatch.setattr(module, "runs_graphs", lambda settings: True)
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "context": 128, "quantize": quantize}
     common |= {"expert_cache_gib": 0.0012, "compile": compile_choice}
+    if dense == "drive":
+        common["nvme_path"] = (tmp_path,)
+        monkeypatch.setattr(weights, "GRAIN_NUMEL", 1000)
     found = []
     for is_few in (True, False):
         monkeypatch.setattr(few_tokens, "is_worth_it", lambda own_s, host_s, found=is_few: found)
