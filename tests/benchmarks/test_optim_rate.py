@@ -8,6 +8,7 @@ import torch
 from benchmarks import optim_rate
 from outcore.optim import ExtensionUnavailable
 from tests.optim.cases import extension
+from tests.refused import failing
 
 
 def test_a_small_run(tmp_path, capsys):
@@ -31,9 +32,6 @@ def test_a_small_run(tmp_path, capsys):
 
 
 def test_without_the_extension(monkeypatch, capsys):
-    def none():
-        raise ExtensionUnavailable("no compiler")
-
-    monkeypatch.setattr(optim_rate, "ExtensionBackend", none)
+    monkeypatch.setattr(optim_rate, "ExtensionBackend", failing(ExtensionUnavailable("no compiler")))
     assert optim_rate.main(["--threads", "1"]) == 1
     assert "no compiler" in capsys.readouterr().err

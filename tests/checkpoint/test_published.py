@@ -15,6 +15,7 @@ from outcore.checkpoint.folders import save_checkpoint
 from outcore.checkpoint.shards import TensorPlan, plan_shards, write_shard
 from outcore.cli import main
 from tests.flow.models import tiny_loaded
+from tests.refused import failing
 
 KINDS = ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "jamba", "gpt_oss"]
 CONVERTED = ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "jamba")
@@ -86,10 +87,7 @@ def test_the_file_that_a_model_was_read_from_decides_no_names(tmp_path: Path) ->
 
 
 def test_names_that_cannot_be_found_are_told_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
-    def fails(base: Any, group: Any) -> Any:
-        raise KeyError("a converter of another version")
-
-    monkeypatch.setattr(published_module, "_reverted", fails)
+    monkeypatch.setattr(published_module, "_reverted", failing(KeyError("a converter of another version")))
     model: Any = tiny_loaded("mixtral").model
     export_model(tmp_path / "out", model, torch.Tensor.detach)
     assert "other programs may not know" in caplog.text and "a converter of another version" in caplog.text

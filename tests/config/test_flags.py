@@ -6,6 +6,7 @@ import pytest
 
 from outcore.config import FIELDS, ConfigError, TrainConfig
 from outcore.train.configure import parse_config
+from tests.refused import refused
 
 
 def test_defaults_without_flags() -> None:
@@ -71,8 +72,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     (["--max_in_cpu_gb", "-1"], "must be at least 0"), (["--metrics_port", "70000"], "from 0 to 65535"),
 ])  # fmt: skip
 def test_wrong_input_is_refused_with_the_right_word(argv: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        parse_config(argv)
+    refused(ConfigError, words.replace("(", r"\("), lambda: parse_config(argv))
 
 
 def test_yaml_and_flags(tmp_path: Path) -> None:
@@ -92,8 +92,7 @@ def test_yaml_and_flags(tmp_path: Path) -> None:
 def test_wrong_yaml(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        parse_config(["--config", str(file)])
+    refused(ConfigError, words, lambda: parse_config(["--config", str(file)]))
 
 
 def test_empty_yaml_is_the_default(tmp_path: Path) -> None:

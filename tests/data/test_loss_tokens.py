@@ -224,11 +224,7 @@ def test_a_text_with_its_own_begin_and_end_gets_no_second_one(tmp_path: Path):
 
 
 def test_a_large_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    try:
-        from outcore.data.sources import source
-    except ImportError:  # before the room had sub-rooms
-        from outcore.data import source  # type: ignore[attr-defined]
-    monkeypatch.setattr(source, "HASHED_UP_TO_BYTES", 0)
+    monkeypatch.setattr("outcore.data.sources.source.HASHED_UP_TO_BYTES", 0)
     tokenizer = tiny_tokenizer()
     assert text_of(tmp_path, {"text": "the fox"}, tokenizer) == "the fox<|endoftext|>"
     stat = (tmp_path / "rows.jsonl").stat()
@@ -244,16 +240,6 @@ def test_a_large_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path, 
 def test_messages_as_python_writes_them_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="as JSON: Python's own way"):
         learned(tmp_path, {"messages": str([user("a?"), told("jars")])}, tiny_tokenizer())
-
-
-# --- refused though others train it -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6", "gptoss", "phi3", "nemotron_3_nano", "qwen3"])
-def test_conversations_with_reasoning_and_answers_in_a_row_train(tmp_path: Path, name: str):
-    talk = [user("a?"), told("quick", reasoning_content="the fox"), user("b?"), told("brown"), told("jars")]
-    runs = learned(tmp_path, {"messages": talk}, name)
-    assert [words in "".join(runs) for words in ("quick", "brown", "jars", "a?", "b?")] == [True] * 3 + [False] * 2
 
 
 def test_a_file_with_every_kind_of_bad_row_is_finished_and_counted(tmp_path: Path):
@@ -288,15 +274,6 @@ def test_objects_over_several_lines_and_an_array_in_a_jsonl_file(tmp_path: Path)
         (tmp_path / "rows.jsonl").write_text(content)
         settings = DataSettings(dataset=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path), eval_fraction=0)
         assert prepare_data(settings, tiny_tokenizer()).summary.documents == 3
-
-
-def test_line_breaks_inside_csv_fields_stay_as_they_are(tmp_path: Path):
-    (tmp_path / "x.csv").write_bytes(b'text,n\r\n"the\r\nfox",1\r\n"a\ndog",2\r\n')
-    settings = DataSettings(dataset=str(tmp_path / "x.csv"), cache_dir=str(tmp_path), eval_fraction=0, packing="off")
-    tokenizer = tiny_tokenizer()
-    data = prepare_data(settings, tokenizer)
-    texts = [decoded(data, tokenizer, row) for row in range(2)]
-    assert texts == ["the\r\nfox<|endoftext|>", "a\ndog<|endoftext|>"]
 
 
 def test_nulls_that_parquet_fills_in_are_not_trained(tmp_path: Path):

@@ -10,6 +10,7 @@ import pytest
 from outcore.data import BatchStream, DataError, DataSettings, EvalStream, prepare_data, render_sample
 from outcore.data.sources.embedded import EmbeddedSource
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
+from tests.refused import refused
 
 CONVERSATION = {
     "conversations": [
@@ -159,8 +160,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
 ])  # fmt: skip
 def test_nothing_to_train_on(tmp_path: Path, lines, policy, words):
     path = write_jsonl(tmp_path / "x.jsonl", lines)
-    with pytest.raises(DataError, match=words):
-        prepare_data(settings_for(tmp_path, path, on_bad_row=policy), tiny_tokenizer())
+    refused(DataError, words, lambda: prepare_data(settings_for(tmp_path, path, on_bad_row=policy), tiny_tokenizer()))
 
 
 def test_first_usable_row_may_come_late(tmp_path: Path):
@@ -217,30 +217,19 @@ def test_encoder_decoder(tmp_path: Path, rows):
     assert "⟦" in prepared.sample_text and prepared.summary.kind == "seq2seq"
 
 
-def test_two_processes_tokenise_the_same(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_tokenise_the_same(tmp_path: Path, monkeypatch, real: bool):
+    """Threads in place of processes: order and bounds are what is tested, starting processes takes many seconds."""
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr("outcore.data.cache.batches.BATCH_ITEMS", 7)
-    # Threads in place of processes: order and bounds are what is tested, starting processes takes many seconds.
-    monkeypatch.setattr(
-        "outcore.data.cache.batches.ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers)
-    )
-    path = write_jsonl(tmp_path / "x.jsonl", text_rows(50))
+    if not real:
+        monkeypatch.setattr("outcore.data.cache.batches.BATCH_ITEMS", 7)
+        pool = "outcore.data.cache.batches.ProcessPoolExecutor"
+        monkeypatch.setattr(pool, lambda workers, mp_context: ThreadPoolExecutor(workers))
+    path = write_jsonl(tmp_path / "x.jsonl", text_rows(2000 if real else 50))
     one = prepare_data(settings_for(tmp_path, path), tiny_tokenizer())
-    two = prepare_data(
-        replace(settings_for(tmp_path, path, num_proc=2), cache_dir=str(tmp_path / "2")), tiny_tokenizer()
-    )
-    assert np.array_equal(one.train.tokens, two.train.tokens)
-
-
-@pytest.mark.slow
-def test_two_real_processes(tmp_path: Path):
-    path = write_jsonl(tmp_path / "x.jsonl", text_rows(2000))
-    one = prepare_data(settings_for(tmp_path, path), tiny_tokenizer())
-    two = prepare_data(
-        replace(settings_for(tmp_path, path, num_proc=2), cache_dir=str(tmp_path / "2")), tiny_tokenizer()
-    )
-    assert np.array_equal(one.train.tokens, two.train.tokens)
+    two = replace(settings_for(tmp_path, path, num_proc=2), cache_dir=str(tmp_path / "2"))
+    assert np.array_equal(one.train.tokens, prepare_data(two, tiny_tokenizer()).train.tokens)
 
 
 def test_render_sample():
@@ -251,8 +240,7 @@ def test_render_sample():
     assert text.endswith("⟧") and text.replace("⟦", "").replace("⟧", "") == "the quick fox a lazy dog"
     assert render_sample(tokenizer, [], []) == ""
     assert "characters ...]" in render_sample(tokenizer, ids * 100, ids * 100, max_run_chars=40)
-    with pytest.raises(ValueError, match="of one length"):
-        render_sample(tokenizer, ids, labels[:-1])
+    refused(ValueError, "of one length", lambda: render_sample(tokenizer, ids, labels[:-1]))
 
 
 # --- the embedded default ---------------------------------------------------------------------------------------------
@@ -276,8 +264,7 @@ def test_embedded_text_is_the_interpreters_own_library(monkeypatch, tmp_path: Pa
 
 def test_embedded_text_needs_source_files(tmp_path: Path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(DataError, match=r"stripped or zipped interpreter.*Give another data set"):
-        EmbeddedSource(root=tmp_path)
+    refused(DataError, r"stripped or zipped interpreter.*Give another data set", lambda: EmbeddedSource(root=tmp_path))
 
 
 def test_embedded_passes_over_files_that_are_no_text(tmp_path: Path):

@@ -9,6 +9,7 @@ from outcore.data import DataError, DataSettings, load_or_train_tokenizer, load_
 from outcore.data.sources.source import open_source
 from outcore.data.tokenizer import tokenizer_hash
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
+from tests.refused import failing, refused
 
 
 def test_trained_tokenizer_knows_every_byte_and_its_special_tokens():
@@ -21,8 +22,7 @@ def test_trained_tokenizer_knows_every_byte_and_its_special_tokens():
     assert tokenizer.chat_template and tokenizer("fox")["input_ids"][-1] != tokenizer.eos_token_id
     again = train_byte_bpe((sentence(n) for n in range(200)), vocab_size=512)
     assert again.get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(DataError, match="vocab_size must be from 512"):
-        train_byte_bpe(["x"], vocab_size=100)
+    refused(DataError, "vocab_size must be from 512", lambda: train_byte_bpe(["x"], vocab_size=100))
 
 
 def test_trained_once_then_cached_and_rebuilt_when_damaged(tmp_path: Path):
@@ -70,16 +70,12 @@ def test_load_from_a_folder(tmp_path: Path):
 
 
 def test_folders_that_hold_no_tokenizer(tmp_path: Path):
-    with pytest.raises(DataError, match="no such file or folder"):
-        load_tokenizer(str(tmp_path / "nowhere"))
+    refused(DataError, "no such file or folder", lambda: load_tokenizer(str(tmp_path / "nowhere")))
     (tmp_path / "model").mkdir()
-    with pytest.raises(DataError, match="has no tokenizer in it"):
-        load_tokenizer(str(tmp_path / "model"))
+    refused(DataError, "has no tokenizer in it", lambda: load_tokenizer(str(tmp_path / "model")))
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path / "model"))
-    with pytest.raises(DataError, match="Windows path"):
-        load_tokenizer(r"Z:\models\x")
+    refused(DataError, "cannot be loaded", lambda: load_tokenizer(str(tmp_path / "model")))
+    refused(DataError, "Windows path", lambda: load_tokenizer(r"Z:\models\x"))
 
 
 @pytest.mark.parametrize(("raised", "words"), [
@@ -89,12 +85,8 @@ def test_folders_that_hold_no_tokenizer(tmp_path: Path):
 def test_hub_tokenizer_errors(monkeypatch, raised, words):
     import transformers
 
-    def fail(*_, **__):
-        raise raised
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(DataError, match=words):
-        load_tokenizer("owner/name")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", failing(raised))
+    refused(DataError, words, lambda: load_tokenizer("owner/name"))
 
 
 # --- hub data sets ----------------------------------------------------------------------------------------------------
@@ -167,10 +159,7 @@ def _error(name: str, base: type[Exception] = Exception) -> Exception:
 def test_hub_errors_name_what_works_without_it(monkeypatch, raised, words):
     import datasets
 
-    def fail(*_, **__):
-        raise raised
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    monkeypatch.setattr(datasets, "load_dataset_builder", failing(raised))
     with pytest.raises(DataError, match=words) as error:
         open_source(DataSettings(dataset="owner/name"))
     if "dataset_config" not in words:
@@ -186,8 +175,7 @@ def test_hub_that_breaks_off_while_streaming(hub, monkeypatch):
         raise ConnectionError("gone")
 
     source._dataset = rows()  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=r"cannot be reached.*gone"):
-        list(source.records())
+    refused(DataError, r"cannot be reached.*gone", lambda: list(source.records()))
 
 
 def test_saved_data_set(tmp_path: Path):
@@ -202,5 +190,4 @@ def test_saved_data_set(tmp_path: Path):
     with pytest.raises(DataError, match=r"no split 'test'.*it has: train"):
         open_source(DataSettings(dataset=str(tmp_path / "many"), dataset_split="test"))
     next((tmp_path / "one").glob("*.arrow")).unlink()
-    with pytest.raises(DataError, match="cannot be opened"):
-        open_source(DataSettings(dataset=str(tmp_path / "one")))
+    refused(DataError, "cannot be opened", lambda: open_source(DataSettings(dataset=str(tmp_path / "one"))))

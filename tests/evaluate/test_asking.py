@@ -9,6 +9,7 @@ from outcore.evaluate import EvaluationError, EvaluationSettings
 from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, Progress, ScoreQuestion, WriteQuestion
 from outcore.evaluate.jobs import EventLog, events, progress_of, read_events
 from outcore.evaluate.tasks import endings, files, sums
+from tests.refused import refused
 from tests.serve.running import until
 
 HEADER = {"model": "m", "seed": 1}
@@ -80,12 +81,10 @@ def test_a_half_noted_portion_is_asked_whole(tmp_path):
 def test_a_journal_is_of_one_model_and_one_process(tmp_path):
     journal = AnswerJournal(tmp_path / "journal", HEADER)
     assert is_held(tmp_path / "journal")
-    with pytest.raises(EvaluationError, match="runs already"):
-        AnswerJournal(tmp_path / "journal", HEADER)
+    refused(EvaluationError, "runs already", lambda: AnswerJournal(tmp_path / "journal", HEADER))
     journal.close()
     assert not is_held(tmp_path / "journal")
-    with pytest.raises(EvaluationError, match="another model"):
-        AnswerJournal(tmp_path / "journal", {**HEADER, "seed": 2})
+    refused(EvaluationError, "another model", lambda: AnswerJournal(tmp_path / "journal", {**HEADER, "seed": 2}))
 
 
 def test_cancelled_before_the_next_portion():
@@ -146,8 +145,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "words"), WRONG, ids=[words for _, words in WRONG])
 def test_wrong_settings(fields, words):
-    with pytest.raises(EvaluationError, match=words):
-        EvaluationSettings.from_fields(fields)
+    refused(EvaluationError, words, lambda: EvaluationSettings.from_fields(fields))
 
 
 def test_settings_as_json_come_back():

@@ -14,6 +14,7 @@ import pytest
 
 from outcore.evaluate.history import History, HistoryError, as_csv, compare, diff_of
 from tests.evaluate.running import record_of, result_of
+from tests.refused import refused
 
 FORK = multiprocessing.get_context("fork")
 NOBODY = 65534
@@ -79,8 +80,7 @@ def test_a_lock_that_stays_is_said(history, monkeypatch):
     other = sqlite3.connect(history.path, isolation_level=None)
     try:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(HistoryError, match="in use by another process"):
-            history.save(record_of("eval-c"))
+        refused(HistoryError, "in use by another process", lambda: history.save(record_of("eval-c")))
         assert len(history.all()) == 2  # readers do not wait
     finally:
         other.close()
@@ -95,8 +95,7 @@ def test_a_damaged_file_is_said_and_made_again(history, left):
         os.truncate(history.path, left)
     before = history.path.read_bytes()
     for ask in (history.all, history.check_writable, lambda: history.save(record_of("eval-c"))):
-        with pytest.raises(HistoryError, match=r"damaged .*outcore evaluations rebuild"):
-            ask()
+        refused(HistoryError, r"damaged .*outcore evaluations rebuild", ask)
     assert history.path.read_bytes() == before  # not written to
     count, aside = history.rebuild()
     assert count == 2 and aside is not None and aside.read_bytes() == before
@@ -117,8 +116,7 @@ def test_a_file_that_cannot_be_written_is_said(history):
             kept = History(folder / "evaluations.db")
             assert len(kept.all()) == 2
             for ask in (kept.check_writable, lambda: kept.finish(record_of("eval-c"), *result_of((1.0,)))):
-                with pytest.raises(HistoryError, match="cannot be written"):
-                    ask()
+                refused(HistoryError, "cannot be written", ask)
 
         in_child(look)
         folder.chmod(0o755)
@@ -137,8 +135,7 @@ def test_a_newer_history_is_left_alone(history):
     with sqlite3.connect(history.path) as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(HistoryError, match="version 9"):
-        history.all()
+    refused(HistoryError, "version 9", history.all)
 
 
 def test_diff(history):

@@ -11,7 +11,7 @@ from outcore.flow.weights import WeightHomes, WeightPrefetcher
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 from tests.flow.models import padded_batch, plain_batch, tiny_loaded
-from tests.refused import refused
+from tests.refused import failing, refused
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,12 +81,8 @@ def test_a_hook_sees_every_part_and_may_replace_what_it_gives(opened):
 def test_a_hook_that_raises_or_a_caller_that_stops_ends_the_pass(opened):
     flow, _ = opened()
     call = Call(plain_batch(1, 8))
-
-    def fails(part, number, hidden_BTH):
-        raise LookupError("enough")
-
     (before,) = flow.run([call])
-    refused(LookupError, "enough", lambda: list(flow.run([call], on_part=fails)))
+    refused(LookupError, "enough", lambda: list(flow.run([call], on_part=failing(LookupError("enough")))))
     stopped = flow.run([call, call])
     next(stopped)
     stopped.close()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outcore.formats import PackedSpec, packed_format
 from outcore.formats.packed import GpuForm
 from tests.formats.bitsandbytes import recorded
+from tests.refused import failing
 
 HALVES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 """Byte offsets of fp16 numbers in a block of each ggml type."""
@@ -146,10 +147,7 @@ def test_compiled_form_has_the_same_bits(name: str) -> None:
 def test_without_a_compiler_the_reference_does_it(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     from torch._dynamo.exc import InvalidBackend
 
-    def fail(*_: object) -> None:
-        raise InvalidBackend("no Triton here")
-
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: failing(InvalidBackend("no Triton here")))
     form, planes = GpuForm(packed_format("nf4")), random_planes("nf4", 5)
     for _ in range(2):
         out = torch.empty(5, 64, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from outcore.infer.commands.chat import Conversation
 from outcore.infer.opening import InferSettings, open_engine
 from tests.forked import ROOT, start_script
 from tests.infer.models import greedy_by_transformers
+from tests.refused import failing, refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--context", "128", "--ram_gib", "1", "--device", "cpu"]
@@ -128,10 +129,7 @@ def test_twenty_kills(tiny_folder, tmp_path):
 
 
 def test_ctrl_c_is_one_line_and_a_job_says_what_is_kept(tiny_folder, tmp_path, capsys, monkeypatch):
-    def stopped(*_args, **_named):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("outcore.infer.commands.generate.open_engine", stopped)
+    monkeypatch.setattr("outcore.infer.commands.generate.open_engine", failing(KeyboardInterrupt()))
     asked = tmp_path / "in.jsonl"
     asked.write_text('{"prompt": "a"}\n')
     assert cli.main(["generate", str(tiny_folder[0]), "--prompt", "a", "--device", "cpu"]) == 130
@@ -162,8 +160,7 @@ def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
     journal, full = Journal(tmp_path / "out.jsonl", {"model": "m"}), OSError(errno.ENOSPC, "No space left on device")
     journal.add(0, {"text": "a"})
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
-    with pytest.raises(OSError, match=r"out\.jsonl .*the same command goes on.*: free space there"):
-        journal.finish(1)
+    refused(OSError, r"out\.jsonl .*the same command goes on.*: free space there", lambda: journal.finish(1))
     monkeypatch.undo()
     journal.close()
     again = Journal(tmp_path / "out.jsonl", {"model": "m"})
@@ -176,8 +173,7 @@ def test_a_journal_of_former_lines_is_kept_and_refused(tmp_path):
 
     former = b'{"model": "m"}\n[0, "a", 1234]\n'
     (tmp_path / "out.jsonl.journal").write_bytes(former)
-    with pytest.raises(JobError, match="format differs"):
-        Journal(tmp_path / "out.jsonl", {"model": "m"})
+    refused(JobError, "format differs", lambda: Journal(tmp_path / "out.jsonl", {"model": "m"}))
     assert (tmp_path / "out.jsonl.journal").read_bytes() == former
 
 

@@ -10,6 +10,7 @@ from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.schedule import ScheduleLimits
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, chance_of, distribution_of, greedy_by_transformers, prompts_of
+from tests.refused import failing, refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,11 +139,7 @@ def test_a_pass_that_fails_ends_its_answers_and_the_next_one_runs(tiny, monkeypa
     one = tiny()
     ended = []
     run = one.runner.run
-
-    def broken(works):
-        raise RuntimeError("the link is gone")
-
-    monkeypatch.setattr(one.runner, "run", broken)
+    monkeypatch.setattr(one.runner, "run", failing(RuntimeError("the link is gone")))
     one.engine.submit(Request("a", (3, 4), Sampling(max_tokens=3)), None, ended.append)
     with pytest.raises(RuntimeError):
         one.engine.step()
@@ -160,10 +157,8 @@ def test_refused(tiny):
     ):
         with pytest.raises(ValueError, match=word):
             one.engine.submit(request)
-    with pytest.raises(ValueError, match="no tokens"):
-        Request("d", ())
-    with pytest.raises(ValueError, match="no tokens"):
-        one.engine.score([[]])
+    refused(ValueError, "no tokens", lambda: Request("d", ()))
+    refused(ValueError, "no tokens", lambda: one.engine.score([[]]))
 
 
 def test_deterministic_answers_do_not_depend_on_company(tiny_folder):

@@ -33,6 +33,7 @@ from outcore.sizing.inference import (
 from outcore.sizing.inference.homes import PartHome
 from outcore.staging import PinnedPool
 from tests.infer.models import off_device, prompts_of, save_tiny_model
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 PROMPTS = prompts_of(4, vocab=280)
@@ -249,10 +250,8 @@ def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypa
 
 
 def test_what_does_nothing_is_refused():
-    with pytest.raises(ValueError, match="cpu_tokens does nothing"):
-        InferSettings(cpu_tokens=4, deterministic=True)
-    with pytest.raises(ValueError, match="cpu_tokens is -1"):
-        InferSettings(cpu_tokens=-1)
+    refused(ValueError, "cpu_tokens does nothing", lambda: InferSettings(cpu_tokens=4, deterministic=True))
+    refused(ValueError, "cpu_tokens is -1", lambda: InferSettings(cpu_tokens=-1))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
 from tests.flow.models import tiny_loaded
 from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of
+from tests.refused import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = prompts_of(4, vocab=280)
@@ -104,19 +105,14 @@ def test_scores_are_the_models_own(tiny_folder):
 
 def test_refused_with_numbers(tiny_folder, tmp_path):
     folder = str(tiny_folder[0])
-    with pytest.raises(DoesNotFit, match="--nvme_path"):
-        open_engine(folder, InferSettings(ram_gib=0.0001, context=64))
-    with pytest.raises(ValueError, match="knows 512 positions"):
-        open_engine(folder, InferSettings(context=4096))
+    refused(DoesNotFit, "--nvme_path", lambda: open_engine(folder, InferSettings(ram_gib=0.0001, context=64)))
+    refused(ValueError, "knows 512 positions", lambda: open_engine(folder, InferSettings(context=4096)))
     with pytest.raises(ValueError, match="does nothing on a CPU"):
         open_engine(folder, InferSettings(device="cpu", kv_home="vram"))
-    with pytest.raises(ValueError, match="chunk_tokens"):
-        InferSettings(pass_tokens=32, chunk_tokens=64)
+    refused(ValueError, "chunk_tokens", lambda: InferSettings(pass_tokens=32, chunk_tokens=64))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="names no base model"):
-        find_place(str(tmp_path))
-    with pytest.raises(ValueError, match="holds no adapter_config"):
-        find_place(folder, folder)
+    refused(ValueError, "names no base model", lambda: find_place(str(tmp_path)))
+    refused(ValueError, "holds no adapter_config", lambda: find_place(folder, folder))
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +179,8 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     assert answers(tiny_folder[0], check=shares, **spill) == found["exact"]
     assert answers(tiny_folder[0], check=shares, **spill, prefetch=0, buffer_mib=0.25) == found["exact"]
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="no matrix of this model divides"):
-        answers(tiny_folder[0], quantize="int8")
-    with pytest.raises(ValueError, match="must be one of nf4, int8"):
-        InferSettings(quantize="int3")
+    refused(ValueError, "no matrix of this model divides", lambda: answers(tiny_folder[0], quantize="int8"))
+    refused(ValueError, "must be one of nf4, int8", lambda: InferSettings(quantize="int3"))
 
 
 @pytest.mark.parametrize("asked, words", [
@@ -195,8 +189,7 @@ def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     ({"buffer_mib": 0.0}, "buffer_mib is 0.0"),
 ])  # fmt: skip
 def test_settings_of_travelling_weights_are_checked(asked, words):
-    with pytest.raises(ValueError, match=words):
-        InferSettings(**asked)
+    refused(ValueError, words, lambda: InferSettings(**asked))
 
 
 @pytest.mark.parametrize("asked", [{"prefetch": 1}, {"num_layer_buffers": 2}, {"buffer_mib": 4.0}])
@@ -240,5 +233,4 @@ def test_names_of_deepspeed_mean_the_same():
     assert dataclasses.replace(settings, vram_gib=2.0).layer_buffers == 2
     same = settings_of(generate_flags().parse_args(["model", "--buffer_count", "2", "--kv_offload", "none"]))
     assert same.layer_buffers == 2 and same.kv_home == "vram" and same.staging_bytes is None
-    with pytest.raises(ValueError, match="pin_memory does nothing on a CPU"):
-        settings.check_device("cpu")
+    refused(ValueError, "pin_memory does nothing on a CPU", lambda: settings.check_device("cpu"))

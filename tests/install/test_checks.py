@@ -26,6 +26,7 @@ from outcore.install.verify.rows import ReportRow, all_hold
 from outcore.install.verify.wsl import host_ram_bytes, recommended_guest_gib, wsl_memory_row
 from outcore.machine import Drive
 from tests.install.fakes import REPOSITORY, fake_environment, gpu_machine, machine
+from tests.refused import failing
 
 CPU = choose_set(machine(), "auto", REPOSITORY)
 CUDA12 = choose_set(gpu_machine("570.1", "12.8"), "auto", REPOSITORY)
@@ -95,8 +96,8 @@ def test_gpu(tmp_path: Path) -> None:
     assert "without a driver" in row.found and "ubuntu-drivers" in row.fix
     assert "none" in gpu_row(machine(), CPU, add_card(tmp_path / "sound", kind="0x040300")).found
     assert "in Windows" in gpu_row(machine(is_wsl2=True), CPU, nothing).fix
-    failing = machine(notes=("nvidia-smi cannot reach the GPU: failed",))
-    assert "restart" in gpu_row(failing, CPU, nothing).fix
+    broken = machine(notes=("nvidia-smi cannot reach the GPU: failed",))
+    assert "restart" in gpu_row(broken, CPU, nothing).fix
     assert gpu_row(machine(driver_version="570", notes=("driver loaded",)), CPU, nothing).found == "driver loaded"
 
 
@@ -196,11 +197,7 @@ def test_wsl_memory() -> None:
     assert wsl_memory_row(most, answering(0, str(64 * GIB))).status == "OK"
     row = wsl_memory_row(half, answering(1, "Access denied"))
     assert "did not tell" in row.found and "memory=" in row.fix
-
-    def no_interop(command):
-        raise OSError("exec format error")
-
-    assert host_ram_bytes(no_interop) is None
+    assert host_ram_bytes(failing(OSError("exec format error"))) is None
     assert recommended_guest_gib(16 * GIB) == 12 and recommended_guest_gib(64 * GIB) == 56
 
 

@@ -25,6 +25,7 @@ from outcore.install.verify.probes.packages import check_packages
 from outcore.install.verify.probes.recorder import ProbeRecorder, Unneeded
 from outcore.install.verify.rows import ReportRow, all_hold
 from tests.install.fakes import REPOSITORY, fake_environment, gpu_machine, machine
+from tests.refused import failing
 
 CPU = choose_set(machine(), "auto", REPOSITORY)
 CUDA13 = choose_set(gpu_machine(), "auto", REPOSITORY)
@@ -36,15 +37,8 @@ def fine(part: str) -> dict[str, object]:
 
 def test_recorder_writes_before_and_after(tmp_path: Path) -> None:
     recorder = ProbeRecorder(tmp_path / "r")
-
-    def unneeded() -> str:
-        raise Unneeded("no GPU here")
-
-    def failing() -> str:
-        raise ImportError("libx.so: cannot open\nmore")
-
-    assert recorder.try_part("a", lambda: "1.0") and recorder.try_part("b", unneeded)
-    assert not recorder.try_part("c", failing)
+    assert recorder.try_part("a", lambda: "1.0") and recorder.try_part("b", failing(Unneeded("no GPU here")))
+    assert not recorder.try_part("c", failing(ImportError("libx.so: cannot open\nmore")))
     findings = read_findings(tmp_path / "r", "")
     assert findings["a"]["found"] == "1.0" and findings["b"]["ok"] and findings["b"]["found"] == "no GPU here"
     assert findings["c"]["why"] == "ImportError: libx.so: cannot open"

@@ -11,6 +11,7 @@ from outcore.install.errors import InstallError, from_os_error
 from outcore.install.requirement_set import choose_set
 from outcore.install.shim import write_shim
 from tests.install.fakes import REPOSITORY, FakeExecute, add_package, fake_environment, machine
+from tests.refused import refused
 
 CHOSEN = choose_set(machine(), "auto", REPOSITORY)
 
@@ -140,8 +141,7 @@ def test_python_versions(version: str, ok: bool) -> None:
     if ok:
         check_python(version, "here")
     else:
-        with pytest.raises(InstallError, match="does not fit"):
-            check_python(version, "here")
+        refused(InstallError, "does not fit", lambda: check_python(version, "here"))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,7 @@ def test_os_errors_in_words(number: int, why: str) -> None:
 def test_too_new_python_makes_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
     execute = FakeExecute()
-    with pytest.raises(InstallError, match=r"3\.14"):
-        make_environment(Environment(tmp_path / "v", ""), execute)
+    refused(InstallError, r"3\.14", lambda: make_environment(Environment(tmp_path / "v", ""), execute))
     assert execute.commands == []
 
 
@@ -178,8 +177,7 @@ def test_shim(tmp_path: Path) -> None:
     assert said[0] == "a b" and said[1].startswith(str(environment.bin_dir))
     assert "not on PATH" not in write_shim(environment, tmp_path, path=str(shim.parent))
     shim.write_text("#!/bin/sh\nanother program\n")
-    with pytest.raises(InstallError, match="exists"):
-        write_shim(environment, tmp_path)
+    refused(InstallError, "exists", lambda: write_shim(environment, tmp_path))
 
 
 class Replaced(Exception):
@@ -213,8 +211,7 @@ def test_bootstrap_changes_into_the_environment(monkeypatch: pytest.MonkeyPatch,
         bootstrap.ensure_environment(script)
     assert seen == [[str(tmp_path / ".venv/bin/python"), script, "--flag", "two words"]]
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))  # already in it: no endless loop
-    with pytest.raises(SystemExit, match=r"run `python setup\.py` once"):
-        bootstrap.ensure_environment(script)
+    refused(SystemExit, r"run `python setup\.py` once", lambda: bootstrap.ensure_environment(script))
 
 
 def test_bootstrap_without_an_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

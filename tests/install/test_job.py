@@ -15,6 +15,7 @@ from outcore.install.requirement_set import read_pins
 from outcore.install.verify.rows import ReportRow
 from outcore.machine import Drive
 from tests.install.fakes import REPOSITORY, FakeStream, add_package, fake_environment, gpu_machine, machine
+from tests.refused import failing
 
 GOOD = ReportRow("deepspeed", "works", "deepspeed", "OK", True)
 BAD = ReportRow("deepspeed", "ImportError: x", "deepspeed", "missing", True, "`python setup.py`")
@@ -49,12 +50,9 @@ def installed(repository: Path, name: str = "cpu", tests: bool = False) -> None:
 
 
 def make_job(repository: Path, *flags: str, which=None, stream=None, call=None) -> InstallJob:
-    def no_call(*arguments, **more) -> int:
-        raise AssertionError("nothing may be started here")
-
     return InstallJob(
         ["--venv", str(repository / ".venv"), *flags], repository, detect=lambda: which or machine(),
-        stream=stream or FakeStream(), call=call or no_call,
+        stream=stream or FakeStream(), call=call or failing(AssertionError("nothing may be started here")),
     )  # fmt: skip
 
 
@@ -132,11 +130,8 @@ def test_failed_pip_leaves_no_ok(repository: Path, capsys: pytest.CaptureFixture
 
 
 def test_interrupt(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     fake_environment(repository / ".venv")
-    assert run(make_job(repository, stream=FakeStream(interrupt))) == 130
+    assert run(make_job(repository, stream=FakeStream(failing(KeyboardInterrupt())))) == 130
     assert "goes on where it stopped" in capsys.readouterr().out
     assert saved(repository)["error"] == "interrupted"
 

@@ -1,7 +1,6 @@
 import io
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from outcore.install.pip import explain, install, pip_steps, stream_command
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import choose_set
 from tests.install.fakes import REPOSITORY, FakeStream, fake_environment, gpu_machine, machine
+from tests.refused import failing
+from tests.waiting import until
 
 NO_NETWORK = """WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: Failed to
 establish a new connection: [Errno -3] Temporary failure in name resolution)': /simple/torch/
@@ -84,11 +85,8 @@ def test_each_failure_has_its_words(tmp_path: Path, code: int, output: str, why:
 
 
 def test_pip_that_does_not_start(tmp_path: Path) -> None:
-    def stream() -> None:
-        raise FileNotFoundError(2, "No such file or directory", "python")
-
     with pytest.raises(InstallError, match="did not start"):
-        run_install(tmp_path, FakeStream(stream))
+        run_install(tmp_path, FakeStream(failing(FileNotFoundError(2, "No such file or directory", "python"))))
 
 
 def test_full_disk_without_an_environment(tmp_path: Path) -> None:
@@ -126,9 +124,7 @@ def test_progress_on_a_terminal_moves() -> None:
     progress = InstallProgress(out)
     progress.begin("working")
     progress.detail("file 1")
-    deadline_s = time.monotonic() + 60
-    while "file 1" not in out.getvalue() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    until(lambda: "file 1" in out.getvalue())
     progress.end(False)
     text = out.getvalue()
     assert "file 1" in text and "\r" in text and text.rstrip().endswith(")") and "working: FAILED" in text

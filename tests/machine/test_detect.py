@@ -9,6 +9,7 @@ from outcore.machine import Machine, detect_machine, pcie_gb_per_s
 from outcore.machine.gpus import OLD_QUERY_FIELDS, cuda_of_driver, detect_gpus, parse_listing, run_command
 from outcore.machine.host import available_ram_bytes, detect_os, detect_ram, usable_cores
 from tests.machine.fakes import BANNER_13, RTX4070_CSV, linux_root, no_tools, smi, write
+from tests.refused import refused
 
 
 def test_reference_laptop_is_detected(tmp_path: Path) -> None:
@@ -205,8 +206,7 @@ def test_json_round_trip_and_profiles(tmp_path: Path) -> None:
     laptop = Machine.load("rtx4070-laptop")
     assert laptop.gpus[0].vram_bytes == 8188 * MIB and laptop.drives[0].is_nvme
     assert laptop.links is not None and laptop.links.source == "nominal"
-    with pytest.raises(ValueError, match=r"no machine profile 'nope'.*rtx4070-laptop"):
-        Machine.load("nope")
+    refused(ValueError, r"no machine profile 'nope'.*rtx4070-laptop", lambda: Machine.load("nope"))
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -222,15 +222,12 @@ def test_damaged_profiles_are_refused(tmp_path: Path, change, message: str) -> N
     record = json.loads(detect_machine(sys_root=linux_root(tmp_path), runner=smi(), system="Linux").to_json())
     change(record)
     write(tmp_path / "m.json", json.dumps(record))
-    with pytest.raises(ValueError, match=message):
-        Machine.load(tmp_path / "m.json")
+    refused(ValueError, message, lambda: Machine.load(tmp_path / "m.json"))
 
 
 def test_profile_that_is_no_json() -> None:
-    with pytest.raises(ValueError, match="not JSON"):
-        Machine.from_json("{")
-    with pytest.raises(ValueError, match="JSON object"):
-        Machine.from_json("[]")
+    refused(ValueError, "not JSON", lambda: Machine.from_json("{"))
+    refused(ValueError, "JSON object", lambda: Machine.from_json("[]"))
 
 
 def test_integers_serve_as_rates(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from outcore.model.forward.head import find_decoder
 from outcore.model.loss import LossModule, TokenLoss
 from outcore.sizing.activations import auto_num_chunks
 from tests.model.cases import batch_of, tiny_settings
+from tests.refused import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,8 +103,7 @@ def test_a_model_without_logits_is_refused():
         def forward(self, input_ids):  # pyright: ignore[reportIncompatibleMethodOverride]
             return {"x": input_ids}
 
-    with pytest.raises(RuntimeError, match="without logits"):
-        TokenLoss(NoLogits(2, 2))(NoLogits(2, 2), batch_of())
+    refused(RuntimeError, "without logits", lambda: TokenLoss(NoLogits(2, 2))(NoLogits(2, 2), batch_of()))
 
 
 def test_the_number_of_chunks_follows_the_vocabulary():
@@ -119,8 +119,7 @@ def test_taking_a_model_apart_leaves_it_alone():
     parts.logits(torch.zeros(1, 3, 64))
     assert list(model.modules()) == modules and dict(model._modules) == children
     assert find_decoder(nn.Linear(2, 2)) is None
-    with pytest.raises(ValueError, match="no single child"):
-        CausalParts(nn.Linear(2, 2))
+    refused(ValueError, "no single child", lambda: CausalParts(nn.Linear(2, 2)))
 
 
 def test_the_loss_module_is_found_through():

@@ -55,15 +55,10 @@ def check(results: dict[str, dict[str, float]]) -> None:
         assert result["samples_equal"], case
 
 
-def test_zero3_equals_plain_training():
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_zero3_equals_plain_training(world_size):
     pytest.importorskip("deepspeed")
-    check(run_children(1))
-
-
-@pytest.mark.slow
-def test_zero3_on_two_ranks_equals_plain_training():
-    pytest.importorskip("deepspeed")
-    check(run_children(2))
+    check(run_children(world_size))
 
 
 def child(folder: str) -> None:

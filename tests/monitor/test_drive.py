@@ -10,24 +10,20 @@ from outcore.monitor.sensors.block_device import BlockDevice
 from outcore.monitor.sensors.drive import DriveSensor, free_bytes, run_json_command
 from outcore.monitor.sensors.sensor import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat
+from tests.refused import refused
 
 
-def test_partition_counts_its_whole_disk(tmp_path: Path) -> None:
-    device = fake_system(tmp_path / "fake", tmp_path)
-    write_stat(device, read_sectors=10, write_sectors=20, in_flight=3, queue_ms=7)
-    block = BlockDevice(tmp_path, tmp_path / "fake")
-    counters = block.read()
-    assert block.disks == ("nvme0n1",)
-    assert (counters.read_bytes, counters.write_bytes) == (10 * 512, 20 * 512)
-    assert (counters.in_flight, counters.queue_ms) == (3, 7)
-
-
-def test_raid_sums_its_disks(tmp_path: Path) -> None:
+def test_a_partition_counts_its_whole_disk_and_a_raid_all_of_its_disks(tmp_path: Path) -> None:
     device = fake_system(tmp_path / "fake", tmp_path)
     second = device.parent / "nvme1n1"
     second.mkdir()
     for disk in (device, second):
         write_stat(disk, read_sectors=10, write_sectors=20, in_flight=3, queue_ms=7)
+    block = BlockDevice(tmp_path, tmp_path / "fake")
+    counters = block.read()
+    assert block.disks == ("nvme0n1",)
+    assert (counters.read_bytes, counters.write_bytes) == (10 * 512, 20 * 512)
+    assert (counters.in_flight, counters.queue_ms) == (3, 7)
     sys_root = tmp_path / "fake" / "sys"
     for folder in ("block", "class/block"):
         (sys_root / folder / "nvme1n1").symlink_to(second)
@@ -44,8 +40,7 @@ def test_raid_sums_its_disks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tmpfs", "9p", "nfs4"])
 def test_what_has_no_block_device_says_what_it_is(tmp_path: Path, kind: str) -> None:
     fake_system(tmp_path / "fake", tmp_path, filesystem=kind)
-    with pytest.raises(OSError, match=kind):
-        BlockDevice(tmp_path, tmp_path / "fake")
+    refused(OSError, kind, lambda: BlockDevice(tmp_path, tmp_path / "fake"))
     board = SensorBoard()
     sensor = DriveSensor(board, tmp_path, tmp_path / "fake")
     assert sensor.read_counters() is None and sensor.sample().temp_c is None and sensor.disks == ()
@@ -63,18 +58,16 @@ def test_no_hwmon_is_explained_once(tmp_path: Path) -> None:
     assert "not an NVMe drive" in board.explanations()[1]
 
 
-def test_sata_temperature_comes_from_drivetemp(tmp_path: Path) -> None:
-    device = fake_system(tmp_path / "fake", tmp_path, disk="sda")
-    hwmon = device / "device" / "hwmon" / "hwmon1"
-    hwmon.mkdir(parents=True)
-    (hwmon / "temp1_input").write_text("31000\n")
-    assert DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake").sample().temp_c == 31.0
-
-
-def test_multipath_asks_the_subsystems_controllers(tmp_path: Path) -> None:
-    device = fake_system(tmp_path / "fake", tmp_path, disk="nvme2n1")
-    (device / "device" / "nvme0").mkdir(parents=True)
-    assert DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake").sample().temp_c == 47.85
+@pytest.mark.parametrize(("disk", "sensor", "temp_c"), [
+    ("sda", "device/hwmon/hwmon1", 31.0),  # SATA: drivetemp
+    ("nvme2n1", "device/nvme0", 47.85),  # multipath: a controller of the subsystem
+])  # fmt: skip
+def test_temperature_of_other_drives(tmp_path: Path, disk: str, sensor: str, temp_c: float) -> None:
+    folder = fake_system(tmp_path / "fake", tmp_path, disk=disk) / sensor
+    folder.mkdir(parents=True)
+    if disk == "sda":
+        (folder / "temp1_input").write_text("31000\n")
+    assert DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake").sample().temp_c == temp_c
 
 
 def test_lifetime_falls_back_to_smartctl(tmp_path: Path) -> None:
@@ -91,10 +84,8 @@ def test_lifetime_falls_back_to_smartctl(tmp_path: Path) -> None:
 
 def test_run_json_command(tmp_path: Path) -> None:
     assert run_json_command(("echo", "{}")) == "{}\n"
-    with pytest.raises(OSError, match="not installed"):
-        run_json_command(("no-such-tool-here",))
-    with pytest.raises(OSError, match="exit code"):
-        run_json_command(("ls", str(tmp_path / "absent")))
+    refused(OSError, "not installed", lambda: run_json_command("no-such-tool-here"))
+    refused(OSError, "exit code", lambda: run_json_command(("ls", str(tmp_path / "absent"))))
 
 
 def test_free_bytes_of_a_folder_to_come(tmp_path: Path) -> None:

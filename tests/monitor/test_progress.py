@@ -2,7 +2,6 @@
 
 import io
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from outcore.monitor import MetricsLog, RunProgress, plot_loss
 from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps, y_limits
 from outcore.monitor.screen.live import fit_words
+from tests.waiting import until
 
 GIB = 1 << 30
 LIMITS = {"gpu_mem_total_bytes": 8 * GIB, "ram_total_bytes": 64 * GIB, "nvme_total_bytes": 10**12}
@@ -211,12 +211,9 @@ def test_y_range_leaves_single_spikes_out() -> None:
 def test_a_long_step_is_heard_of_in_a_pipe():
     out = io.StringIO()
     with RunProgress(3, file=out, plain_every_s=0.1) as progress:
-        until_s = time.monotonic() + 60
-        while "step 1: " not in out.getvalue() and time.monotonic() < until_s:
-            time.sleep(0.02)
+        until(lambda: "step 1: " in out.getvalue())
         progress.activity("saving step 1")
-        while "saving step 1: " not in out.getvalue() and time.monotonic() < until_s:
-            time.sleep(0.02)
+        until(lambda: "saving step 1: " in out.getvalue())
     lines = out.getvalue().splitlines()
     assert any(line.startswith("step 1: ") and line.endswith("so far") for line in lines)
     assert any(line.startswith("saving step 1: ") for line in lines)

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ import pytest
 from outcore.monitor import Sampler
 from outcore.monitor.sensors.gpu import throttle_words
 from tests.monitor.fakes import FakeNvml, FakeNvmlError, make_sampler, write_stat
+from tests.refused import failing
+from tests.waiting import until
 
 
 def test_snapshot_sums_the_window_between_snapshots(tmp_path: Path) -> None:
@@ -54,44 +55,39 @@ def test_snapshot_sums_the_window_between_snapshots(tmp_path: Path) -> None:
     json.dumps(snapshot, allow_nan=False)
 
 
-def test_a_sensor_that_is_not_offered_is_null_and_said_once(tmp_path: Path) -> None:
+GPU_FIELDS = ("gpu_mem_bytes", "gpu_mem_peak_bytes", "gpu_util_pct", "gpu_temp_c", "throttle", "pcie_rx_gb_per_s")
+
+
+@pytest.mark.parametrize(("errors", "settings", "null", "words"), [
+    ({"power": FakeNvmlError(3, "Not Supported")}, {}, ["gpu_power_w"], ["GPU power", "Not Supported", "gpu_power_w"]),
+    ({"*": FakeNvmlError(15, "GPU is lost")}, {}, GPU_FIELDS, ["GPU is lost"]),
+    ({"nvmlInit": FakeNvmlError(12, "Shared Library Not Found")}, {}, GPU_FIELDS, ["Shared Library Not Found"]),
+    ({}, {"gpu": None}, GPU_FIELDS, []),
+    ({}, {"pinned_bytes": failing(RuntimeError("pool closed"))}, ["pinned_bytes"], ["pool closed"]),
+    ({}, {"run_command": failing(OSError("exit code 1; it may need root"))}, ["nvme_lifetime_written_bytes"], ["root"]),
+])  # fmt: skip
+def test_what_gives_nothing_is_null_and_said_once(tmp_path: Path, errors, settings, null, words) -> None:
     nvml = FakeNvml()
-    nvml.errors["power"] = FakeNvmlError(nvml.NVML_ERROR_NOT_SUPPORTED, "Not Supported")
-    sampler, _ = make_sampler(tmp_path, nvml)
+    starts = "nvmlInit" not in errors
+    if not starts:
+        nvml.errors = errors
+    sampler, _ = make_sampler(tmp_path, nvml, **settings)
+    sampler.sample_once()
+    has_gpu = starts and settings.get("gpu", 0) is not None
+    assert sampler.snapshot()["gpu_temp_c"] == (60 if has_gpu else None)
+    nvml.errors = errors
     for _ in range(3):
         sampler.sample_once()
     snapshot = sampler.snapshot()
-    assert snapshot["gpu_power_w"] is None and snapshot["gpu_temp_c"] == 60
-    said = sampler.take_explanations()
-    assert len(said) == 1 and "GPU power" in said[0] and "Not Supported" in said[0] and "gpu_power_w" in said[0]
-    assert sampler.take_explanations() == [] and sampler.explanations() == said
-
-
-def test_nvml_failing_mid_run_nulls_every_gpu_field_once(tmp_path: Path) -> None:
-    nvml = FakeNvml()
-    sampler, _ = make_sampler(tmp_path, nvml)
-    sampler.sample_once()
-    assert sampler.snapshot()["gpu_temp_c"] == 60
-    nvml.errors["*"] = FakeNvmlError(nvml.NVML_ERROR_GPU_IS_LOST, "GPU is lost")
-    sampler.sample_once()
-    sampler.sample_once()
-    snapshot = sampler.snapshot()
-    for name in ("gpu_mem_bytes", "gpu_mem_peak_bytes", "gpu_util_pct", "gpu_temp_c", "throttle", "pcie_rx_gb_per_s"):
-        assert snapshot[name] is None, name
+    assert {name: snapshot[name] for name in null} == dict.fromkeys(null)
     assert snapshot["ram_available_bytes"] == 4 << 30
-    assert len(sampler.explanations()) == 1 and "GPU is lost" in sampler.explanations()[0]
-
-
-def test_no_nvml_at_all(tmp_path: Path) -> None:
-    nvml = FakeNvml()
-    nvml.errors["nvmlInit"] = FakeNvmlError(12, "NVML Shared Library Not Found")
-    sampler, _ = make_sampler(tmp_path, nvml)
-    sampler.sample_once()
-    assert sampler.snapshot()["gpu_mem_bytes"] is None
-    assert sampler.describe()["gpu_name"] is None
-    assert len(sampler.explanations()) == 1 and "Shared Library Not Found" in sampler.explanations()[0]
+    assert (snapshot["gpu_temp_c"] == 60) == (null is not GPU_FIELDS)
+    assert sampler.describe()["gpu_name"] == ("Fake GPU" if has_gpu else None)
+    said = sampler.take_explanations()
+    assert len(said) == bool(words) and all(word in said[0] for word in words)
+    assert sampler.take_explanations() == [] and sampler.explanations() == said
     sampler.close()
-    assert nvml.shutdowns == 0
+    assert nvml.shutdowns == has_gpu
 
 
 @pytest.mark.parametrize(("gpu", "asked"), [
@@ -102,13 +98,6 @@ def test_gpu_is_found_by_index_uuid_or_bus(tmp_path: Path, gpu: int | str, asked
     sampler, _ = make_sampler(tmp_path, nvml, gpu=gpu)
     sampler.sample_once()
     assert nvml.asked == [asked]
-
-
-def test_gpu_none_looks_at_no_gpu(tmp_path: Path) -> None:
-    sampler, _ = make_sampler(tmp_path, FakeNvml(), gpu=None)
-    sampler.sample_once()
-    assert sampler.snapshot()["gpu_mem_bytes"] is None and sampler.describe()["gpu_mem_total_bytes"] is None
-    assert sampler.explanations() == []
 
 
 def test_a_drive_that_vanishes_is_null_from_then_on(tmp_path: Path) -> None:
@@ -131,31 +120,10 @@ def test_counters_that_start_again_count_from_zero(tmp_path: Path) -> None:
     assert snapshot["nvme_read_bytes"] == 10 * 512 and snapshot["nvme_write_bytes"] == 512
 
 
-def test_pinned_callback_that_fails_never_reaches_the_run(tmp_path: Path) -> None:
-    def fail() -> int:
-        raise RuntimeError("pool closed")
-
-    sampler, _ = make_sampler(tmp_path, FakeNvml(), pinned_bytes=fail)
-    assert sampler.snapshot()["pinned_bytes"] is None
-    assert "pool closed" in sampler.explanations()[0]
-
-
-def test_lifetime_writes_that_need_root_are_explained(tmp_path: Path) -> None:
-    def refuse(command: list[str]) -> str:
-        raise OSError("exit code 1: Permission denied; it may need root")
-
-    sampler, _ = make_sampler(tmp_path, FakeNvml(), run_command=refuse)
-    sampler.sample_once()
-    assert sampler.snapshot()["nvme_lifetime_written_bytes"] is None
-    assert "root" in sampler.explanations()[0]
-
-
 def test_thread_samples_and_stops_on_this_machine(tmp_path: Path) -> None:
     """Real /proc and /sys, real NVML or none."""
     with Sampler(tmp_path, interval_s=0.01) as sampler:
-        deadline = time.monotonic() + 60
-        while sampler.snapshot()["ram_rss_bytes"] is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: sampler.snapshot()["ram_rss_bytes"] is not None)
         snapshot = sampler.snapshot()
         assert snapshot["ram_rss_bytes"] > 1 << 20
         assert snapshot["nvme_free_bytes"] > 0
@@ -163,6 +131,8 @@ def test_thread_samples_and_stops_on_this_machine(tmp_path: Path) -> None:
         assert any(thread.name == "outcore-sampler" for thread in threading.enumerate())
     assert not any(thread.name == "outcore-sampler" for thread in threading.enumerate())
     assert sampler.cpu_s > 0
+    with pytest.raises(ValueError, match="above 0 s"):
+        Sampler(interval_s=0)
 
 
 def test_a_driver_that_hangs_nulls_the_fields_and_never_blocks(tmp_path: Path) -> None:
@@ -177,11 +147,6 @@ def test_a_driver_that_hangs_nulls_the_fields_and_never_blocks(tmp_path: Path) -
     assert any("hang" in text for text in sampler.explanations())
     release.set()
     sampler.close()
-
-
-def test_interval_is_checked() -> None:
-    with pytest.raises(ValueError, match="above 0 s"):
-        Sampler(interval_s=0)
 
 
 def test_throttle_words() -> None:
@@ -240,11 +205,7 @@ def test_the_header_gets_the_gpus_facts_right_after_start(tmp_path: Path) -> Non
 
 def test_a_bug_in_sampling_ends_the_thread_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, _ = make_sampler(tmp_path, FakeNvml())
-
-    def fail() -> None:
-        raise KeyError("bug")
-
-    monkeypatch.setattr(sampler, "sample_once", fail)
+    monkeypatch.setattr(sampler, "sample_once", failing(KeyError("bug")))
     sampler.start()
     assert sampler._thread is not None
     sampler._thread.join(20)

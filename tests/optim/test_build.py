@@ -17,7 +17,7 @@ from outcore.optim import extension as extension_module
 from outcore.optim.build import LIBRARY_NAME, cache_dir, find_compiler, product_variants, variants
 from outcore.optim.extension import ExtensionBackend, load_library
 from tests.optim.cases import extension
-from tests.refused import refused
+from tests.refused import failing, refused
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake {version}"; exit 0; fi
@@ -102,10 +102,7 @@ def test_no_compiler(tmp_path, monkeypatch):
 
 
 def test_auto_falls_back_and_says_so(monkeypatch, caplog):
-    def none():
-        raise CompilerMissing("no C++ compiler here")
-
-    monkeypatch.setattr(extension_module, "build_extension", none)
+    monkeypatch.setattr(extension_module, "build_extension", failing(CompilerMissing("no C++ compiler here")))
     with caplog.at_level(logging.WARNING):
         assert open_backend("auto").name == "torch"
     assert "no C++ compiler here" in caplog.text
@@ -170,11 +167,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "build_extension", lambda: tmp_path / LIBRARY_NAME)
     assert command.main() == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / LIBRARY_NAME)
-
-    def fails():
-        raise CompilerMissing("install one")
-
-    monkeypatch.setattr(command, "build_extension", fails)
+    monkeypatch.setattr(command, "build_extension", failing(CompilerMissing("install one")))
     assert command.main() == 1
     assert "install one" in capsys.readouterr().err
 

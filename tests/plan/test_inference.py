@@ -40,6 +40,7 @@ from outcore.sizing.inference import (
 )
 from tests.flow.models import needs as needs_model
 from tests.flow.models import tiny_loaded
+from tests.refused import refused
 
 
 def needs(layers: int = 32, layer_mib: int = 416, ends_mib: int = 1000, token_kib: int = 128) -> InferenceNeeds:
@@ -76,8 +77,7 @@ def test_ram_that_is_short_sends_a_share_of_each_layer_to_the_drive():
     placed = place_inference(needs(), limits, "latency")
     shares = {round(p.ram_bytes / p.size_bytes, 3) for p in placed.parts if p.home == "nvme"}
     assert placed.bytes_at("nvme") > 0 and len(shares) == 1
-    with pytest.raises(DoesNotFit, match="nvme_path"):
-        place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency")
+    refused(DoesNotFit, "nvme_path", lambda: place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency"))
 
 
 @pytest.mark.parametrize(("ends_mib", "saved"), [(1000, 3 * 416), (2000, 2 * 2000)])
@@ -104,8 +104,7 @@ def test_rows_of_an_embedding_are_read_in_ram_and_other_weights_stay_in_its_plac
 
 
 def test_refusals_have_numbers():
-    with pytest.raises(DoesNotFit, match=r"needs .* GiB of VRAM"):
-        place_inference(needs(), InferenceLimits(1 * GIB, 64 * GIB))
+    refused(DoesNotFit, r"needs .* GiB of VRAM", lambda: place_inference(needs(), InferenceLimits(1 * GIB, 64 * GIB)))
     with pytest.raises(DoesNotFit, match=r"context [\d,]+ tokens instead of 100,000"):
         place_inference(needs(), InferenceLimits(8 * GIB, 64 * GIB, context_tokens=100_000, kv_home="vram"))
     placed = place_inference(needs(), InferenceLimits(8 * GIB, 64 * GIB, context_tokens=100_000))
@@ -269,12 +268,12 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     ]  # fmt: skip
     assert cli.main([*command, "--expert_cache_gib", "3"]) == 0
     assert f"1: {low:,.1f} to {high:,.1f}" in capsys.readouterr().out
-    for refused, why in (
+    for model, why in (
         ("llama-8b", "this model has no experts"),
         ("tiny-moe", "all weights stay where they are used"),
     ):
         with pytest.raises(ValueError, match=why):
-            plan_inference(resolve_shape(refused), laptop, expert_cache_gib=1)
+            plan_inference(resolve_shape(model), laptop, expert_cache_gib=1)
 
 
 def test_experts_come_alone_where_passes_of_few_tokens_are_what_counts(capsys):

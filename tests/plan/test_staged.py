@@ -12,6 +12,7 @@ from outcore.model import preset_shape
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.profile import load_hardware
+from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.swapping import WeightCounts
@@ -40,9 +41,15 @@ SPARED = 2 * KEPT // 2
 the last layers, nothing where it ends with the embedding."""
 
 
+def infinity(params: str, passes: int, states: str, *, ram_gib: float | None = None, **staged: Any) -> Plan:
+    """A run with its states on the drive, its parameters there (`nvme`) or not, on the laptop or with other RAM."""
+    machine = LAPTOP if ram_gib is None else dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
+    layout = DeepSpeedLayout("infinity", "nvme", params, 2, passes, Staged(states, **staged))
+    return plan_deepspeed(SHAPE, RunRequest(), machine, 1024, layout)
+
+
 def test_all_on_the_drive_by_hand():
-    layout = DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4, Staged("split", staging_bytes=LITTLE))
-    p = plan_deepspeed(SHAPE, RunRequest(), LAPTOP, 1024, layout)
+    p = infinity("nvme", 4, "split", staging_bytes=LITTLE)
     assert 2 * LEADING < GB1 < 2 * LEADING + 200_000_000  # what --max_in_cpu_gb keeps of parameters in RAM
     assert p.part_bytes("nvme", "parameters") == ON_DRIVE
     assert (p.part_bytes("nvme", "master"), p.part_bytes("nvme", "moments")) == (2 * N, 8 * N)
@@ -57,32 +64,19 @@ def test_all_on_the_drive_by_hand():
 
 
 def test_a_format_with_whole_masters_needs_no_parameters_for_the_update():
-    reads = [
-        plan_deepspeed(
-            SHAPE, RunRequest(), LAPTOP, 1024,
-            DeepSpeedLayout("infinity", "nvme", "nvme", 2, 1, Staged(states, staging_bytes=LITTLE)),
-        ).drive_read_bytes_per_step
-        for states in ("split", "fp32")
-    ]  # fmt: skip
+    split, fp32 = (infinity("nvme", 1, states, staging_bytes=LITTLE) for states in ("split", "fp32"))
     kept = 17 << 22  # of 18 slots
-    assert reads == [10 * (N - KEPT) + PAGES + ON_DRIVE - SPARED, 12 * (N - kept)]
+    assert split.drive_read_bytes_per_step == 10 * (N - KEPT) + PAGES + ON_DRIVE - SPARED
+    assert fp32.drive_read_bytes_per_step == 12 * (N - kept)
 
 
 def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each_way():
     """Parameters in RAM, fp32 states: 48 MiB a slot. 4 B a parameter of homes, 3 GiB for the process and 2 for others;
     half of the RAM left at most, and a third of the states."""
-
-    def planned(staging_gib: int, ram_gib: float):
-        machine = dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
-        told = Staged("fp32", staging_bytes=staging_gib * GIB)
-        return plan_deepspeed(
-            SHAPE, RunRequest(), machine, 1024, DeepSpeedLayout("infinity", "nvme", "cpu", 2, 1, told)
-        )
-
     homes_gib = 4 * N / GIB + 5
     found = []
     for staging_gib, ram_gib in ((1, 64), (4, 64), (4, homes_gib + 4), (4, homes_gib + 1), (32, 64)):
-        p = planned(staging_gib, ram_gib)
+        p = infinity("cpu", 1, "fp32", ram_gib=ram_gib, staging_bytes=staging_gib * GIB)
         ring = p.part_bytes("ram", "ring of states on their way")
         slots = ring // (48 << 20)
         found.append(ring / GIB)
@@ -95,9 +89,7 @@ def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each
 @pytest.mark.parametrize(("params", "least_gib"), [("cpu", 1), ("nvme", 3)])
 def test_a_ring_that_grows_turns_no_run_away(params: Any, least_gib: int):
     def planned(staging_gib: int, ram_gib: float):
-        machine = dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
-        layout = DeepSpeedLayout("infinity", "nvme", params, 2, 1, Staged("split", staging_bytes=staging_gib * GIB))
-        return plan_deepspeed(SHAPE, RunRequest(), machine, 1024, layout)
+        return infinity(params, 1, "split", ram_gib=ram_gib, staging_bytes=staging_gib * GIB)
 
     tenths = [tenth / 10 for tenth in range(120, 220)]
     little = [planned(least_gib, ram_gib).fits for ram_gib in tenths]
@@ -119,14 +111,8 @@ def test_staging_memory_is_shared_by_parameters_gradients_and_the_ring():
 @pytest.mark.parametrize("passes", [1, 4])
 def test_gradients_on_the_drive_by_hand(passes: int):
     plans = [
-        plan_deepspeed(
-            SHAPE, RunRequest(), LAPTOP, 1024,
-            DeepSpeedLayout(
-                "infinity", "nvme", "nvme", 2, passes, Staged("fp32", gradients_on_nvme=on_nvme, staging_bytes=LITTLE)
-            ),
-        )
-        for on_nvme in (False, True)
-    ]  # fmt: skip
+        infinity("nvme", passes, "fp32", gradients_on_nvme=on_nvme, staging_bytes=LITTLE) for on_nvme in (False, True)
+    ]
     ram, drive = plans
     assert (ram.homes["gradients"], drive.homes["gradients"]) == ("RAM", "NVMe")
     assert ["--nvme_offload_gradients true" in plan.flags for plan in plans] == [False, True]

@@ -1,6 +1,5 @@
 """The benchmarks on whatever this machine has: they measure, stay inside their bounds and leave nothing behind."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.probe.bench import direct as direct_bench
-from outcore.probe.bench import drive_file as test_file
 from outcore.probe.bench.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.bench.device import measure_copies, measure_peers
 from outcore.probe.bench.direct import measure_direct, open_direct_engine
@@ -35,6 +33,7 @@ from outcore.probe.gds.facts import GdsFacts, ReadTest
 from outcore.probe.gds.verdict import PathVerdict
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
+from tests.refused import failing
 
 CPU = torch.device("cpu")
 TINY = replace(
@@ -156,12 +155,8 @@ def test_a_drive_is_measured(open_file: BlockFile) -> None:
     assert len(keys) == len(set(keys))  # finals are pooled with the first measurement
     if not torch.cuda.is_available():
         assert [note for note in result.notes if "kvikio" in note]
-
-
-def test_the_full_grid(open_file: BlockFile) -> None:
-    result = measure_drive(open_file, "/here", replace(TINY, full_grid=True), 1.0)
-    reads = {(m.block_bytes, m.depth) for m in result.measurements if m.link == "drive_read"}
-    assert len(reads) == 4
+    whole = measure_drive(open_file, "/here", replace(TINY, full_grid=True), 1.0)
+    assert len({(m.block_bytes, m.depth) for m in whole.measurements if m.link == "drive_read"}) == 4
 
 
 def test_a_short_read_is_no_iops(filled: TestFile) -> None:
@@ -338,16 +333,8 @@ def test_direct_reads(open_file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> 
         assert asked["gds"] is False
         found = measure_direct(engine, "gds", open_file, CPU, 0.02)
     assert found.engine == "gds" and found.gb_per_s > 0
-
-    def refuse(name: str, **settings: Any) -> Any:
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(direct_bench, "open_engine", refuse)
+    monkeypatch.setattr(direct_bench, "open_engine", failing(RuntimeError("no driver")))
     assert open_direct_engine(verdict("cufile-compat"), works)[1:] == (None, "no driver")
-
-
-def test_nothing_is_left_in_the_working_directory() -> None:
-    assert not [name for name in os.listdir() if name.startswith(test_file.PREFIX)]
 
 
 @pytest.mark.gpu

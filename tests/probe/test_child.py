@@ -16,6 +16,7 @@ from outcore.probe.gds.child import LINE_PREFIX, main, parse_findings
 from outcore.probe.gds.cuda_driver import CudaDriver, CudaUnavailable
 from outcore.probe.gds.facts import READ_BYTES, collect_facts
 from outcore.probe.system import ChildResult, RealSystem
+from tests.refused import failing
 
 
 class FakeCuda:
@@ -126,9 +127,6 @@ def kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
         def get(self) -> Any:
             return types.SimpleNamespace(by_backend={"POSIX": {"num_ops": 1}, "GDS": {"num_ops": 0}})
 
-    def is_gds_available(name: str) -> bool:
-        raise RuntimeError("libcufile is not there")
-
     for name, value in {
         "__version__": "26.10.00", "CuFile": type("CuFile", (FakeCuFile,), {"calls": []}),
         "CompatMode": types.SimpleNamespace(OFF="OFF", AUTO="AUTO"), "SummaryMonitor": Monitor, "defaults": defaults,
@@ -136,7 +134,7 @@ def kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
     }.items():  # fmt: skip
         setattr(module, name, value)
     vars(defaults).update(set=settings.update, is_compat_mode_preferred=lambda: True)
-    vars(cufile_driver).update(get=is_gds_available, libcufile_version=lambda: (1, 15))
+    vars(cufile_driver).update(get=failing(RuntimeError("libcufile is not there")), libcufile_version=lambda: (1, 15))
     monkeypatch.setitem(sys.modules, "kvikio", module)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
     monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", cufile_driver)

@@ -3,12 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outcore.common.quantities import GIB
 from outcore.probe.report.config_file import ConfigFileError, apply_changes, read_config
+from tests.refused import failing, refused
 
 
 def test_missing_configuration_means_defaults_and_says_so(tmp_path: Path) -> None:
@@ -37,8 +37,7 @@ def test_configuration_is_read(tmp_path: Path) -> None:
 def test_bad_configurations_are_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
-    with pytest.raises(ConfigFileError, match=words):
-        read_config(path)
+    refused(ConfigFileError, words, lambda: read_config(path))
 
 
 def test_apply_keeps_the_users_keys_their_order_and_the_old_file(tmp_path: Path) -> None:
@@ -66,26 +65,20 @@ def test_apply_keeps_the_users_keys_their_order_and_the_old_file(tmp_path: Path)
 
 def test_apply_follows_a_link_and_creates_only_when_asked(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
-    with pytest.raises(ConfigFileError, match="--create"):
-        apply_changes(real, {"aio": {"a": 1}})
+    refused(ConfigFileError, "--create", lambda: apply_changes(real, {"aio": {"a": 1}}))
     apply_changes(real, {"aio": {"a": 1}}, create=True)
     assert json.loads(real.read_text()) == {"aio": {"a": 1}}
     link.symlink_to(real)
     apply_changes(link, {"aio": {"a": 2}})
     assert link.is_symlink() and json.loads(real.read_text()) == {"aio": {"a": 2}}
     real.write_text('{"aio": 5}')
-    with pytest.raises(ConfigFileError, match='"aio" must be an object'):
-        apply_changes(real, {"aio": {"a": 1}})
+    refused(ConfigFileError, '"aio" must be an object', lambda: apply_changes(real, {"aio": {"a": 1}}))
 
 
 def test_a_change_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.json"
     path.write_text('{\t"aio": {}}')
-
-    def fail(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "replace", failing(OSError(28, "No space left on device")))
     with pytest.raises(ConfigFileError, match="No space left on device; nothing was changed"):
         apply_changes(path, {"aio": {"a": 1}})
     assert path.read_text() == '{\t"aio": {}}'

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from outcore.probe.bench import compute as compute_bench
+from outcore.probe.bench import host as host_bench
 from outcore.probe.bench import update as update_bench
 
 
 def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):
-    from outcore.probe.bench import compute as compute_bench
-
     rates = compute_bench.measure_compute(torch.device("cpu"), 0.05)
     assert rates.dtype == "fp32" and rates.device == "cpu"
     assert 0 < rates.matmul_tflops < 100 and 0 < rates.memory_gb_per_s < 10_000
@@ -21,26 +21,20 @@ def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):
 
 
 def test_launches_of_a_layer_are_timed_on_this_cpu(monkeypatch, one_thread):
-    from outcore.probe.bench import host as host_bench
-
     monkeypatch.setattr(host_bench, "LAYERS", 1)
     assert 1e-5 < host_bench.measure_host(torch.device("cpu"), 0.0) < 5.0
 
 
 @pytest.mark.gpu
 def test_launches_of_a_layer_on_a_gpu_take_the_host_about_as_long_whatever_the_limit():
-    from outcore.probe.bench.host import measure_host
-
     device = torch.device("cuda", 0)
-    short, long = measure_host(device, 0.1), measure_host(device, 0.5)
+    short, long = host_bench.measure_host(device, 0.1), host_bench.measure_host(device, 0.5)
     assert 2e-4 < long < 0.1 and 0.4 < short / long < 2.5
 
 
 @pytest.mark.gpu
 def test_compute_rates_of_a_gpu():
-    from outcore.probe.bench.compute import measure_compute
-
-    rates = measure_compute(torch.device("cuda", 0), 1.0)
+    rates = compute_bench.measure_compute(torch.device("cuda", 0), 1.0)
     assert rates.dtype in ("bf16", "fp16") and 1 < rates.matmul_tflops < 5000
     assert 50 < rates.memory_gb_per_s < 20_000 and rates.elapsed_s < 20
 

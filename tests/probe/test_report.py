@@ -213,19 +213,12 @@ def test_the_report_follows_its_schema_and_survives_json() -> None:
     assert check_report(json.loads(to_json(build_report(empty)))) == []
 
 
-def test_what_is_wrong_with_a_report_is_named() -> None:
-    report = build_report(findings())
-    report["schema_version"] = 99
-    report["warnings"] = "none"
-    report["extra"] = 1
+def test_a_report_that_breaks_the_schema_is_found() -> None:
+    report = {**build_report(findings()), "schema_version": 99, "warnings": "none", "extra": 1, "links": {}}
     del report["ladder"]
-    report["links"] = {"drive_read_gb_per_s": -1.0}
     problems = " ".join(check_report(report))
-    for words in (
-        "99", "warnings has the type str", "extra is not part", "ladder is missing", "-1.0", "links lacks ram",
-    ):  # fmt: skip
+    for words in ("99", "warnings has the type str", "extra is not part", "ladder is missing", "links lacks ram"):
         assert words in problems
-    assert check_report([]) == ["a report is a JSON object, got list"]
 
 
 def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:

@@ -189,10 +189,10 @@ def test_logs_that_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
     assert "--logs" in capsys.readouterr().err
 
 
-def optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ProbeRun:
+def optimizer(tmp_path: Path, *machine: Any) -> ProbeRun:
     options = parse_options([*TINY, "--path", str(tmp_path), "--logs", str(tmp_path)], tmp_path)
     with StageProgress(STAGES) as progress:
-        return ProbeRun(replace(options, **changes), progress)
+        return ProbeRun(options, progress, *machine)
 
 
 def test_a_drive_that_fails_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_drive_that_fails_is_left_out_and_the_rest_goes_on(tmp_path: Path, mon
         raise StorageError("read", path=tmp_path / "x", offset=0, wanted=1, got=0, errno=5)
 
     monkeypatch.setattr(optimizer_module, "measure_drive", fail)
-    found = optimizer(tmp_path, monkeypatch).run()
+    found = optimizer(tmp_path).run()
     assert found.drives == [] and found.latency is None
     assert any(str(tmp_path) in line for line in found.skipped)
     assert found.link_rates()["ram"] and found.updates is not None and found.updates.gparams_per_s["split8"] > 0
@@ -212,13 +212,13 @@ def test_no_staging_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
         raise RuntimeError("no staging memory: the machine gave none")
 
     monkeypatch.setattr(optimizer_module, "build_pool", fail)
-    found = optimizer(tmp_path, monkeypatch).run()
+    found = optimizer(tmp_path).run()
     assert found.staging is None
     assert any("no staging memory" in warning for warning in found.warnings)
 
 
-def test_when_the_time_is_up_lanes_are_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = optimizer(tmp_path, monkeypatch)
+def test_when_the_time_is_up_lanes_are_measured_all_the_same(tmp_path: Path) -> None:
+    run = optimizer(tmp_path)
     run.budget.total_s = 0.0  # a slow drive took it all
     found = run.run()
     assert found.link_rates()["drive_to_gpu"] and found.latency is not None
@@ -234,7 +234,7 @@ def test_the_stages_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(optimizer_module, "collect_facts", lambda *arguments: facts)
     monkeypatch.setattr(ProbeRun, "_gpu_id", lambda self: 0)
     monkeypatch.setattr(direct_bench, "open_engine", lambda name, **settings: PosixEngine(num_threads=2))
-    run = optimizer(tmp_path, monkeypatch)
+    run = optimizer(tmp_path)
     run.has_gpu = True
     run.budget.__dict__["_left"] |= {"copies": 1.0, "direct": 1.0}
     found = run.run()
@@ -250,7 +250,7 @@ def test_the_stages_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = optimizer(tmp_path, monkeypatch)
+    run = optimizer(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     asked: list[Any] = []
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(device) for device in asked] == ["cuda:0", "cuda:1"] and "a note" in found.warnings
 
 
-def test_a_gpu_that_torch_cannot_use_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_said(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use this machine's GPU")
 
@@ -270,10 +270,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(tmp_path: Path, monkeypatch: pytest
         def run_child(self, arguments: Any, timeout_s: float, env: Any = None) -> ChildResult:
             return ChildResult(0, "")
 
-    options = parse_options([*TINY, "--path", str(tmp_path)], tmp_path)
-    with StageProgress(STAGES) as progress:
-        run = ProbeRun(options, progress, System(), Machine.load("rtx4070-laptop"))
-        found, _ = run._ladder()
+    found, _ = optimizer(tmp_path, System(), Machine.load("rtx4070-laptop"))._ladder()
     assert any("cannot use the NVIDIA GeForce RTX 4070" in warning for warning in found.warnings)
 
 

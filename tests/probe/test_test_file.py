@@ -8,6 +8,7 @@ from outcore.common.quantities import MIB
 from outcore.probe.bench import drive_file as test_file
 from outcore.probe.bench.drive_file import TestFile, TestPathError, check_directory, sweep
 from outcore.storage import BlockFile
+from tests.refused import refused
 
 
 def test_the_test_file_is_random_locked_and_removed(tmp_path: Path) -> None:
@@ -42,21 +43,17 @@ def test_fill_stops_on_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_unusable_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TestPathError, match="does not exist: create it"):
-        check_directory(tmp_path / "missing")
+    refused(TestPathError, "does not exist: create it", lambda: check_directory(tmp_path / "missing"))
     (tmp_path / "file").touch()
-    with pytest.raises(TestPathError, match="not a directory"):
-        check_directory(tmp_path / "file")
+    refused(TestPathError, "not a directory", lambda: check_directory(tmp_path / "file"))
     monkeypatch.setattr(test_file, "_free_bytes", lambda directory: 1000)
-    with pytest.raises(TestPathError, match=r"no space .* 1.00 kB free"):
-        TestFile(tmp_path, 64 * MIB)
+    refused(TestPathError, r"no space .* 1.00 kB free", lambda: TestFile(tmp_path, 64 * MIB))
 
     def refuse(self: Path, exist_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(TestPathError, match="read-only filesystem"):
-        check_directory(tmp_path)
+    refused(TestPathError, "read-only filesystem", lambda: check_directory(tmp_path))
 
 
 def test_ctrl_c_leaves_nothing_of_the_look_at_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +77,5 @@ def test_a_full_drive_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise StorageError("preallocate", path=self.path, offset=0, wanted=size_bytes, got=0, errno=28)
 
     monkeypatch.setattr(BlockFile, "preallocate", full)
-    with pytest.raises(TestPathError, match="cannot be made"):
-        TestFile(tmp_path, 4 * MIB)
+    refused(TestPathError, "cannot be made", lambda: TestFile(tmp_path, 4 * MIB))
     assert list(tmp_path.iterdir()) == []

@@ -2,21 +2,12 @@
 
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.serve import ServeSettings
-
-
-def until(truth, seconds: float = 120.0):
-    """What `truth` gives as soon as it is true."""
-    end_s = time.monotonic() + seconds
-    while not (found := truth()):
-        assert time.monotonic() < end_s, "it did not come to that"
-        time.sleep(0.02)
-    return found
+from tests.waiting import until
 
 
 def get(server, path):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.infer.models import greedy_by_transformers
-from tests.serve.running import get, send, until
+from tests.serve.running import get, send
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

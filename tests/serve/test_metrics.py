@@ -12,7 +12,8 @@ from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from tests.forked import ROOT
 from tests.infer.models import MIXTURE, SCARCE, save_tiny_model
-from tests.serve.running import get, send, until
+from tests.serve.running import get, send
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,6 +13,7 @@ from outcore.storage import PosixEngine, StorageError
 from tests.refused import refused
 from tests.staging.fakes import LateEvent, LateStreams, file_with, random_bytes
 from tests.storage.faulty import FaultyEngine
+from tests.waiting import until
 
 SLOT = 64 * KIB
 CPU = torch.device("cpu")
@@ -30,13 +31,6 @@ def drive() -> Iterator[FaultyEngine]:
     inner = PosixEngine(2)
     yield FaultyEngine(inner)
     inner.close()
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "fake device"])

@@ -12,10 +12,9 @@ import torch
 from outcore.common.quantities import GIB, MIB
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.pool.cuda_runtime import CudaRuntime, find_libcudart
-from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError
+from outcore.storage import BlockFile, PosixEngine, StorageEngine
 from tests.refused import refused
 from tests.staging.fakes import content_of, file_with, leave_without_closing, random_bytes
-from tests.storage.faulty import FaultyEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -225,39 +224,6 @@ def test_ram_homes_in_both_directions(pool, kind: str) -> None:
         assert torch.equal(home, source + 1)
     if lease is not None:
         lease.release()
-
-
-def test_a_failed_read_is_raised_and_the_lane_goes_on(pool, engine, tmp_path: Path) -> None:
-    content = random_bytes(20 * MIB)
-    faulty = FaultyEngine(engine)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, faulty, CUDA0, LaneSettings(SLOT_BYTES, 2)) as up:
-        faulty.fail("read", after=2)
-        out = torch.zeros(20 * MIB, dtype=torch.uint8, device=CUDA0)
-        transfer = up.submit(file, 0, out)
-        with pytest.raises(StorageError):
-            transfer.wait_stream()
-        with pytest.raises(StorageError):
-            transfer.wait()
-        up.submit(file, 0, out).wait()
-        assert torch.equal(out.cpu(), content)
-
-
-def test_two_gib_through_a_pool_of_one(engine, tmp_path: Path) -> None:
-    content = random_bytes(256 * MIB)
-    with (
-        PinnedPool(1 * GIB, device=CUDA0, write_combined_bytes=512 * MIB) as pool,
-        file_with(tmp_path / "f", content) as file,
-        BlockFile(tmp_path / "g", "create", size_bytes=256 * MIB) as target,
-        UploadLane(pool, engine, CUDA0, LaneSettings(64 * MIB, 8, True)) as up,
-        DownloadLane(pool, engine, CUDA0, LaneSettings(64 * MIB, 8)) as down,
-    ):
-        assert pool.free_bytes == 0
-        outs = [torch.empty(256 * MIB, dtype=torch.uint8, device=CUDA0) for _ in range(8)]
-        for transfer in [up.submit(file, 0, out) for out in outs]:
-            transfer.wait()
-        assert all(torch.equal(out, outs[0]) for out in outs)
-        down.submit(outs[7], target, 0).wait()
-    assert torch.equal(content_of(tmp_path / "g"), content)
 
 
 def test_a_program_that_closes_nothing_ends_cleanly(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, Upl
 from outcore.storage import BlockFile, StorageError, TensorSpec, TensorStore
 from tests.refused import refused
 from tests.staging.fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
+from tests.waiting import until
 
 SLOT_BYTES = 64 * KIB
 CPU = torch.device("cpu")
@@ -129,9 +130,7 @@ def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
         engine.hold.clear()
         outs = [torch.empty(1000, dtype=torch.uint8) for _ in range(40)]
         transfers = [up.submit(file, 4096 * i, out) for i, out in enumerate(outs)]
-        deadline_s = time.monotonic() + 30
-        while len(engine.requests) < 16 and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        until(lambda: len(engine.requests) >= 16)
         time.sleep(0.02)
         assert len(engine.requests) == 16  # a slot of 64 KiB holds sixteen, each on a 4 KiB boundary
         engine.hold.set()
@@ -162,9 +161,7 @@ def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) 
     ):
         out = torch.zeros(4 * SLOT_BYTES, dtype=torch.uint8)
         transfer = up.submit(file, 0, out, after=ready)
-        deadline_s = time.monotonic() + 30
-        while streams.copies < 2 and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        until(lambda: streams.copies >= 2)
         time.sleep(0.05)
         assert streams.copies == 2 and len(engine.requests) == 2  # both slots wait for their copies
         assert up.stats().slot_wait_s > 0
@@ -227,8 +224,7 @@ def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: 
             (lambda: up.submit_stored(store, "w", out, 4), "do not fit into 'w'"),
             (lambda: up.submit_stored(store, "w", out.double()), "holds torch.float32"),
         ):
-            with pytest.raises(ValueError, match=message):
-                call()
+            refused(ValueError, message, call)
         if checksum:
             piece = store.extent("w")[20]
             with open(piece.path, "r+b") as damaged:
@@ -314,9 +310,7 @@ def test_nobody_watches_a_pinned_copy_until_somebody_asks(pool) -> None:
     streams = LateStreams(pinned={source.data_ptr()})
     with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES), streams=streams) as up:
         looked, called, drained = (up.submit_host(source, out, after=AT_ONCE) for out in outs[:3])
-        deadline_s = time.monotonic() + 30
-        while not looked.done() and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        until(looked.done)
         assert looked.done() and looked.wait(1) == MIB
         ended = threading.Event()
         called.add_done_callback(lambda transfer: ended.set())

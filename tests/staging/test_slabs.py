@@ -18,6 +18,7 @@ from outcore.staging.pool import cuda_runtime, pinned_grant
 from outcore.staging.pool import pool as pool_module
 from outcore.staging.pool.cuda_runtime import CudaRuntime, PinRefused
 from outcore.staging.pool.slab import MappedSlab, build_slabs
+from tests.refused import failing, refused
 from tests.staging.cuda_fakes import CUDA0, FakeRuntime
 
 
@@ -83,8 +84,7 @@ def test_pageable_memory_when_nothing_can_be_pinned() -> None:
 
 
 def test_a_refused_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError, match="refused to map"):
-        MappedSlab(1 << 60, None)
+    refused(MemoryError, "refused to map", lambda: MappedSlab(1 << 60, None))
 
 
 @pytest.mark.parametrize("touch", [True, False])
@@ -127,8 +127,8 @@ def test_a_pool_on_a_faked_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         everything.lease(1, "down")
     del everything  # forgotten, not closed: collected pools unpin as well
     assert runtime.pinned == {}
-    refused = StrictRuntime(64 * MIB, write_combined=False)
-    monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: refused)
+    without = StrictRuntime(64 * MIB, write_combined=False)
+    monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: without)
     with PinnedPool(2 * MIB, device="cuda", write_combined_bytes=1 * MIB, probe=False) as pool:
         lease = pool.lease(4096, "up", write_combined=True)
         assert lease.is_pinned and not lease.write_combined
@@ -181,25 +181,20 @@ def test_refusals_of_the_runtime_carry_its_words(monkeypatch: pytest.MonkeyPatch
     runtime.synchronize()
     with pytest.raises(PinRefused, match=r"cudaHostRegister of 4096 bytes: out of memory \(CUDA error 2\)"):
         runtime.register(0, 4096)
-    with pytest.raises(PinRefused, match="cudaHostUnregister"):
-        runtime.unregister(0)
+    refused(PinRefused, "cudaHostUnregister", lambda: runtime.unregister(0))
     assert runtime.alloc_write_combined(1) == 8192
-    with pytest.raises(PinRefused, match="write-combined"):
-        runtime.alloc_write_combined(2)
+    refused(PinRefused, "write-combined", lambda: runtime.alloc_write_combined(2))
     runtime.free_write_combined(8192)
-    with pytest.raises(PinRefused, match="cudaFreeHost"):
-        runtime.free_write_combined(1)
+    refused(PinRefused, "cudaFreeHost", lambda: runtime.free_write_combined(1))
     assert len(cleared) == 4
 
 
 @pytest.mark.parametrize("lib", [None, SimpleNamespace(cudaGetErrorString=lambda code: b"", cudaGetLastError=int)])
 def test_write_combined_memory_comes_from_cupy_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, lib) -> None:
     runtime = fake_cuda(monkeypatch, 3, lib)
-    with pytest.raises(PinRefused, match="CUDA error 3"):
-        runtime.register(0, 4096)
+    refused(PinRefused, "CUDA error 3", lambda: runtime.register(0, 4096))
     if lib is None:
-        with pytest.raises(PinRefused, match="cupy-cuda12x or cupy-cuda13x"):
-            runtime.alloc_write_combined(4096)
+        refused(PinRefused, "cupy-cuda12x or cupy-cuda13x", lambda: runtime.alloc_write_combined(4096))
     freed: list[int] = []
     calls = SimpleNamespace(hostAlloc=lambda n_bytes, flags: n_bytes + flags, freeHost=freed.append)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=calls)))
@@ -207,25 +202,19 @@ def test_write_combined_memory_comes_from_cupy_where_it_is_installed(monkeypatch
     runtime.free_write_combined(4101)
     assert freed == [4101]
     calls.hostAlloc = lambda n_bytes, flags: {}["refused"]
-    with pytest.raises(PinRefused, match="refused"):
-        runtime.alloc_write_combined(4096)
+    refused(PinRefused, "refused", lambda: runtime.alloc_write_combined(4096))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_cuda_pool_without_cuda_says_so() -> None:
-    with pytest.raises(RuntimeError, match="sees none"):
-        PinnedPool(1 * MIB, device="cuda")
+    refused(RuntimeError, "sees none", lambda: PinnedPool(1 * MIB, device="cuda"))
 
 
 def test_a_device_that_is_lost_does_not_hide_the_first_error(caplog, monkeypatch):
     runtime = StrictRuntime(64 * MIB)
     monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: runtime)
     pool = PinnedPool(2 * MIB, device="cuda", probe=False)
-
-    def lost() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    runtime.synchronize = lost  # type: ignore[method-assign]
+    runtime.synchronize = failing(RuntimeError("CUDA error: unspecified launch failure"))  # type: ignore[method-assign]
     pool.close()
     assert "could not be unpinned: CUDA error: unspecified launch failure" in caplog.text
 

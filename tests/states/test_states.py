@@ -1,7 +1,6 @@
 """Optimizer states on NVMe: the same bits as in RAM, through checkpoints too."""
 
 import os
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from tests.flow.models import plain_batch
 from tests.optim.cases import extension
 from tests.refused import refused
 from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, everything, fixtures, trained
+from tests.waiting import until
 
 built, build, faulty = fixtures
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
@@ -149,9 +149,7 @@ def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build,
     passages = ring._schedule._passages
     assert not passages
     parts_of(engine).updates.begin_step()
-    deadline_s = time.monotonic() + 60
-    while len(passages) < ring.num_slots - 1 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    until(lambda: len(passages) >= ring.num_slots - 1)
     first = parts_of(engine).homes.flowing(units[0] if settings is TINY else units[-1])
     assert sorted(passages) == [chunk.element_offset for chunk in first[: ring.num_slots - 1]]
 

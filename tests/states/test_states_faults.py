@@ -16,7 +16,7 @@ from outcore.storage.store import files as store_files
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR
 from tests.flow.models import plain_batch, tiny_loaded
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, everything, fixtures, trained
 
 built, build, faulty = fixtures
@@ -61,11 +61,7 @@ def test_a_failed_update_in_the_ring_comes_out(build, monkeypatch):
     engine = build(replace(TINY, optimizer_backend="torch"), 0.0)
     engine.train_step(batches_of(0), LR)
     parts_of(engine).updates.drain()
-
-    def broken(*args):
-        raise ArithmeticError("made by the test")
-
-    monkeypatch.setattr(torch_backend, "update_chunk", broken)
+    monkeypatch.setattr(torch_backend, "update_chunk", failing(ArithmeticError("made by the test")))
     engine.train_step(batches_of(1), LR)
     refused(EngineError, "made by the test", lambda: engine.train_step(batches_of(2), LR))
 

@@ -27,8 +27,8 @@ class Fault:
 
     action: Literal["fail", "short", "delay"]
     kind: Kind | None
-    after: int
-    times: int | None
+    after: int = 0
+    times: int | None = 1
     errno: int | None = None
     got: int = 0
     delay_s: float = 0.0
@@ -72,41 +72,17 @@ class FaultyEngine:
     def name(self) -> str:
         return f"faulty {self.inner.name}"
 
-    def fail(
-        self,
-        kind: Kind | None = None,
-        *,
-        errno: int = errno_module.EIO,
-        after: int = 0,
-        times: int | None = 1,
-        matches: Matcher | None = None,
-    ) -> Fault:
-        """Requests end with this errno and move nothing."""
-        return self._plan(Fault("fail", kind, after, times, errno=errno, matches=matches))
+    def fail(self, kind: Kind | None = None, *, errno: int = errno_module.EIO, **when: Any) -> Fault:
+        """Requests end with this errno and move nothing. `when`, here and below: `after`, `times` (1), `matches`."""
+        return self._plan(Fault("fail", kind, errno=errno, **when))
 
-    def short(
-        self,
-        kind: Kind | None = None,
-        *,
-        got: int = 0,
-        after: int = 0,
-        times: int | None = 1,
-        matches: Matcher | None = None,
-    ) -> Fault:
+    def short(self, kind: Kind | None = None, *, got: int = 0, **when: Any) -> Fault:
         """Requests end as short after `got` bytes."""
-        return self._plan(Fault("short", kind, after, times, got=got, matches=matches))
+        return self._plan(Fault("short", kind, got=got, **when))
 
-    def delay(
-        self,
-        delay_s: float,
-        kind: Kind | None = None,
-        *,
-        after: int = 0,
-        times: int | None = None,
-        matches: Matcher | None = None,
-    ) -> Fault:
-        """Requests succeed, but end `delay_s` later; with math.inf when `let_go` is called."""
-        return self._plan(Fault("delay", kind, after, times, delay_s=delay_s, matches=matches))
+    def delay(self, delay_s: float, kind: Kind | None = None, **when: Any) -> Fault:
+        """Requests (all of them) succeed, but end `delay_s` later; with math.inf when `let_go` is called."""
+        return self._plan(Fault("delay", kind, delay_s=delay_s, **{"times": None, **when}))
 
     def let_go(self) -> None:
         """End what was delayed without end, now and later."""

@@ -14,7 +14,7 @@ from outcore.storage import BlockFile, BufferedFallbackWarning, StorageError, al
 from outcore.storage import descriptor as descriptor_module
 from outcore.storage.filesystem import DirectLimits, direct_limits, filesystem_of
 from outcore.storage.page_cache import WriteBehind
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.storage.block_file_cases import at_address, make
 
 # ---------------------------------------------------------------------- direct or buffered
@@ -184,11 +184,8 @@ def test_short_of_resources_is_retried_and_then_reported(tmp_path: Path, monkeyp
     (errno.EROFS, "read-only"),
 ])  # fmt: skip
 def test_errors_of_the_drive_have_place_amount_and_words(tmp_path, monkeypatch, number, words):
-    def fail(*arguments: object) -> int:
-        raise OSError(number, os.strerror(number))
-
     with make(tmp_path / "data.bin", "direct", 64 * KIB) as file:
-        monkeypatch.setattr(os, "pwritev", fail)
+        monkeypatch.setattr(os, "pwritev", failing(OSError(number, os.strerror(number))))
         with pytest.raises(StorageError, match=words) as caught:
             file.write_from(aligned_bytes(8192), 4096)
         error = caught.value
@@ -199,10 +196,7 @@ def test_errors_of_the_drive_have_place_amount_and_words(tmp_path, monkeypatch, 
 
 
 def test_sync_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     with make(tmp_path / "data.bin", "direct", 100) as file:
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
         refused(StorageError, r"sync failed.*EIO", file.sync)
         monkeypatch.undo()

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,9 @@ from outcore.storage import (
     gather,
     open_engine,
 )
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.storage.store_cases import WAIT_S, Gate
+from tests.waiting import until
 
 # ---------------------------------------------------------------------- equality with a model
 
@@ -133,22 +133,9 @@ def test_a_failed_piece_fails_the_transfer_after_all_pieces_are_back(file: Block
         engine.submit_write(file, 0, aligned_bytes(MIB)).wait(WAIT_S)  # the engine goes on
 
 
-def test_other_requests_are_not_touched_by_a_failure(file: BlockFile):
-    with PosixEngine(2, 64 * KIB) as engine:
-        good = [engine.submit_read(file, at * KIB, aligned_bytes(KIB)) for at in range(20)]
-        bad = engine.submit_read(file, 4 * MIB - 10, bytearray(20))
-        for transfer in good:
-            assert transfer.wait(WAIT_S) == KIB
-        refused(StorageError, "the file ends at", lambda: bad.wait(WAIT_S))
-        assert isinstance(bad.error, StorageError)
-
-
 def test_a_non_storage_error_on_a_worker_arrives_too(file: BlockFile, monkeypatch: pytest.MonkeyPatch):
-    def broken(buffer: object, offset: int) -> None:
-        raise MemoryError("no bounce buffer")
-
     with PosixEngine(1) as engine:
-        monkeypatch.setattr(file, "read_into", broken)
+        monkeypatch.setattr(file, "read_into", failing(MemoryError("no bounce buffer")))
         with pytest.raises(MemoryError):
             engine.submit_read(file, 0, bytearray(10)).wait(WAIT_S)
         monkeypatch.undo()
@@ -164,8 +151,7 @@ def test_a_file_closed_with_requests_queued_fails_them(tmp_path: Path, monkeypat
         assert gate.entered.acquire(timeout=WAIT_S)
         closer = threading.Thread(target=file.close)
         closer.start()
-        while not file.closed:
-            time.sleep(0.001)
+        until(lambda: file.closed)
         gate.opened.set()
         assert first.wait(WAIT_S) == 4096
         refused(StorageError, "the file is closed", lambda: second.wait(WAIT_S))
@@ -234,9 +220,6 @@ def test_gather_waits_for_all_and_reports_the_first_failure():
     assert gather([], "nothing").wait(1) == 0
     fine = gather([Transfer(1, "x")], "x", [lambda: 1 / 0])
     assert "under way" in repr(fine)
-
-
-def test_a_failing_step_fails_the_whole():
     part = Transfer(1, "x")
     whole = gather([part], "x", [lambda: 1 / 0])
     part.finish()
@@ -244,6 +227,3 @@ def test_a_failing_step_fails_the_whole():
         whole.wait(1)
     assert "failed" in repr(whole)
     assert part.wait(1) == 1
-
-
-# ---------------------------------------------------------------------- the engine that fails on command

@@ -17,7 +17,6 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from tests.forked import run_script
-from tests.refused import refused
 
 WAIT_S = 60.0
 SMALL_BYTES = 24 * MIB
@@ -227,38 +226,3 @@ def test_the_data_is_durable_before_the_manifest_names_it(tmp_path: Path, monkey
         monkeypatch.setattr(os, "replace", replace)
         store.commit()
     assert order == ["tensors.bin", ".manifest.json.part", "rename", tmp_path.name]
-
-
-def test_a_file_truncated_under_a_store(tmp_path: Path):
-    with TensorStore.create([tmp_path], [TensorSpec("x", torch.uint8, (3 * MIB,))]) as store:
-        (extent,) = store.extent("x")
-        os.truncate(extent.path, extent.offset + MIB)
-        with pytest.raises(StorageError, match="truncated while in use"):
-            store.submit_read("x", torch.empty(3 * MIB, dtype=torch.uint8)).wait(WAIT_S)
-        refused(StorageError, "truncated while in use", store.commit)
-    refused(StorageError, r"bytes where .* were expected", lambda: TensorStore.open([tmp_path]))
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_may_not_be_written(tmp_path: Path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match=r"EACCES.*permission denied"):
-        TensorStore.create([tmp_path / "store"], [TensorSpec("x", torch.uint8, (1,))])
-
-
-def test_a_directory_that_is_a_file(tmp_path: Path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(StorageError, match=r"EEXIST|ENOTDIR"):
-        TensorStore.create([tmp_path / "taken"], [TensorSpec("x", torch.uint8, (1,))])
-
-
-def test_a_read_only_filesystem(tmp_path: Path):
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting needs root on Linux")
-    _run("mount", "-t", "tmpfs", "-o", "ro", "none", str(tmp_path))
-    try:
-        refused(StorageError, r"EROFS.*read-only", lambda: BlockFile(tmp_path / "data.bin", "create", 10))
-        with pytest.raises(StorageError, match=r"EROFS.*read-only"):
-            TensorStore.create([tmp_path / "store"], [TensorSpec("x", torch.uint8, (1,))])
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -24,6 +24,7 @@ from outcore.storage.engines import request_queue
 from outcore.storage.store import traffic as store_traffic
 from tests.refused import refused
 from tests.storage.faulty import FaultyEngine
+from tests.waiting import until
 
 WAIT_S = 30.0
 LIMIT_S = 0.1
@@ -48,10 +49,7 @@ class Stuck:
         return call
 
     def wait_for(self, num_stuck: int) -> None:
-        until_s = time.monotonic() + WAIT_S
-        while self.num_stuck < num_stuck:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+        until(lambda: self.num_stuck >= num_stuck)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, KvikioEngine, StorageError, aligned_bytes, open_engine
 from outcore.storage.engines import kvikio as kvikio_engine
-from tests.refused import refused
+from tests.refused import failing, refused
 
 WAIT_S = 60.0
 
@@ -103,11 +103,7 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_kvikio_driver_or_gpu_it_refuses_with_the_reason(kvikio: Any, monkeypatch: pytest.MonkeyPatch):
     kvikio.driver.status = 100
     refused(RuntimeError, r"cuInit fails with CUDA error 100.*posix engine", KvikioEngine)
-
-    def no_driver() -> None:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(kvikio_engine, "load_driver", no_driver)
+    monkeypatch.setattr(kvikio_engine, "load_driver", failing(OSError("libcuda.so.1: cannot open shared object file")))
     refused(RuntimeError, r"libcuda.so.1 cannot be loaded.*posix engine", lambda: open_engine("kvikio"))
 
     def broken(name: str) -> None:  # as kvikio's own loader when libcufile is missing

@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore
-from outcore.storage.store.files import DATA_NAME, LOCK_NAME
+from outcore.storage.store.files import DATA_NAME
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST
 from outcore.storage.store.stripe_layout import StripeLayout, stripe_pattern
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.storage.faulty import FaultyEngine
 from tests.storage.store_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -153,8 +153,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path, engine: PosixEngine):
         ("cannot be stored", lambda: TensorSpec("x", torch.complex64, (1,))),
     ]
     for words, call in bad:
-        with pytest.raises(ValueError, match=words):
-            call()
+        refused(ValueError, words, call)
     assert not path.exists()
     with TensorStore.create([path], [spec], engine=engine) as store:
         for words, call in [
@@ -166,8 +165,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path, engine: PosixEngine):
             ("not contiguous", lambda: store.submit_write("x", torch.empty(4, 4).t())),
             ("not contiguous", lambda: store.submit_write("x", torch.empty(4, 4, device="meta").t())),
         ]:
-            with pytest.raises(ValueError, match=words):
-                call()
+            refused(ValueError, words, call)
         store.commit()
     refused(RuntimeError, "closed", lambda: store.submit_read("x", torch.empty(10)))
     refused(RuntimeError, "closed", store.commit)
@@ -223,10 +221,7 @@ def test_a_part_of_another_store_is_not_overwritten(tmp_path: Path, engine: Posi
 
 
 def test_a_failed_creation_leaves_nothing(paths: list[Path], monkeypatch: pytest.MonkeyPatch):
-    def refuse(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", failing(OSError(errno.EDQUOT, "Disk quota exceeded")))
     refused(StorageError, "quota", lambda: TensorStore.create(paths, SPECS))
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
     monkeypatch.undo()
@@ -286,9 +281,7 @@ def test_commit_waits_for_writes_and_refuses_new_ones(tmp_path: Path):
         slow = store.submit_write("moments", tensors["moments"])
         committing = threading.Thread(target=store.commit)
         committing.start()
-        deadline_s = time.monotonic() + WAIT_S
-        while not store._traffic._writes_held and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        until(lambda: store._traffic._writes_held)
         refused(RuntimeError, r"during commit\(\)", lambda: store.submit_write("scale", tensors["scale"]))
         refused(RuntimeError, "already running", store.commit)
         faulty.let_go()
@@ -310,19 +303,3 @@ def test_a_failed_fsync_breaks_the_store_for_good(tmp_path: Path, engine: PosixE
         refused(StorageError, "an earlier commit failed", store.commit)
     with TensorStore.open([tmp_path], engine=engine) as store:
         assert store.generation == 0
-
-
-def test_a_submission_that_fails_half_way_waits_for_what_was_begun(paths: list[Path]):
-    own = PosixEngine(2)
-    with TensorStore.create(paths, SPECS, engine=own, stripe_bytes=64 * KIB) as store:
-        own.close()
-        refused(RuntimeError, "engine is closed", lambda: store.submit_write("moments", values()["moments"]))
-
-
-def test_lock_files_of_a_deleted_store_do_not_confuse(tmp_path: Path, engine: PosixEngine):
-    for _ in range(2):
-        store = TensorStore.create([tmp_path], SPECS, engine=engine)
-        assert "5 tensors" in repr(store)
-        assert (tmp_path / LOCK_NAME).exists()
-        store.delete()
-        assert not (tmp_path / LOCK_NAME).exists()

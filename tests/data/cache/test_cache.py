@@ -54,13 +54,6 @@ def test_truncate_takes_back(tmp_path: Path, monkeypatch, keep: int):
     assert open_arrays(tmp_path / "x")["tokens"].tolist() == [*range(keep), 7, 8, 9]
 
 
-def test_nothing_is_left_when_building_fails(tmp_path: Path):
-    with pytest.raises(RuntimeError), ArraysWriter(tmp_path / "x") as writer:
-        writer.array("a", np.int64).append(np.arange(3))
-        raise RuntimeError("killed")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_leavings_of_a_killed_process_are_cleared(tmp_path: Path):
     (tmp_path / "x.partial-1").mkdir()
     (tmp_path / "x.partial-1" / "a.bin").write_bytes(b"half")

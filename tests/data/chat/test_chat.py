@@ -9,6 +9,7 @@ from outcore.data.rows import ChatExample, TextExample, detect_shape
 from outcore.data.sources.records import RowError
 from tests.data.fixtures import tiny_tokenizer
 from tests.data.runs import runs
+from tests.refused import refused
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -21,19 +22,6 @@ PLAIN_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA2_STYLE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
-    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-)
-# As Qwen3: reasoning only in turns behind the last question, emptied when there is none.
-REASONING = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set words = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning or '' }}\n</think>\n\n{% endif %}{{ words }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def encode(tokenizer, example, **settings):
@@ -44,45 +32,6 @@ def encode(tokenizer, example, **settings):
 def learned(tokenizer, ids, mask) -> list[str]:
     """The runs of tokens that carry loss, decoded."""
     return runs(tokenizer, ids.tolist(), mask.tolist())
-
-
-def test_own_default_template_marks_what_the_assistant_wrote():
-    tokenizer = tiny_tokenizer()
-    ids, mask = encode(tokenizer, ChatExample(TALK))
-    assert learned(tokenizer, ids, mask) == ["a lazy dog<|im_end|>", "boil jars<|im_end|>"]
-    assert tokenizer.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
-
-
-@pytest.mark.parametrize(("template", "expected"), [
-    (PLAIN_CHATML, ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]),
-    (LLAMA2_STYLE, [" a lazy dog <|endoftext|>", " boil jars <|endoftext|>"]),
-    (REASONING, ["a lazy dog<|im_end|>\n", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
-])  # fmt: skip
-def test_templates_without_marks(template, expected):
-    tokenizer = tiny_tokenizer(template)
-    ids, mask = encode(tokenizer, ChatExample(TALK))
-    assert learned(tokenizer, ids, mask) == expected
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
-
-
-def test_prefix_rendering_agrees_with_generation_marks():
-    marked = PLAIN_CHATML.replace(
-        "{{ m.content }}<|im_end|>\n",
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
-        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
-    )
-    by_mark = encode(tiny_tokenizer(marked), ChatExample(TALK))
-    by_prefix = encode(tiny_tokenizer(PLAIN_CHATML), ChatExample(TALK))
-    assert by_mark[0].tolist() == by_prefix[0].tolist() and by_mark[1].tolist() == by_prefix[1].tolist()
-
-
-def test_two_assistant_turns_in_a_row():
-    talk = [*TALK[:3], {"role": "assistant", "content": "over jars"}]
-    tokenizer = tiny_tokenizer(PLAIN_CHATML)
-    assert learned(tokenizer, *encode(tokenizer, ChatExample(talk))) == [
-        "a lazy dog<|im_end|>\n",
-        "over jars<|im_end|>\n",
-    ]
 
 
 @pytest.mark.parametrize("template", [
@@ -111,8 +60,7 @@ def test_generation_marks_are_taken_as_they_are():
 
 def test_generation_marks_around_nothing_are_refused():
     template = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
-    with pytest.raises(TemplateError, match="cover no token"):
-        encode(tiny_tokenizer(template), ChatExample(TALK))
+    refused(TemplateError, "cover no token", lambda: encode(tiny_tokenizer(template), ChatExample(TALK)))
 
 
 def test_template_that_refuses_a_role_is_a_bad_row():
@@ -133,14 +81,6 @@ def test_default_template_is_given_once_and_ends_turns_with_eos_if_need_be():
             return None
 
     assert "eos_token" in default_template(NoChatTokens())
-
-
-def test_tools_reach_the_template():
-    template = "{{ tools|length if tools else 0 }} tools\n" + PLAIN_CHATML
-    tokenizer = tiny_tokenizer(template)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    ids, mask = encode(tokenizer, ChatExample(TALK, tools))
-    assert tokenizer.decode(ids).startswith("1 tools") and mask.any()
 
 
 class NoOffsets:
@@ -185,11 +125,6 @@ def test_shapes_are_told_apart(name: str):
         assert isinstance(example, ChatExample) and example.messages[0]["content"] == "x\n\nz"
 
 
-def test_conversation_under_a_sharegpt_name_with_openai_keys():
-    row = {"conversations": SHAPES["messages"]["messages"]}
-    assert detect_shape([row], DataSettings(), "x").format == "messages"
-
-
 def test_named_columns_and_formats_win():
     row = {**SHAPES["alpaca"], "body2": "t", **SHAPES["messages"]}
     assert detect_shape([row], DataSettings(), "x").format == "messages"
@@ -199,6 +134,8 @@ def test_named_columns_and_formats_win():
     chosen = detect_shape([row], DataSettings(prompt_column="input", completion_column="text"), "x")
     assert chosen.columns == ("input", "text")
     assert detect_shape([{"only": "text"}], DataSettings(), "x").columns == ("only",)
+    sharegpt_name = {"conversations": SHAPES["messages"]["messages"]}
+    assert detect_shape([sharegpt_name], DataSettings(), "x").format == "messages"
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -207,13 +144,7 @@ def test_named_columns_and_formats_win():
     ({"messages_column": "msgs"}, "no column 'msgs'"), ({"format": "messages"}, "not the shape 'messages'"),
 ])  # fmt: skip
 def test_columns_that_are_not_there(settings, words):
-    with pytest.raises(DataError, match=words):
-        detect_shape([{"text": "a", "n": 1}], DataSettings(**settings), "x.csv")
-
-
-def test_unknown_shape_lists_what_is_known():
-    with pytest.raises(DataError, match=r"its columns \(a, b\) have no known shape.*text_column"):
-        detect_shape([{"a": 1, "b": 2}], DataSettings(), "x.csv")
+    refused(DataError, words, lambda: detect_shape([{"text": "a", "n": 1}], DataSettings(**settings), "x.csv"))
 
 
 def talk(*messages, **more):
@@ -237,8 +168,7 @@ def talk(*messages, **more):
 ])  # fmt: skip
 def test_rows_that_cannot_be_used(name, row, words):
     shape = detect_shape([SHAPES[name]], DataSettings(), "x")
-    with pytest.raises(RowError, match=words):
-        shape.example(row)
+    refused(RowError, words, lambda: shape.example(row))
 
 
 def test_messages_with_text_parts_system_column_and_tool_calls():
@@ -253,42 +183,14 @@ def test_messages_with_text_parts_system_column_and_tool_calls():
     assert [message["content"] for message in example.messages] == ["Be kind.", "ab", ""]
 
 
-def test_conversational_prompt_and_completion():
-    row = {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}
-    example = detect_shape([row], DataSettings(), "x").example(row)
-    assert isinstance(example, ChatExample) and [m["role"] for m in example.messages] == ["user", "assistant"]
-
-
 # --- encoding ---------------------------------------------------------------------------------------------------------
-
-
-def test_prompt_and_completion_are_joined_with_loss_on_the_completion():
-    tokenizer = tiny_tokenizer()
-    tokens = DocumentEncoder(tokenizer).encode(TextExample(" lazy dog", prompt="quick fox"))
-    assert learned(tokenizer, token_ids(tokens), carries_loss(tokens)) == [" lazy dog<|endoftext|>"]
-    assert tokenizer.decode(token_ids(tokens)) == "quick fox lazy dog<|endoftext|>"
-    assert carries_loss(DocumentEncoder(tokenizer, train_on_prompt=True).encode(TextExample("b", prompt="a"))).all()
-
-
-def test_bos_is_added_where_the_tokenizer_adds_it():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tiny_tokenizer()
-    assert DocumentEncoder(tokenizer).begin_token_id() is None
-    eos = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", eos)]
-    )
-    tokens = token_ids(DocumentEncoder(tokenizer).encode_text("the fox"))
-    assert tokens[0] == eos and tokens[-1] == eos and tokenizer.decode(tokens[1:-1]) == "the fox"
 
 
 def test_a_tokenizer_without_end_token_is_refused():
     class Bare:
         eos_token_id = sep_token_id = None
 
-    with pytest.raises(DataError, match="no end-of-text token"):
-        DocumentEncoder(Bare()).end_token_id()
+    refused(DataError, "no end-of-text token", DocumentEncoder(Bare()).end_token_id)
 
 
 @pytest.mark.parametrize(

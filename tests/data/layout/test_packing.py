@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.data.cache.encode import NO_LOSS, carries_loss, token_ids
-from outcore.data.layout.dataset import RowDataset, labels_of
+from outcore.data.cache.encode import NO_LOSS
+from outcore.data.layout.dataset import RowDataset
 from outcore.data.layout.permutation import Permutation
 from outcore.data.layout.segments import (
     choose_rows,
@@ -173,12 +173,6 @@ def test_long_conversations_as_long_rows_says():
     assert cut("keep_end") == ([(0, 10), (54, 16)], (1, 1, 0))
     assert cut("drop") == ([(0, 10)], (0, 2, 0))
     assert cut("split") == ([(0, 10), (10, 16), (40, 16), (56, 14)], (0, 1, 2))
-
-
-def test_labels_of_marks_prompt_and_first_token():
-    tokens = np.asarray([5, 6 | int(NO_LOSS), 7], dtype=np.uint32)
-    assert labels_of(tokens).tolist() == [-100, -100, 7]
-    assert token_ids(tokens).tolist() == [5, 6, 7] and carries_loss(tokens).tolist() == [True, False, True]
 
 
 def test_seq2seq_batches():

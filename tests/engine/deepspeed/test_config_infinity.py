@@ -17,7 +17,7 @@ from outcore.engine.deepspeed.infinity import (
     save_infinity_config,
 )
 from outcore.sizing.swapping import WeightCounts
-from tests.refused import refused
+from tests.refused import failing, refused
 
 BILLION = 10**9
 
@@ -81,11 +81,7 @@ def test_save_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     target.chmod(0o600)
     save_infinity_config({"a": 2}, target)
     assert json.loads(target.read_text()) == {"a": 2} and target.stat().st_mode & 0o777 == 0o600
-
-    def fail(source: str, destination: str) -> None:
-        raise OSError(errno.EIO, "power lost")
-
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "replace", failing(OSError(errno.EIO, "power lost")))
     refused(OSError, "power lost", lambda: save_infinity_config({"a": 3}, target))
     assert json.loads(target.read_text()) == {"a": 2}
     assert list(target.parent.iterdir()) == [target]

@@ -18,7 +18,7 @@ from outcore.machine import LinkRates, detect_machine, drive_of, memlock_limit_b
 from outcore.machine.offload import folder as nvme
 from outcore.plan.run import drive_performance, write_combined_measured
 from outcore.staging import drive_speed
-from tests.refused import refused
+from tests.refused import failing, refused
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -125,10 +125,7 @@ def test_impossible_requirements(tmp_path: Path, required: float) -> None:
     (errno.EIO, "reports errors"), (errno.EDQUOT, "quota"), (errno.EMFILE, "Choose another folder"),
 ])  # fmt: skip
 def test_system_errors_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", failing(OSError(code, os.strerror(code))))
     ok, message = validate_nvme_path(tmp_path / "new", 0)
     assert not ok and said in message and os.strerror(code) in message
     assert list(tmp_path.iterdir()) == []
@@ -185,10 +182,7 @@ def test_short_direct_transfers_are_found(tmp_path, monkeypatch, name, said):
 
 
 def test_other_failures_of_direct_io_carry_the_errno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr(os, "pwritev", failing(OSError(errno.EIO, "Input/output error")))
     ok, reason = nvme.check_direct_io(tmp_path)
     assert (not ok and "errno" in reason) or "refuses" in reason
 

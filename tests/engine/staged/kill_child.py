@@ -1,9 +1,8 @@
 """train_model.py that ends itself with SIGKILL at a chosen moment.
 
 Usage: python kill_child.py MOMENT COUNT FLAGS...: dies at the COUNT-th time that MOMENT comes by; "never" trains
-to the end. Moments: forward (a micro-batch begins), update (a parameter's states on NVMe are up to date), write (a
-transfer to the drive is under way), gradient (a gradient is on its way to the drive), save (a file of a checkpoint
-begins), commit (a checkpoint is about to get its name).
+to the end. Moments: update (a parameter's states on NVMe are up to date), gradient (a gradient is on its way to the
+drive), save (a file of a checkpoint begins).
 """
 
 import os
@@ -13,16 +12,12 @@ from typing import Any
 
 import outcore.engine.deepspeed.engine as engine_room
 import outcore.engine.deepspeed.staged.gradients as gradients_room
-from outcore.checkpoint.manifest import Manifest
-from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.states.ring.ring import StateRing
-from outcore.storage import TensorStore
 from outcore.train.run import main
 
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
-    "forward": (DeepSpeedEngine, "_to_device", False), "update": (StateRing, "wait", True),
-    "gradient": (gradients_room.StagedGradients, "add", True), "write": (TensorStore, "submit_write", True),
-    "save": (engine_room, "write_shard", False), "commit": (Manifest, "save", True),
+    "update": (StateRing, "wait", True), "gradient": (gradients_room.StagedGradients, "add", True),
+    "save": (engine_room, "write_shard", False),
 }  # fmt: skip
 """Where each comes by: owner, name, and whether the blow falls after the call."""
 

@@ -1,6 +1,5 @@
 """A killed run with its states on NVMe resumes bit by bit from the last complete checkpoint, wherever the blow fell."""
 
-import random
 import signal
 from pathlib import Path
 
@@ -16,8 +15,6 @@ CHILD = Path(__file__).with_name("kill_child.py")
 STEPS = 6
 BLOWS = [("update", 20), ("save", 6), ("gradient", 60)]
 """In the first steps' updates; in the first save after two steps; while gradients go to the drive."""
-RANDOM_BLOWS = {"forward": 12, "update": 120, "write": 300, "save": 10, "commit": 2}
-"""Up to which count each moment is tried, with `slow`."""
 
 
 def train(
@@ -77,14 +74,3 @@ def die_and_resume(
 def test_killed_in_update_save_and_gradient(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
     """With gradients on the drive, beside states and parameters; at random moments they are in RAM."""
     assert die_and_resume(tmp_path / "run", BLOWS, straight, ("--nvme_offload_gradients", "true")) == len(BLOWS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_killed_at_random_moments(tmp_path: Path, straight: dict[str, torch.Tensor], seed: int) -> None:
-    dice = random.Random(seed)
-    blows = []
-    for _ in range(4):
-        moment = dice.choice(list(RANDOM_BLOWS))
-        blows.append((moment, dice.randint(1, RANDOM_BLOWS[moment])))
-    die_and_resume(tmp_path / "run", blows, straight)

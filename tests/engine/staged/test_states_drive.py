@@ -20,7 +20,7 @@ from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.host_memory import HostMemory, pageable
 from outcore.states.placement import GradPlace
 from outcore.storage import TensorSpec, open_engine
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.storage.faulty import FaultyEngine
 
 CHUNK = 4096
@@ -242,8 +242,7 @@ def test_a_failed_transfer_reaches_whoever_waits_and_the_ring_ends(tmp_path, poo
             run.update()
             run.states.wait_written()
     for ask in (run.states.wait_written, run.states.settle, run.update):
-        with pytest.raises(EngineError, match="injected fault"):
-            ask()
+        refused(EngineError, "injected fault", ask)
     run.close()
 
 
@@ -277,11 +276,8 @@ def test_a_transfer_that_was_accepted_is_waited_for_when_the_next_of_its_chunk_i
         accepted.append(submit(*args, **kwargs))
         return accepted[-1]
 
-    def refuse(*args, **kwargs):
-        raise RuntimeError("refused while being submitted")
-
     monkeypatch.setattr(run.states.state_store, f"submit_{kind}", accept)
-    monkeypatch.setattr(run.params.store, f"submit_{kind}", refuse)
+    monkeypatch.setattr(run.params.store, f"submit_{kind}", failing(RuntimeError("refused while being submitted")))
     engine.delay(math.inf, kind)
     worked_s = run.states.ring.optimizer_time.total_s()
     with pytest.raises(EngineError, match="refused"):
@@ -343,11 +339,7 @@ def test_a_write_that_fails_when_the_kept_chunks_leave_stops_the_run(tmp_path, p
     run = Run([CHUNK] * 4, pool, tmp_path, "split", (), 4)
     run.update()
     run.states.wait_written()
-
-    def no_room(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    run.states.state_store.submit_write = no_room
+    run.states.state_store.submit_write = failing(OSError(28, "No space left on device"))
     refused(Exception, "No space left", run.states.settle)
     refused(Exception, "No space left", run.update)
     run.close()

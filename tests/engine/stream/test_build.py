@@ -1,7 +1,6 @@
 """Building the streaming engine: whatever step of it fails, all that was opened before is closed again."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
 from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
 from tests.refused import refused
+from tests.waiting import until
 
 TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=4096, weight_read_ahead_bytes=64 * 1024)
 EVERYTHING = {"max_grad_norm": 0.0, "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
@@ -49,10 +49,7 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
         patch.setattr(build_module, name, fails)
         with pytest.raises(Broken):
             build(settings)
-    deadline_s = time.monotonic() + 60.0  # closing tells a thread to end, which it does soon
-    while set(threading.enumerate()) - threads and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - threads
+    until(lambda: not set(threading.enumerate()) - threads)  # closing tells a thread to end, which it does soon
     assert not list(tmp_path.iterdir())
     assert [pool.capacity_bytes for pool in staging] == [0] * (step != "PinnedPool")
     assert [pool._closed for pool in optimizers] == [True] * (STEPS.index(step) > STEPS.index("OptimizerPool"))

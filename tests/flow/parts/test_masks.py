@@ -46,7 +46,7 @@ def test_a_mask_expanded_over_the_batch_is_held_once():
 
 
 def test_only_large_boolean_masks_are_shrunk():
-    bias = packed_attention_mask(POSITIONS, dtype=torch.float32)
+    bias = packed_attention_mask(POSITIONS).float()
     assert MaskShrinker(1).shrunk(bias) is bias
     mask = packed_attention_mask(POSITIONS)
     assert MaskShrinker(mask.numel() + 1).shrunk(mask) is mask

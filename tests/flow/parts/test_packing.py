@@ -9,7 +9,7 @@ from transformers import masking_utils
 from outcore.flow.parts import DeviceBatch, discover_units, packing_known
 from outcore.flow.parts.units import QUESTION, document_numbers
 from tests.flow.models import packed_batch, plain_batch, tiny_loaded
-from tests.refused import refused
+from tests.refused import failing, refused
 
 CPU = torch.device("cpu")
 
@@ -40,11 +40,8 @@ def test_layers_get_the_same_masks(model, make):
 
 
 def test_nobody_asks_the_device_during_a_step(monkeypatch):
-    def asked(position_ids):
-        raise AssertionError("a wait for the device")
-
     units = discover_units(tiny_loaded("llama"))
-    monkeypatch.setattr(masking_utils, QUESTION, asked)
+    monkeypatch.setattr(masking_utils, QUESTION, failing(AssertionError("a wait for the device")))
     batch = DeviceBatch(packed_batch(), CPU)
     log = units.record(batch)
     units.finish(log.hidden.detach(), batch, log)

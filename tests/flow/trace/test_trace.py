@@ -26,7 +26,7 @@ from outcore.optim import torch_backend
 from outcore.storage.engines.worker import PosixMover
 from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, plain_batch, set_dropout, tiny_loaded
-from tests.refused import refused
+from tests.refused import failing, refused
 
 MICRO_BATCHES = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,11 +148,7 @@ def test_after_the_window_nobody_listens_and_results_are_the_same(build, tmp_pat
 def test_a_failure_in_a_traced_step_still_leaves_the_trace(build, tmp_path):
     engine = build()
     engine.trace(TracePlan(tmp_path / "t.json", 0, 2, 1), lambda _: None)
-
-    def fails(*_args):
-        raise RuntimeError("broken")
-
-    parts_of(engine).schedule.backward.layer = fails
+    parts_of(engine).schedule.backward.layer = failing(RuntimeError("broken"))
     refused(RuntimeError, "broken", lambda: train(engine, 1))
     engine.close()
     slices, _ = read_trace(tmp_path / "t.json")

@@ -1,7 +1,6 @@
 """Frozen parameters on NVMe (the base under LoRA adapters): the same bits as in RAM, within a budget of RAM."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, adapted, batches_of, result_of, same, with_drive
 from tests.flow.models import TINY_SETTINGS, plain_batch
 from tests.refused import refused
+from tests.waiting import until
 
 built, drive = with_drive
 TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024)
@@ -138,9 +138,7 @@ def test_reads_go_ahead_of_the_device_buffers(build, drive):
 
     def compute(index, *args):
         if index == 0:
-            deadline_s = time.monotonic() + 30
-            while not names <= set(reads) and time.monotonic() < deadline_s:
-                time.sleep(0.001)
+            until(lambda: names <= set(reads))
             ahead.append(set(reads))
         return layer(index, *args)
 

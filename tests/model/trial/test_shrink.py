@@ -39,13 +39,12 @@ def test_a_mixers_own_width_shrinks_with_its_heads(width):
     assert config.mamba_n_heads % 2 == 0 and config.mamba_d_head == HEAD_DIM
 
 
-def test_a_recurrences_width_is_the_hidden_size():
+def test_sizes_that_follow_from_others_still_do():
     assert tiny("recurrent_gemma").lru_width == HIDDEN
-
-
-def test_a_latent_heads_width_is_that_of_its_parts():
-    config = tiny("longcat_flash")
-    assert config.qk_head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim
+    latent = tiny("longcat_flash")
+    assert latent.qk_head_dim == latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    twice_named = tiny("xlstm")
+    assert (twice_named.embedding_dim, twice_named.num_blocks) == (HIDDEN, twice_named.num_hidden_layers)
 
 
 def test_parts_beside_the_text_shrink_and_the_original_stays():
@@ -68,11 +67,6 @@ def test_rotary_frequencies_become_plain_for_each_kind_of_layer_and_an_own_type_
     assert tiny("qwen3_5").vision_config.rope_parameters["rope_type"] == "axial"
     scaled = tiny("ministral3").rope_parameters
     assert scaled["rope_type"] == "default" and scaled["original_max_position_embeddings"] == WINDOW
-
-
-def test_a_second_name_of_a_size_follows_the_first():
-    config = tiny("xlstm")
-    assert (config.embedding_dim, config.num_blocks) == (HIDDEN, config.num_hidden_layers)
 
 
 def test_padding_is_known_where_it_was_and_nothing_is_cached():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from outcore.common.quantities import GIB
 from outcore.model import preset_shape
+from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import STAYING
-from outcore.sizing.activations import compiled_activation_bytes
+from outcore.sizing.activations import compiled_activation_bytes, logits_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from tests.plan.fakes import prototype_shape, server
 
@@ -103,3 +106,42 @@ def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
     eight = dataclasses.replace(request, state_format="split8")
     kept = plan_stream(shape, eight, gpu, 1024, dataclasses.replace(layout, resident_bytes=1 << 40))
     assert kept.part_bytes("vram", STAYING) == 0
+
+
+def tensors_then(p, shape, tokens) -> float:
+    """Bytes of tensors while autograd still computed the loss of a chunk, four fp32 logits at once."""
+    now = ("logits of one chunk", "activations of the largest unit", "gradients before they are summed")
+    head = logits_bytes(shape, tokens, 4.0) + 2 * shape.ends_params
+    return p.tensor_bytes - sum(p.part_bytes("vram", name) for name in now) + head
+
+
+def test_graphs_take_memory_where_layers_are_short_and_there_is_room():
+    shape, fast = prototype_shape(), server()
+    p = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram"))
+    measured_gb = 2.924 - 2.405  # peaks of tensors with and without graphs
+    name, spare = "CUDA graphs of layers", "allocator's spare memory"
+    assert p.part_bytes("vram", name) / 1e9 == pytest.approx(measured_gb, rel=0.4)
+    assert tensors_then(p, shape, 4096) / 1e9 == pytest.approx(2.924, rel=0.08)
+    slow = plan_stream(shape, RunRequest(), dataclasses.replace(fast, compute_tflops=20.0), 1024, StreamLayout(4, 4))
+    assert slow.part_bytes("vram", "CUDA graphs of layers") == 0
+    full = plan_stream(shape, RunRequest(), dataclasses.replace(fast, vram_bytes=5 * GIB), 1024, StreamLayout(4, 4))
+    assert full.part_bytes("vram", "CUDA graphs of layers") == 0
+    off = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram", cuda_graphs=False))
+    assert p.tensor_bytes - off.tensor_bytes == p.part_bytes("vram", name)
+    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == k.GRAPH_SPARE_TENSORS * 4096 * 2048 * 2
+
+
+RACE = Path(__file__).resolve().parents[3] / "benchmarks/results/stream_race-h200-eager-graphs.json"
+
+
+def test_eager_layers_with_and_without_graphs_as_measured():
+    """The measured engine's loss held half a chunk of fp32 logits more at its peak, which was the head's."""
+    shape, request = prototype_shape(), RunRequest(state_format="fp32", max_grad_norm=0.0)
+    runs = json.loads(RACE.read_text())["results"]
+    chunk = 4 * 2048 * 32000
+    for name, graphs in (("ours-fp32-eager", True), ("ours-fp32-eager-nographs", False)):
+        layout, run = StreamLayout(4, 4, "ram", compiled=False, cuda_graphs=graphs), runs[name]
+        p = plan_stream(shape, request, server(), 1024, layout)
+        assert p.time.step_s == pytest.approx(run["step_s"], rel=0.10)
+        assert p.expected_bytes("vram") + chunk // 2 == pytest.approx(run["peak_vram_bytes"], rel=0.05)
+        assert p.tensor_bytes + chunk // 2 == pytest.approx(run["torch_peak_bytes"], rel=0.05)

@@ -21,7 +21,9 @@ from outcore.common import stats_below
 from outcore.config import TrainConfig
 from outcore.runs import RunInUse, RunLock, holder_of, list_runs, listing, lock_path, take_run
 from tests.forked import ForkedProcess, fork_server, start_script
+from tests.refused import failing
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
+from tests.waiting import until
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
 pytestmark = pytest.mark.no_cover
@@ -134,10 +136,7 @@ def test_a_file_that_its_last_holder_removed_meanwhile_is_no_lock(tmp_path, monk
 
 
 def test_a_lock_that_cannot_be_written_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(descriptor: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "pwrite", read_only)
+    monkeypatch.setattr(os, "pwrite", failing(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(OSError, match="Read-only file system") as raised:
         RunLock.take("r", [tmp_path])
     assert raised.value.filename == str(lock_path(tmp_path, "r")) and not list(tmp_path.iterdir())
@@ -182,18 +181,11 @@ time.sleep(120)
 """
 
 
-def _wait_for(what: str, found: object, timeout_s: float = 120.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not found():  # type: ignore[operator]
-        assert time.monotonic() < until_s, what
-        time.sleep(0.05)
-
-
 def _kill_the_launcher(launcher: ForkedProcess | subprocess.Popen[bytes], root: Path, kill_pid: int) -> None:
     """Once steps are saved: kill -9; the worker saves its step and ends, and the run is free."""
     saved, started = root / "checkpoint/r", [psutil.Process(launcher.pid)]
     try:
-        _wait_for("a first save", lambda: saved.is_dir() and any(saved.glob("step-*")))
+        until(lambda: saved.is_dir() and any(saved.glob("step-*")))  # a first save
         holder = holder_of(lock_path(saved.parent, "r"))
         assert holder is not None
         worker = psutil.Process(int(holder["pid"]))  # type: ignore[call-overload]

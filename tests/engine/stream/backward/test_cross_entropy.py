@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outcore.engine.stream.backward.head import CrossEntropy, sum_and_gradient, sum_and_gradient_eager
 from outcore.model.forward import IGNORE
+from tests.refused import failing
 
 
 def by_autograd(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +85,8 @@ def test_compiles_for_chunks_of_any_length():
 
 
 def test_goes_on_eagerly_when_the_compiler_gives_up(caplog):
-    def refuses(*_):
-        raise RuntimeError("no compiler here")
-
     torch._dynamo.reset()
-    loss = CrossEntropy(compiled=True, backend=refuses)
+    loss = CrossEntropy(compiled=True, backend=failing(RuntimeError("no compiler here")))
     logits, targets = case(3, 7, torch.float32, 0.0, 2)
     for _ in range(2):
         torch.testing.assert_close(loss(logits, targets, 1.0), by_autograd(logits, targets, 1.0))

@@ -312,14 +312,6 @@ def test_a_drive_that_fills_up_during_a_save(job: Job, small_drive: Path) -> Non
     assert same(states(small_drive / "c/r/step-00000004"), states(job.straight / "checkpoint/r/step-00000004"))
 
 
-def test_a_trace_of_another_engine_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = flags(tmp_path, corpus, *RUN, "--trace")
-    argv[argv.index("stream")] = "deepspeed"
-    assert train(argv) == 2
-    error = capsys.readouterr().err
-    assert "trace" in error and "--engine stream" in error
-
-
 # --- a drive that hangs: requests that do not end
 
 HANGS = {

@@ -1,13 +1,10 @@
 """kill -9 anywhere in a run of the streaming engine: resumed, with states elsewhere too, it ends with the same bits."""
 
-import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.engine.stream.runs.job import flags, losses, run_killed, same, start, states, train, write_corpus
+from tests.engine.stream.runs.job import flags, losses, run_killed, same, states, train, write_corpus
 
 STEPS = 4
 RUN = ["--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9"]
@@ -90,36 +87,3 @@ def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path, momen
 @pytest.mark.parametrize("kill", MORE_KILLS, ids=lambda kill: f"{kill[0]}, {kill[2]} then {kill[3]}")
 def test_killed_at_more_places(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
     kill_and_resume(tmp_path, corpus, straight, kill)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_twenty_random_kills(tmp_path: Path, corpus: Path) -> None:
-    """One run, killed twenty times at any time, each time resumed with states elsewhere, ends like one left alone."""
-    steps, kills = 160, 20
-    run = ["--max_steps", str(steps), "--save_steps", "1", "--save_total_limit", "2"]
-    assert train(flags(tmp_path / "whole", corpus, *run)) == 0
-    root = tmp_path / "killed"
-    root.mkdir()
-    argv = [*flags(root, corpus, *run), "--resume_from_checkpoint", "auto"]
-    dice = random.Random(7)
-    log, metrics = root / "log.txt", root / "log/r/metrics.jsonl"
-    for number in range(kills):
-        lines = metrics.read_text().count('"loss"') if metrics.exists() else 0
-        process = start(argv, log, **HOMES[dice.choice(list(HOMES))](root))
-        until_s = time.monotonic() + 600
-        while process.is_alive() and time.monotonic() < until_s:  # at least a step further, or it would never end
-            if metrics.exists() and metrics.read_text().count('"loss"') > lines:
-                break
-            time.sleep(0.01)
-        time.sleep(dice.uniform(0.0, 1.0))
-        if not process.is_alive():
-            assert process.exitcode == 0, log.read_text()[-3000:]
-            pytest.fail(f"the run was over after {number} kills: give it more steps")
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    assert train(argv, **HOMES["split"](root)) == 0
-    final = f"checkpoint/r/step-{steps:08d}"
-    assert same(states(root / final), states(tmp_path / "whole" / final))
-    assert losses(root) == losses(tmp_path / "whole")

@@ -9,7 +9,7 @@ from outcore.checkpoint import CheckpointError
 from outcore.engine.base import EngineError
 from tests.engine.stream.training import LR, TINY, adamw_of, fixtures, losses_of, plain_training, same, weights_of
 from tests.flow.models import tiny_loaded
-from tests.refused import refused
+from tests.refused import failing, refused
 
 (build,) = fixtures
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,11 +77,7 @@ def test_a_checkpoint_goes_on_bit_by_bit_and_fits_no_other_optimizer(build, tmp_
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_a_matrix_whose_update_fails_is_named(build, monkeypatch, max_norm):
     engine = build("llama", replace(MUON, max_grad_norm=max_norm))
-
-    def broken(*_, **__):
-        raise torch.OutOfMemoryError("no room for a matrix")
-
-    monkeypatch.setattr("outcore.optim.gpu.update_matrix", broken)
+    monkeypatch.setattr("outcore.optim.gpu.update_matrix", failing(torch.OutOfMemoryError("no room for a matrix")))
     with pytest.raises(EngineError, match=r"update of layer \d+ could not be made: no room for a matrix"):
         losses_of(engine, range(2))
 
