@@ -268,7 +268,7 @@ class InferenceEngine:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
         self.check_texts(texts)
         with torch.inference_mode(), self._on_device:
-            return [[score.logprob for score in scores] for scores in self.runner.score(texts)]
+            return [scores.logprobs.tolist() for scores in self.runner.score(texts)]
 
     @property
     def num_running(self) -> int:

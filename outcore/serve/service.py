@@ -18,7 +18,7 @@ from typing import Any
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.infer import Answer, InferenceEngine, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
-from outcore.infer.passes import TokenScore
+from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.settings import ServeSettings
@@ -87,7 +87,7 @@ class EngineThread:
             if left:
                 self.engine.cancel(request.name)
 
-    async def score(self, texts: Sequence[Sequence[int]], num_top: int) -> list[list[TokenScore]]:
+    async def score(self, texts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:
         """Scores of texts; see `InferenceEngine.submit_texts`."""
         return await _told(lambda told: self.engine.submit_texts(texts, num_top, told))
 

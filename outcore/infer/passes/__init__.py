@@ -3,7 +3,8 @@
 from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
-from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
+from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits
+from outcore.infer.passes.scores import TextScores, TokenScore
 from outcore.infer.passes.states import StatesOfCall, StatesRunner, cache_argument, fresh_layers
 from outcore.infer.passes.texts import OnScores, OnVectors, Texts, WaitingTexts
 from outcore.infer.passes.whole import WholeRunner
@@ -21,6 +22,7 @@ __all__ = [
     "StatesOfCall",
     "StatesRunner",
     "TextCall",
+    "TextScores",
     "Texts",
     "TokenScore",
     "WaitingTexts",

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from outcore.flow import Call, Flow, Output, Part
-from outcore.flow.trace import Moment, moment, wait_for
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
+from outcore.infer.passes.scores import Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model.forward import accepted_names
 from outcore.staging.pool import SmallCopies
 
 Found = list[tuple[Work, torch.Tensor]]
 """For each complete work its logits [1 + guesses, V]."""
-
-
-class TokenScore(NamedTuple):
-    """How likely one token was after those before it."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens at its place, with theirs."""
-
-    @property
-    def is_likeliest(self) -> bool:
-        return self.logprob >= self.top[0][1]
 
 
 class PassRunner(Protocol):
@@ -50,7 +38,7 @@ class PassRunner(Protocol):
         """Compute these tokens; logits of those that complete a sequence."""
         ...
 
-    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[TextScores]:
         """For each text, every token but the first."""
         ...
 
@@ -140,7 +128,7 @@ class PagedRunner:
         self._expect(None)
         return lay_out_texts(texts, self.limits.call_tokens if self.has_rows else 1)
 
-    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[TextScores]:
         scores, calls = Scores(len(texts), self.device), self._lay_out_texts(texts)
         cache, self.attention.cache = self.attention.cache, None
         try:
@@ -195,38 +183,3 @@ def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list
         mean = output.hidden[0, at : at + len(tokens)].float().mean(0)
         found[number] = torch.nn.functional.normalize(mean, dim=0).cpu()
         at += len(tokens)
-
-
-class Scores:
-    """Results of texts on their way from the device: put where they belong while the next pass runs."""
-
-    def __init__(self, num_texts: int, device: torch.device) -> None:
-        self._found: list[list[TokenScore]] = [[] for _ in range(num_texts)]
-        self._device = device
-        self._coming: list[tuple[TextCall, list[torch.Tensor]]] = []
-        self._come: Moment | None = None
-
-    def bring(self, calls: Sequence[TextCall], outputs: Sequence[Output]) -> None:
-        """Have the results of a pass copied, then take those of the pass before."""
-        coming = []
-        for call, output in zip(calls, outputs, strict=True):
-            assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
-            values = output.logprobs, output.top_ids, output.top_logprobs
-            coming.append((call, [value[0].to("cpu", non_blocking=True) for value in values]))
-        come = moment(self._device)
-        self.all()
-        self._coming, self._come = coming, come
-
-    def all(self) -> list[list[TokenScore]]:
-        """The scores of every text, once they have come."""
-        if self._come is not None:
-            wait_for(self._come, "a pass")
-        for call, tensors in self._coming:
-            values, ids, tops = (tensor.tolist() for tensor in tensors)
-            at = 0
-            for number, tokens in call.texts:
-                places = range(at + 1, at + len(tokens))
-                self._found[number] = [TokenScore(values[p], tuple(zip(ids[p], tops[p], strict=True))) for p in places]
-                at += len(tokens)
-        self._coming = []
-        return self._found

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outcore.infer.passes.runner import PassRunner, TokenScore
+from outcore.infer.passes.runner import PassRunner
+from outcore.infer.passes.scores import TextScores
 
 Texts = Sequence[Sequence[int]]
-OnScores = Callable[[list[list[TokenScore]] | Exception], None]
+OnScores = Callable[[list[TextScores] | Exception], None]
 OnVectors = Callable[[list[torch.Tensor] | Exception], None]
 
 
@@ -26,7 +27,7 @@ class WaitingTexts:
         pending, self.to_score = self.to_score, []
         for num_top in sorted({top for _, top, _ in pending}):
             same = [(texts, told) for texts, top, told in pending if top == num_top]
-            found: list[list[TokenScore]] | Exception
+            found: list[TextScores] | Exception
             try:
                 found = runner.score([text for texts, _ in same for text in texts], num_top)
             except Exception as error:

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 
 from outcore.flow import Call, Flow
 from outcore.infer.passes.rows import lay_out_texts
-from outcore.infer.passes.runner import Found, RunnerLimits, Scores, TokenScore, grouped, pool
+from outcore.infer.passes.runner import Found, RunnerLimits, grouped, pool
+from outcore.infer.passes.scores import Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model import LoadedModel
 from outcore.model.forward import accepted_names
@@ -57,7 +58,7 @@ class WholeRunner:
             inputs["attention_mask"] = torch.ones((1, work.start + work.count), dtype=torch.long, device=self.device)
         return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
 
-    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[TextScores]:
         scores, calls = Scores(len(texts), self.device), lay_out_texts(texts, 1)  # each text has a call of its own
         for group in grouped(calls, self.limits.score_tokens):
             batches = []

@@ -1,0 +1,86 @@
+"""Scores of texts: how likely each token was after those before it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
+
+import torch
+
+from outcore.flow import Output
+from outcore.flow.trace import Moment, moment, wait_for
+from outcore.infer.passes.rows import TextCall
+
+
+class TokenScore(NamedTuple):
+    """How likely one token was after those before it."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens at its place, with theirs."""
+
+    @property
+    def is_likeliest(self) -> bool:
+        return self.logprob >= self.top[0][1]
+
+
+class TextScores(Sequence[TokenScore]):
+    """Scores of the N - 1 tokens of a text after its first, made one by one as they are looked at. `logprobs` [N - 1],
+    `top_ids` and `top_logprobs` [N - 1, likeliest tokens], on the CPU."""
+
+    def __init__(self, logprobs: torch.Tensor, top_ids: torch.Tensor, top_logprobs: torch.Tensor) -> None:
+        self.logprobs, self._top_ids, self._top_logprobs = logprobs, top_ids, top_logprobs
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenScore: ...
+    @overload
+    def __getitem__(self, index: slice) -> TextScores: ...
+    def __getitem__(self, index: int | slice) -> TokenScore | TextScores:
+        found = self.logprobs[index], self._top_ids[index], self._top_logprobs[index]
+        return TextScores(*found) if isinstance(index, slice) else _score(*(value.tolist() for value in found))
+
+    def __iter__(self) -> Iterator[TokenScore]:
+        rows = self.logprobs.tolist(), self._top_ids.tolist(), self._top_logprobs.tolist()
+        return itertools.starmap(_score, zip(*rows, strict=True))
+
+
+def _score(logprob: float, ids: list[int], tops: list[float]) -> TokenScore:
+    return TokenScore(logprob, tuple(zip(ids, tops, strict=True)))
+
+
+class Scores:
+    """Results of texts on their way from the device: put where they belong while the next pass runs."""
+
+    def __init__(self, num_texts: int, device: torch.device) -> None:
+        nothing = torch.zeros(0), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
+        self._found = [TextScores(*nothing) for _ in range(num_texts)]
+        self._device = device
+        self._coming: list[tuple[TextCall, list[torch.Tensor]]] = []
+        self._come: Moment | None = None
+
+    def bring(self, calls: Sequence[TextCall], outputs: Sequence[Output]) -> None:
+        """Have the results of a pass copied, then take those of the pass before."""
+        coming = []
+        for call, output in zip(calls, outputs, strict=True):
+            assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
+            values = output.logprobs, output.top_ids, output.top_logprobs
+            coming.append((call, [value[0].to("cpu", non_blocking=True) for value in values]))
+        come = moment(self._device)
+        self.all()
+        self._coming, self._come = coming, come
+
+    def all(self) -> list[TextScores]:
+        """The scores of every text, once they have come."""
+        if self._come is not None:
+            wait_for(self._come, "a pass")
+        for call, tensors in self._coming:
+            at = 0
+            for number, tokens in call.texts:
+                self._found[number] = TextScores(*(value[at + 1 : at + len(tokens)].clone() for value in tensors))
+                at += len(tokens)
+        self._coming = []
+        return self._found
