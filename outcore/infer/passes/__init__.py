@@ -2,7 +2,7 @@
 
 from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
-from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
+from outcore.infer.passes.rows import lay_out, lay_out_texts
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits
 from outcore.infer.passes.scores import TextScores, TokenScore
 from outcore.infer.passes.states import StatesOfCall, StatesRunner, cache_argument, fresh_layers
@@ -16,12 +16,10 @@ __all__ = [
     "OnVectors",
     "PagedRunner",
     "PassRunner",
-    "RowCall",
     "RunnerLimits",
     "SmallPasses",
     "StatesOfCall",
     "StatesRunner",
-    "TextCall",
     "TextScores",
     "Texts",
     "TokenScore",
