@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from outcore.model.loss import HeadLoss, summed_loss
     from outcore.model.presets import PRESETS
     from outcore.model.settings import LoraSettings, ModelSettings
-    from outcore.model.shape import on_targets, preset_on_targets, preset_shape, resolve_shape, shape_from_config
+    from outcore.model.shape import (
+        named_config,
+        on_targets,
+        preset_on_targets,
+        preset_shape,
+        resolve_shape,
+        shape_from_config,
+    )
     from outcore.model.source import max_positions, resolve_source
 
 _FILE_OF = {
@@ -30,6 +37,7 @@ _FILE_OF = {
     "PRESETS": "presets",
     "LoraSettings": "settings",
     "ModelSettings": "settings",
+    "named_config": "shape",
     "on_targets": "shape",
     "preset_on_targets": "shape",
     "preset_shape": "shape",

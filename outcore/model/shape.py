@@ -36,25 +36,33 @@ def resolve_shape(
         ValueError: no such model here, not a language model that can be trained, or no such modules in it.
         RuntimeError: the hub cannot give its configuration.
     """
-    from outcore.model.presets import PRESETS, check_preset_name
+    from outcore.model.presets import PRESETS
 
     adapters = _names_of(lora_target_modules), use_dora, modules_to_save
     if model in PRESETS:
         return preset_on_targets(model, *adapters)
+    config, path = named_config(model, trust_remote_code), Path(model).expanduser()
+    shape = shape_from_config(path.name if path.exists() else model, config)
+    return on_targets(shape, config, *adapters)
+
+
+def named_config(model: str, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model by config file, GGUF file, folder or hub id. ValueError, RuntimeError as above."""
     path = Path(model).expanduser()
     if not path.exists() and "/" not in model and "\\" not in model:
+        from outcore.model.presets import check_preset_name
+
         check_preset_name(model)  # raises, with the nearest names
     from outcore.model.settings import ModelSettings
     from outcore.model.source import resolve_source
 
     config_file = path / "config.json" if path.is_dir() else path
-    if config_file.is_file() and not any(path.glob("*.safetensors")):  # a folder needs no weights to be planned
+    has_weights = path.suffix.lower() == ".gguf" or any(path.glob("*.safetensors"))
+    if config_file.is_file() and not has_weights:  # a folder needs no weights to be planned
         settings = ModelSettings(config_file=str(config_file), seq_length=2, trust_remote_code=trust_remote_code)
     else:
         settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
-    config = resolve_source(settings).config
-    shape = shape_from_config(path.name if path.exists() else model, config)
-    return on_targets(shape, config, *adapters)
+    return resolve_source(settings).config
 
 
 def _names_of(lora_target_modules: str) -> tuple[str, ...]:

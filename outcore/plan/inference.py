@@ -357,7 +357,8 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
     if placement.experts is not None:
         lines.append("the lower rates are those without a hit, the higher ones with all experts chosen on the device")
     most = plan.kv.most_tokens(placement.kv_bytes, placement.chunk_tokens)
-    full = "not limited by them" if most is None else f"{most:,} tokens"
+    limits = [limit for limit in (most, plan.shape.max_positions) if limit is not None]
+    full = f"{min(limits):,} tokens" if limits else "not limited by them"
     seen = [f"{layers} layers see {window:,} tokens only" for window, layers in plan.shape.windows if window]
     lines.append(
         f"keys and values: {format_gib(plan.kv.token_bytes)} a token{''.join(f' ({words})' for words in seen)}; "

@@ -20,7 +20,7 @@ from outcore.common.classes import same_named
 from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
-from outcore.model import resolve_shape
+from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
 from outcore.plan.answer.gpus import beside_one
@@ -174,7 +174,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
         "precision": "bf16" if args.precision == "auto" else args.precision,
         "context": args.context,
         "kv_format": args.kv_format,
-        "quantize": args.infer_quantize,
+        "quantize": _published(args) or args.infer_quantize,
         "cpu_tokens": args.cpu_tokens,
         "expert_cache_gib": args.expert_cache_gib,
         "cpu_rates": known_rates(hardware),
@@ -189,6 +189,20 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     else:
         print("\n".join(words_of(plan, **asked)))
     return 0
+
+
+def _published(args: PlanConfig) -> str | None:
+    """Format in which the checkpoint has most of its weights; None for 16 bits."""
+    from outcore.model import PRESETS
+
+    name = _name(_model_of(args) or "")
+    if name in PRESETS:
+        return None
+    from outcore.formats.checkpoint import usual_format
+    from outcore.model.facts import quantization_of
+
+    packed = quantization_of(named_config(name, args.trust_remote_code))
+    return None if packed is None else usual_format(packed)
 
 
 def _name(model: str) -> str:

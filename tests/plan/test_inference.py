@@ -168,6 +168,20 @@ def test_the_command(model, capsys):
     assert found["bytes"]["vram"] + found["bytes"]["ram"] + found["bytes"]["nvme"] > 15 * 10**9
 
 
+def test_a_packed_checkpoint_is_planned_as_it_is_packed(tmp_path, capsys):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 300}
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    limits = {"max_position_embeddings": 700, "num_attention_heads": 4, "num_key_value_heads": 4}
+    weights = []
+    for more in ({}, packed):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **limits, **more}))
+        given = ["plan", "--infer", str(tmp_path), "--machine", "rtx4070-laptop"]
+        assert cli.main([*given, "--json"]) == 0
+        weights.append(json.loads(capsys.readouterr().out)["bytes"]["vram"])
+        assert cli.main(given) == 0 and "the longest context is 700 tokens" in capsys.readouterr().out
+    assert weights[1] < 0.5 * weights[0]
+
+
 def test_the_command_refuses(capsys):
     asked = ["plan", "--infer", "llama-8b", "--machine", "rtx4070-laptop"]
     assert cli.main([*asked, "--context", "1000000"]) == 2
