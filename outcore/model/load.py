@@ -8,6 +8,7 @@ come later, a layer at a time, from a feed (`outcore.model.weights.feed`), for m
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -296,8 +297,9 @@ def _lazily(
         raise hub_error(source.path or "", error, settings.trust_remote_code) from error
     for name, value in feed.buffers().items():
         model.get_buffer(name).data = value
-    with contextlib.suppress(OSError):  # many checkpoints have none
-        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    if not os.path.isfile(source.path or ""):  # a GGUF file has none, and its name would be looked up at the hub
+        with contextlib.suppress(OSError):  # many checkpoints have none
+            model.generation_config = GenerationConfig.from_pretrained(source.path)
     return model, feed
 
 

@@ -12,7 +12,7 @@ from outcore.config.commands import GGUF_KINDS
 from outcore.formats import PackedTensor, open_packed
 from outcore.formats.checkpoint import PackedEntry
 from outcore.formats.gguf_files import GgufRefused, open_gguf, write_gguf
-from outcore.model import ModelSettings, load_model
+from outcore.model import ModelSettings, load_model, named_config
 
 gguf = pytest.importorskip("gguf")
 SIZES = {
@@ -82,6 +82,17 @@ def test_the_command_writes_beside_the_model(tmp_path: Path, capsys: pytest.Capt
     assert (folder / "llama-q4_k.gguf").is_file() and "llama-q4_k.gguf" in capsys.readouterr().out
     assert main([str(tmp_path), "--gguf", "f16", "--out", str(tmp_path / "x.gguf")]) == 1
     assert "holds no model (config.json and safetensors)" in capsys.readouterr().err
+
+
+def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(folder_of(tmp_path), tmp_path / "model.gguf", "q8_0")
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda name, **_: asked.append(name))
+    loaded = load_model(
+        ModelSettings(model_name_or_path="model.gguf", seq_length=2), lazy=True, packed_feed=open_packed
+    )
+    assert not asked and loaded.config.hidden_size == named_config("model.gguf").hidden_size == 256
 
 
 def test_what_has_no_form_is_refused_by_name(tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ def _keys_of(files: list[Path]) -> dict[str, Path]:
             with safe_open(path, framework="pt", device="cpu") as file:
                 found.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as error:
-            raise RuntimeError(f"{path} cannot be read: {error}") from error
+            raise RuntimeError(
+                f"{path} cannot be read: it is damaged, or was cut short ({error}). Download or copy it again."
+            ) from error
     return found
 
 
