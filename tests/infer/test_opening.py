@@ -17,7 +17,7 @@ from outcore.infer.opening.model import find_place
 from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
 from tests.flow.models import tiny_loaded
-from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of
+from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of, save_tiny_model
 from tests.refused import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,6 +87,9 @@ def test_an_adapter_beside_its_base(tiny_folder, tmp_path):
     wanted = [greedy_by_transformers(adapted.eval(), prompt, 10) for prompt in PROMPTS]
     assert answers(tmp_path / "adapter") == wanted
     assert answers(folder, adapter=str(tmp_path / "adapter")) == wanted
+    save_tiny_model(tmp_path / "other", family="phi3", pad_token_id=0)
+    with pytest.raises(ValueError, match="trained on another model"):  # which has no q_proj
+        answers(tmp_path / "other", adapter=str(tmp_path / "adapter"))
 
 
 def test_scores_are_the_models_own(tiny_folder):

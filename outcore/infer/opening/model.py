@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,9 +215,17 @@ def _with_adapter(model: Any, folder: Path) -> Any:
         )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is missing is refused below
+            adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+        found = adapted.load_adapter(str(folder), "default", autocast_adapter_dtype=False)  # which tells what it found
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"the adapter {folder} does not fit the model: {error}") from error
+    if stray := [*found.unexpected_keys, *found.missing_keys]:
+        raise ValueError(
+            f"the adapter {folder} does not fit the model: {len(stray)} weights are in one of both only ({stray[0]}, "
+            "...). It was trained on another model: name that one."
+        )
     add_to_products(adapted)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
