@@ -64,6 +64,12 @@ class EngineCounts:
     last_pass_rows: int = 0
 
 
+NO_NUMBERS = (
+    "the model's logits are not numbers (NaN): weights are damaged, or too large for this precision. "
+    "Download the model again, or try --precision fp32."
+)
+
+
 def _likeliest(found: Sequence[tuple[Work, torch.Tensor]]) -> dict[int, list[int]]:
     """For each work the likeliest token of every place, read from the device at once; {}: nobody takes it as it is."""
     if not any(work.sequence.takes_likeliest for work, _ in found):
@@ -71,6 +77,15 @@ def _likeliest(found: Sequence[tuple[Work, torch.Tensor]]) -> dict[int, list[int
     logits = [of_work for _, of_work in found]
     tokens = iter((logits[0] if len(logits) == 1 else torch.cat(logits)).argmax(-1).tolist())
     return {id(work): list(itertools.islice(tokens, len(of_work))) for work, of_work in found}
+
+
+def _lost(found: Sequence[tuple[Work, torch.Tensor]]) -> set[Running]:
+    """Sequences whose first token has no likelihoods: looked at once an answer, so that writing does not wait."""
+    first = [(work.sequence, logits[0]) for work, logits in found if not work.sequence.chosen]
+    if not first:
+        return set()
+    is_lost = torch.stack([logits for _, logits in first]).isnan().any(-1).tolist()
+    return {sequence for (sequence, _), lost in zip(first, is_lost, strict=True) if lost}
 
 
 @dataclass(eq=False)
@@ -327,7 +342,7 @@ class InferenceEngine:
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
-        alive, place, likeliest = found, 0, _likeliest(found)
+        alive, place, likeliest, lost = found, 0, _likeliest(found), _lost(found)
         while alive:
             known = [bool(likeliest) and work.sequence.takes_likeliest for work, _ in alive]
             others = [pair for pair, is_known in zip(alive, known, strict=True) if not is_known]
@@ -340,6 +355,9 @@ class InferenceEngine:
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
                 text, tokens = said.setdefault(sequence, ("", []))
+                if sequence in lost:
+                    sequence.finish, sequence.error = "error", NO_NUMBERS
+                    continue
                 said[sequence] = (text + sequence.take(token, now_s), [*tokens, token])
                 if place < work.num_drafts and work.guesses[place] == token.token:
                     right[id(work)] += 1

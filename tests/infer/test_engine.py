@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
@@ -27,6 +28,16 @@ def tiny():
     yield make
     for one in made:
         one.close()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_model_that_gives_no_numbers_is_an_error(tiny, temperature):
+    loaded = tiny_loaded("llama")
+    with torch.no_grad():
+        loaded.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    sampling = Sampling(temperature=temperature, max_tokens=4)
+    [answer] = tiny(loaded=loaded).engine.generate([Request("a", (1, 2, 3), sampling)])
+    assert answer.finish == "error" and "NaN" in answer.error and not answer.tokens
 
 
 def tokens_of(engine, requests) -> dict[tuple[str, int], list[int]]:
