@@ -164,3 +164,15 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     if not follow_links and not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} leads out of {folder} through a link")
     return path
+
+
+def json_of(given: str | bytes) -> Any:
+    """What a line or a body says. ValueError in words for what is no JSON, or holds text that no tokenizer takes."""
+    try:
+        found = json.loads(given)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ValueError("it holds bytes that are no UTF-8, or half of a letter (a lone surrogate)") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found

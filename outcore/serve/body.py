@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from outcore.common.files import json_of
 from outcore.infer.requests import KNOWN
 from outcore.serve.errors import ApiError, bad
 
@@ -20,9 +20,9 @@ async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
     """The JSON object that was sent. ApiError for one that is too long or none."""
     data = await read_bytes(http, max_bytes)
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise bad("The body is not valid JSON.") from None
+        body = json_of(data)
+    except ValueError as error:
+        raise bad(f"The body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
         raise bad("The body must be a JSON object.")
     return body

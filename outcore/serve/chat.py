@@ -43,6 +43,8 @@ class ChatCall:
         more = fields.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise bad("chat_template_kwargs must be an object.", "chat_template_kwargs")
+        if "chat_template" in more:  # a program of the client's, which nothing stops
+            raise bad("chat_template_kwargs are variables of the model's own template.", "chat_template_kwargs")
         if tools:
             more = {**more, "tools": tools}
         try:

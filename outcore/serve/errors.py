@@ -8,6 +8,7 @@ KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",

@@ -181,6 +181,11 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
+    def defaults_for(self, prompt_tokens: int) -> Sampling:
+        """How tokens are chosen for a prompt of so many where the request does not say."""
+        longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
+        return longest.fitting(prompt_tokens, self.max_context)
+
     def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str) -> Request:
         """A request for answers to these tokens. ApiError for what cannot be."""
         count = body.get("n", 1)
@@ -195,8 +200,7 @@ class Service:
                 "context_length_exceeded",
             )
         try:
-            base = sampling_of({"max_tokens": min(room, self.settings.max_answer_tokens)}, self.defaults)
-            sampling = sampling_of(body, base)
+            sampling = sampling_of(body, self.defaults_for(len(ids)))
             grammar = self.grammars.of(body.get("response_format"))
             request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s)
             if sampling.max_tokens > self.settings.max_answer_tokens:

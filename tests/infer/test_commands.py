@@ -89,6 +89,34 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [b'{"prompt": "The", "max_tokens": 2}', b'{"prompt": "a\xff"}', b"[" * 100_000, b'{"prompt": "\\ud83d"}']
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))  # behind a mark that Windows puts before UTF-8
+    given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output"]
+    assert cli.main([*given, str(output)]) == 1
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert found[0]["usage"]["completion_tokens"] == 2
+    assert ["error" in line for line in found] == [False, True, True, True]
+    before = source.read_bytes()
+    assert cli.main([*given, str(source), "--overwrite"]) == 1
+    assert source.read_bytes() == before and "the file of --input" in capsys.readouterr().err
+
+
+def test_an_answer_of_no_said_length_takes_what_the_context_leaves(tiny_folder, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompt = [5] * 120
+    source.write_text(json.dumps({"prompt": prompt, "ignore_eos": True}) + "\n")
+    given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output", str(output)]
+    assert cli.main(given) == 0
+    assert json.loads(output.read_text())["usage"] == {
+        "prompt_tokens": 120, "completion_tokens": 8, "total_tokens": 128,
+    }  # fmt: skip
+    output.unlink()
+    assert cli.main([*given, "--max_tokens", "20"]) == 1  # said, so refused
+    assert "together more" in json.loads(output.read_text())["error"]
+
+
 def kill_and_go_on(folder, tmp_path, kills: int, count: int) -> None:
     source = tmp_path / "in.jsonl"
     write_lines(source, count, max_tokens=40, temperature=1.0, ignore_eos=True)
@@ -137,6 +165,26 @@ def test_ctrl_c_is_one_line_and_a_job_says_what_is_kept(tiny_folder, tmp_path, c
     job = ["--input", str(asked), "--output", str(tmp_path / "out.jsonl"), "--device", "cpu"]
     assert cli.main(["generate", str(tiny_folder[0]), *job]) == 130
     assert "the same command goes on from there" in "".join(capsys.readouterr())
+
+
+def test_what_a_failed_pass_ended_is_asked_again(tiny_folder, tmp_path, capsys, monkeypatch):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "temprature": 1}\n{"prompt": "The", "max_tokens": 3}\n')
+    given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output", str(output)]
+
+    def fails(*_args):
+        raise RuntimeError("out of memory")
+
+    def open_to_fail(*args):
+        opened = open_engine(*args)
+        opened.engine.runner.run = fails
+        return opened
+
+    monkeypatch.setattr("outcore.infer.commands.generate.open_engine", open_to_fail)
+    assert cli.main(given) == 1 and not output.exists() and "out of memory" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(given) == 1 and "(1 from before, 1 failed)" in capsys.readouterr().err
+    assert ["error" in json.loads(line) for line in output.read_text().splitlines()] == [True, False]
 
 
 def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
@@ -222,6 +270,21 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
         assert talk.last.timings.cached_tokens > 0  # the second turn found the first one's pages
     finally:
         opened.close()
+
+
+def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
+    lines = iter(["Hello", "x" * 2000, "And now?", "/stats"])
+
+    def read(prompt=""):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert cli.main(["chat", str(tiny_folder[0]), *SMALL, "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert "this message is left out" in said.err and "tokens at" in said.out
 
 
 @pytest.mark.parametrize("shape", ["plain", "/v1/completions"])

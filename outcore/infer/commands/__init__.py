@@ -1,5 +1,5 @@
 """Commands: generate, chat, score. Each file has `main(argv) -> int`; flags are in `outcore.config.commands`."""
 
 from outcore.infer.commands.journal import JobError, Journal
-from outcore.infer.commands.lines import Line, read_line, result_of
+from outcore.infer.commands.lines import Line, numbered, read_line, result_of
 from outcore.infer.commands.options import settings_of

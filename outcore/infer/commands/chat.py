@@ -13,7 +13,7 @@ from outcore.common.output import say
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.opening import OpenedModel, against_plan, open_engine
-from outcore.infer.requests import Answer, Prompts, Request
+from outcore.infer.requests import Answer, Prompts, Request, Sampling, sampling_of
 
 HELP = """/reset            forget the conversation
 /system TEXT      tell the model who it is (and forget the conversation)
@@ -26,9 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args = chat_flags().parse_args(argv)
     try:
+        fields = {"max_tokens": 1024} | sampling_fields(args)
+        sampling_of(fields, Sampling())  # what cannot be is refused before a model is read
         opened = open_engine(args.model, settings_of(args), say)
         try:
-            fields = {"max_tokens": 1024} | sampling_fields(args)
             talk = Conversation(opened, fields, args.system)
             talk.run()
             tell_plan(talk.told, "chat")
@@ -46,7 +47,8 @@ class Conversation:
     def __init__(self, opened: OpenedModel, fields: dict[str, Any], system: str | None) -> None:
         self.opened, self.system, self.told = opened, system, against_plan(opened)
         self.prompts = Prompts(opened.found.tokenizer)
-        self.sampling = sampling_from(opened, fields)
+        context = opened.engine.max_tokens
+        self.sampling = sampling_from(opened, fields)(0).fitting(context // 2, context)
         self.messages: list[dict[str, str]] = []
         self.last: Answer | None = None
         self._turn = 0
@@ -93,10 +95,14 @@ class Conversation:
             say(str(error))
             return ""
         self._turn += 1
-        request = Request(f"turn-{self._turn}", ids, self.sampling)
-        ended: list[Answer] = []
         engine = self.opened.engine
-        engine.submit(request, lambda piece: print(piece.text, end="", flush=True), ended.append)
+        request = Request(f"turn-{self._turn}", ids, self.sampling.fitting(len(ids), engine.max_tokens))
+        ended: list[Answer] = []
+        try:
+            engine.submit(request, lambda piece: print(piece.text, end="", flush=True), ended.append)
+        except ValueError as error:
+            say(f"{error} (this message is left out)")
+            return ""
         before = signal.signal(signal.SIGINT, lambda *_: engine.cancel(request.name))
         try:
             while not ended:
@@ -124,7 +130,7 @@ class Conversation:
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of the conversation; its oldest turns are left out when it outgrows the context, and that is said."""
-        limit = self.opened.engine.speech.max_context or self.opened.placement.context_tokens
+        limit = self.opened.engine.max_tokens
         room, dropped = limit - self.sampling.max_tokens, 0
         while True:
             ids = self.prompts.of_messages(messages)
@@ -132,7 +138,6 @@ class Conversation:
             if len(ids) <= room or len(messages) <= first + 1:
                 break
             del messages[first : first + 2]
-            self.messages = self.messages[2:]
             dropped += 1
         if dropped:
             say(f"({dropped} oldest turns left out: the context is {limit:,} tokens)")

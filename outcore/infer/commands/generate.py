@@ -8,10 +8,11 @@ from outcore.common.output import say
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
+from outcore.infer.commands.lines import numbered
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
 from outcore.infer.opening import InferSettings, against_plan, open_engine
-from outcore.infer.requests import Prompts, Request
+from outcore.infer.requests import Prompts, Request, Sampling, sampling_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if (args.prompt is None) == (args.input is None):
             raise ValueError("give either --prompt TEXT, or --input FILE with --output FILE.")
+        sampling_of(sampling_fields(args), Sampling())  # what cannot be is refused before a model is read
         if args.prompt is not None:
             return _one(args)
         return _job(args)
@@ -41,7 +43,7 @@ def _one(args: argparse.Namespace) -> int:
             ids = prompts.of_messages([{"role": "user", "content": args.prompt}])
         else:
             ids = prompts.of_text(args.prompt)
-        request = Request("prompt", ids, sampling_from(opened, sampling_fields(args)))
+        request = Request("prompt", ids, sampling_from(opened, sampling_fields(args))(len(ids)))
         for answer in opened.engine.generate([request], lambda piece: print(piece.text, end="", flush=True)):
             print(flush=True)
             if answer.finish == "error":
@@ -65,6 +67,10 @@ def _job(args: argparse.Namespace) -> int:
         raise ValueError("--chat goes with --prompt; lines of a file have messages instead.")
     if not args.input.is_file():
         raise ValueError(f"--input {args.input} is no file.")
+    if next(numbered(args.input), None) is None:
+        raise ValueError(f"--input {args.input} has no lines.")
+    if args.output.exists() and args.output.samefile(args.input):
+        raise ValueError("--output is the file of --input, which the answers would replace. Name another.")
     settings = settings_of(args, deterministic=True)
     check_gpus(args.num_gpus, settings)
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
@@ -85,10 +91,10 @@ def _job(args: argparse.Namespace) -> int:
         journal.close()
     rate = counts.answer_tokens / max(1e-9, counts.seconds)
     say(
-        f"{args.output}: {counts.lines:,} lines ({counts.from_journal:,} from before, {counts.failed:,} failed), "
+        f"{args.output}: {counts.lines:,} lines ({counts.from_journal:,} from before, {len(journal.failed):,} failed), "
         f"{counts.answer_tokens:,} tokens at {rate:.1f} tokens/s"
     )
-    return 1 if counts.failed else 0
+    return 1 if journal.failed else 0
 
 
 def _on_one(args: argparse.Namespace, settings: InferSettings, journal: Journal) -> JobCounts:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.infer.commands.journal import JobError, Journal
-from outcore.infer.commands.lines import Line, read_line, result_of
+from outcore.infer.commands.journal import Journal
+from outcore.infer.commands.lines import Line, numbered, read_line, result_of
 from outcore.infer.opening import OpenedModel
 from outcore.infer.requests import Answer, Grammars, Prompts, Sampling
 
@@ -24,7 +24,6 @@ class JobCounts:
 
     lines: int = 0
     from_journal: int = 0
-    failed: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0
 
@@ -33,19 +32,20 @@ def run_job(
     opened: OpenedModel,
     source: Path,
     journal: Journal,
-    defaults: Sampling,
+    defaults: Callable[[int], Sampling],
     model: str,
     progress: Callable[[str], None],
     wants: Callable[[int], bool] | None = None,
 ) -> JobCounts:
     """Answer all lines of `source` and write the output. `wants`: numbers of the lines that this process answers; the
-    output is then left to who gathers the journals. JobError, ValueError."""
+    output is then left to who gathers the journals. ValueError."""
     began_s = last_s = time.monotonic()
     created = int(source.stat().st_mtime)
     prompts, engine = Prompts(opened.found.tokenizer), opened.engine
     grammars = Grammars(opened.found.tokenizer, engine.speech.end_tokens)
     counts = JobCounts(from_journal=len(journal.done))
     under_way: dict[str, tuple[Line, list[Answer]]] = {}
+    ended: list[tuple[Line, list[Answer]]] = []
     most = AHEAD * opened.placement.max_sequences
 
     def answered(answer: Answer) -> None:
@@ -54,11 +54,10 @@ def run_job(
         assert line.request is not None
         if len(answers) == line.request.n:
             del under_way[answer.request]
-            note(line, answers)
+            ended.append((line, answers))
 
     def note(line: Line, answers: list[Answer]) -> None:
         result = result_of(line, answers, model, created)
-        counts.failed += "error" in result and result["error"] is not None
         counts.answer_tokens += sum(len(a.tokens) for a in answers)
         journal.add(line.number, result)
 
@@ -87,27 +86,18 @@ def run_job(
                 continue
             under_way[line.request.name] = (line, [])
             engine.submit(line.request, None, answered)
-        engine.step()
+        engine.step()  # answers that a failed pass ended are not noted: the same command asks again
+        for line, answers in ended:
+            note(line, answers)
+        ended.clear()
         if time.monotonic() - last_s > TELL_EVERY_S:
             last_s = time.monotonic()
             rate = counts.answer_tokens / max(1e-9, last_s - began_s)
             progress(f"{len(journal.done):,} lines done, {len(under_way):,} under way, {rate:.1f} tokens/s")
     if wants is None:
-        if not counts.lines:
-            raise JobError(f"{source} has no lines.")
         journal.finish(counts.lines)
     counts.seconds = time.monotonic() - began_s
     return counts
-
-
-def numbered(source: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of every line that is not blank."""
-    number = 0
-    with open(source, encoding="utf-8") as file:
-        for text in file:
-            if text.strip():
-                yield number, text
-                number += 1
 
 
 def job_of(model: str, words: str, source: str, settings: Any, sampling: dict[str, Any]) -> dict[str, Any]:

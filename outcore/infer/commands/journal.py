@@ -29,8 +29,10 @@ class Journal:
         self.output, path = output, output.with_name(f"{output.name}.journal")
         self.done: dict[int, Place] = {}
         """Line number of the input -> place of its result in the journal."""
+        self.failed: set[int] = set()
+        """Numbers of lines whose result is an error, whichever process noted it."""
         try:
-            self._lines = LineJournal(path, job, lambda place, entry: self.done.update({int(entry[0]): place}))
+            self._lines = LineJournal(path, job, lambda place, entry: self._note(place, entry[0], json.loads(entry[1])))
         except JournalHeld as error:
             raise JobError(f"{error}: another process writes {output}. Wait until it has ended.") from None
         except JournalOfAnother as error:
@@ -48,11 +50,16 @@ class Journal:
         body = json.dumps(result, ensure_ascii=False)
         with file_errors(self._phase):
             [place] = self._lines.append([[number, body]])
-            self.done[number] = place
+            self._note(place, number, result)
             self._unsynced += place[1]
             if self._unsynced >= SYNC_BYTES:
                 self._lines.sync()
                 self._unsynced = 0
+
+    def _note(self, place: Place, number: int, result: dict[str, Any]) -> None:
+        self.done[number] = place
+        if result.get("error") is not None:
+            self.failed.add(number)
 
     def finish(self, count: int) -> None:
         """Write the output in the input's order and drop the journal."""

@@ -7,11 +7,12 @@ A line that cannot be answered gets a result that says why; the job goes on."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from outcore.common.files import json_of
 from outcore.infer.requests import KNOWN, Answer, Grammars, Prompts, Request, Sampling, sampling_of
 
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
@@ -32,13 +33,29 @@ class Line:
     error: str = ""
 
 
+def numbered(source: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line that is not blank; bytes that are no UTF-8 are found by who reads the line."""
+    number = 0
+    with open(source, encoding="utf-8-sig", errors="surrogateescape") as file:
+        for text in file:
+            if text.strip():
+                yield number, text
+                number += 1
+
+
 def read_line(
-    number: int, text: str, prompts: Prompts, grammars: Grammars, defaults: Sampling, request_name: str = ""
+    number: int,
+    text: str,
+    prompts: Prompts,
+    grammars: Grammars,
+    defaults: Callable[[int], Sampling],
+    request_name: str = "",
 ) -> Line:
-    """Understand one line; what is wrong with it stands in the result. Without a seed the request's name is it."""
+    """Understand one line; what is wrong with it stands in the result. Without a seed the request's name is it.
+    `defaults`: how tokens are chosen for a prompt of so many, where the line does not say."""
     shape, name = "plain", None
     try:
-        entry = json.loads(text)
+        entry = json_of(text)
         if not isinstance(entry, dict):
             raise ValueError("a line must be a JSON object")
         name = entry.get("custom_id", entry.get("id"))
@@ -52,7 +69,7 @@ def read_line(
         if body.get("stream"):
             raise ValueError("a job's answers are not streamed: leave stream out")
         ids = _prompt_of(body, prompts)
-        sampling = sampling_of(body, defaults)
+        sampling = sampling_of(body, defaults(len(ids)))
         grammar = grammars.of(body.get("response_format"))
         request = Request(request_name or f"line-{number}", ids, sampling, int(body.get("n") or 1), 0, grammar)
         return Line(number, shape, name, request)

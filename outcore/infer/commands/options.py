@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,13 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def sampling_from(opened: OpenedModel, given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
-    """The model's own defaults, `base`, then what was said."""
-    return sampling_of(given, base or own_defaults(opened.found.loaded.model, Sampling()))
+def sampling_from(opened: OpenedModel, given: Mapping[str, Any]) -> Callable[[int], Sampling]:
+    """For a prompt of so many tokens: the model's own defaults, then what was said. Where nobody said how long the
+    answer may be, it may be as long as the context leaves room for."""
+    found = sampling_of(given, own_defaults(opened.found.loaded.model, Sampling()))
+    if "max_tokens" in given:
+        return lambda prompt_tokens: found
+    return lambda prompt_tokens: found.fitting(prompt_tokens, opened.engine.max_tokens)
 
 
 def tell_plan(told: AgainstPlan, command: str) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from outcore.common.output import say
-from outcore.infer.commands.job import JobCounts, JobError, numbered, run_job
+from outcore.infer.commands.job import JobCounts, run_job
 from outcore.infer.commands.journal import Journal
+from outcore.infer.commands.lines import numbered
 from outcore.infer.commands.options import sampling_fields, sampling_from
 from outcore.infer.opening import HostShare, InferSettings, open_engine
 from outcore.machine import usable_cores
@@ -39,12 +40,10 @@ def check_gpus(count: int, settings: InferSettings) -> None:
 def run_over_gpus(
     args: argparse.Namespace, settings: InferSettings, job: dict[str, Any], journal: Journal
 ) -> JobCounts:
-    """Answer all lines and write the output. JobError; RuntimeError naming the process that failed, and why."""
+    """Answer all lines and write the output. RuntimeError naming the process that failed, and why."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     num_lines = sum(1 for _ in numbered(args.input))
-    if not num_lines:
-        raise JobError(f"{args.input} has no lines.")
     counts = JobCounts(num_lines, from_journal=len(journal.done))
     told: Any = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -59,7 +58,6 @@ def run_over_gpus(
     gather(journal, job)
     while not told.empty():
         found = told.get()
-        counts.failed += found.failed
         counts.answer_tokens += found.answer_tokens
         counts.seconds = max(counts.seconds, found.seconds)
     journal.finish(num_lines)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from outcore.common.files import replacing
+from outcore.common.files import json_of, replacing
 from outcore.common.output import say
 from outcore.config.commands import score_flags
 from outcore.infer.commands.options import settings_of, tell_plan
@@ -79,7 +79,7 @@ def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
 
 def _texts(path: Path) -> Iterator[str]:
     is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -87,7 +87,7 @@ def _texts(path: Path) -> Iterator[str]:
                 yield line.rstrip("\n")
                 continue
             try:
-                entry = json.loads(line)
+                entry = json_of(line)
                 text = entry if isinstance(entry, str) else entry.get("text", entry.get("prompt"))
             except (ValueError, AttributeError):
                 raise ValueError(f"{path}, line {number}: is no JSON object or text.") from None

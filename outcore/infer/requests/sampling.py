@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_SEED = 16, 20, 2**63 - 1
@@ -84,6 +84,11 @@ class Sampling:
             and self.frequency_penalty == 0
             and self.repetition_penalty == 1
         )
+
+    def fitting(self, prompt_tokens: int, context_tokens: int) -> Sampling:
+        """Lower `max_tokens` to what the context leaves beside the prompt, to one token at least."""
+        room = max(1, context_tokens - prompt_tokens)
+        return replace(self, max_tokens=min(self.max_tokens, room), min_tokens=min(self.min_tokens, room))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ValueError for a token id that the model does not have."""

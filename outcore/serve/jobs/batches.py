@@ -11,14 +11,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from outcore.common import write_json
 from outcore.infer import Answer
-from outcore.infer.commands import Journal, Line, read_line, result_of
+from outcore.infer.commands import Journal, Line, numbered, read_line, result_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.jobs.files import Files
 from outcore.serve.service import Service
@@ -59,7 +58,8 @@ class Batches:
         if not isinstance(body.get("input_file_id"), str):
             raise bad("input_file_id must be the id of a file.", "input_file_id")
         source = self.files.path(body["input_file_id"])
-        if not any(_lines(source)):
+        total = sum(1 for _ in numbered(source))
+        if not total:
             raise bad("The file has no lines.", "input_file_id")
         batch = {
             "id": f"batch-{uuid.uuid4().hex}",
@@ -76,7 +76,7 @@ class Batches:
             "completed_at": None,
             "cancelled_at": None,
             "failed_at": None,
-            "request_counts": {"total": sum(1 for _ in _lines(source)), "completed": 0, "failed": 0},
+            "request_counts": {"total": total, "completed": 0, "failed": 0},
             "metadata": body.get("metadata"),
         }
         self._save(batch)
@@ -108,7 +108,7 @@ class Batches:
         if batch["status"] in RUNNING:
             journal = self._journal(batch)
             total = batch["request_counts"]["total"]
-            for number, text in enumerate(_lines(self.files.path(batch["input_file_id"]))):
+            for number, text in numbered(self.files.path(batch["input_file_id"])):
                 if number not in journal.done:
                     line = self._line(batch, number, text)
                     journal.add(number, self._result(Line(number, line.shape, line.name, None, "cancelled"), []))
@@ -126,10 +126,11 @@ class Batches:
         try:
             journal = self._journal(batch)
         except ValueError as error:
-            self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": str(error)})
+            self._fail(batch, str(error))
             return
         counts = batch["request_counts"]
-        counts["completed"], counts["failed"] = len(journal.done), 0
+        counts["failed"] = len(journal.failed)
+        counts["completed"] = len(journal.done) - counts["failed"]
 
         async def one(number: int, text: str) -> None:
             try:
@@ -142,7 +143,7 @@ class Batches:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for number, text in enumerate(_lines(self.files.path(batch["input_file_id"]))):
+                for number, text in numbered(self.files.path(batch["input_file_id"])):
                     if number not in journal.done:
                         await self._room.acquire()
                         group.create_task(one(number, text))
@@ -153,8 +154,7 @@ class Batches:
         except Exception:
             logger.exception("%s failed", batch["id"])
             journal.close()
-            words = "the server failed; its log says why"
-            self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": words})
+            self._fail(batch, "the server failed; its log says why")
 
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
         line = await asyncio.to_thread(self._line, batch, number, text)
@@ -169,7 +169,8 @@ class Batches:
 
     def _line(self, batch: dict[str, Any], number: int, text: str) -> Line:
         service = self.service
-        line = read_line(number, text, service.prompts, service.grammars, service.defaults, f"{batch['id']}-{number}")
+        name = f"{batch['id']}-{number}"
+        line = read_line(number, text, service.prompts, service.grammars, service.defaults_for, name)
         if line.request is not None and line.shape != batch["endpoint"]:
             return Line(number, "batch", line.name, None, f"the batch is for {batch['endpoint']}, the line is not")
         return line if line.shape != "plain" else Line(number, "batch", line.name, None, line.error or "has no body")
@@ -187,10 +188,9 @@ class Batches:
         stamp = "completed_at" if status == "completed" else "cancelled_at"
         self._save(batch | {"status": status, "output_file_id": output.id, stamp: int(time.time())})
 
+    def _fail(self, batch: dict[str, Any], why: str) -> None:
+        errors = {"object": "list", "data": [{"code": "failed", "message": why, "line": None, "param": None}]}
+        self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": errors})
+
     def _save(self, batch: dict[str, Any]) -> None:
         write_json(self.folder / f"{batch['id']}.json", batch)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        yield from (line for line in file if line.strip())
