@@ -57,8 +57,6 @@ CELLS: dict[str, tuple[Fault, ...]] = {
         Fault("mkdir", f"{EROFS}", "outcore-scratch"), Fault("thread", "11", "-", 1, 99),
     ),
 }  # fmt: skip
-GOES_ON = {"short", "flip"}
-"""Kinds after which a phase may end well though its drive did not do what it was asked."""
 
 
 @pytest.fixture(scope="module")
