@@ -20,6 +20,7 @@ class FakeNvml:
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
     NVML_PCIE_UTIL_TX_BYTES = 0
     NVML_PCIE_UTIL_RX_BYTES = 1
 
@@ -78,6 +79,9 @@ class FakeNvml:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
         return 140_000
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        return 1980
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
         return self.reasons

@@ -1,4 +1,4 @@
-"""The streaming engine on the CPU: equal to plain AdamW, the same bits wherever things live, and its samples."""
+"""The streaming engine on the CPU: equal to plain AdamW, and what it refuses, skips and samples."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +11,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.flow.parts import StreamUnsupported
 from tests.engine.inside import parts_of
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures, losses_of, plain_training, same, weights_of
+from tests.engine.stream.training import LR, TINY, batches_of, fixtures, losses_of, plain_training, weights_of
 from tests.flow.models import padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.refused import refused
 
@@ -53,33 +53,6 @@ def test_many_copies_of_a_micro_batch_are_that_micro_batch(build):
     one, many, rounded = found.values()
     assert many[0] == one[0] and all(torch.equal(one[1][n], many[1][n]) for n in one[1])
     assert rounded[0] != one[0]
-
-
-VARIANTS = {
-    "activations in RAM": {"activations": "ram"}, "one layer buffer": {"num_layer_buffers": 1},
-    "two layer buffers": {"num_layer_buffers": 2},
-    "small slots and chunks": {"slot_bytes": 4096, "num_slots": 1, "chunk_numel": 512},
-    "split states": {"states": "split"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", ["gpt2", "gemma3_text"])
-def test_results_are_bit_identical_wherever_things_live(build, model):
-    """bf16, dropout, several micro-batches: residency, buffers and the exact split change no bit."""
-    settings = replace(TINY, max_grad_norm=0.5)
-    engine = build(model, settings, dtype=torch.bfloat16, dropout=0.1)
-    expected = losses_of(engine, range(4)), weights_of(engine)
-    for name, changes in VARIANTS.items():
-        other = build(model, replace(settings, **changes), dtype=torch.bfloat16, dropout=0.1)
-        assert same((losses_of(other, range(4)), weights_of(other)), expected), name
-
-
-def test_deferred_and_immediate_updates_are_the_same_without_clipping(build):
-    runs = []
-    for update in ("deferred", "immediate"):
-        engine = build("qwen2", replace(TINY, max_grad_norm=0.0, update=update))
-        runs.append((losses_of(engine, range(4)), weights_of(engine)))
-    assert same(*runs)
 
 
 def test_evaluation_sees_every_update_and_no_dropout(build):
