@@ -13,7 +13,6 @@ from outcore.probe.bench.drive_file import TestPathError, remove_own_files
 from outcore.probe.options import ProbeOptions, UsageError, parse_options
 from outcore.probe.progress import StageProgress
 from outcore.probe.report.config_file import ConfigFileError, apply_changes
-from outcore.probe.report.plot import save_plot
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
 from outcore.probe.run import STAGES, ProbeRun
@@ -70,6 +69,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _write(options: ProbeOptions, found: Measured) -> tuple[list[str], str]:
     """Report, picture and machine profile; (lines that say so, the report's text)."""
+    from outcore.probe.report.plot import save_plot  # matplotlib takes a second, which --help need not wait for
+
     logs = options.logs_dir
     text = to_json(build_report(found))
     lines = []
