@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 parser = argparse.ArgumentParser()
 parser.add_argument("what", choices=["serve"])
@@ -23,11 +26,9 @@ with open(args.model / "starts.jsonl", "a") as file:
 starts = len((args.model / "starts.jsonl").read_text().splitlines())
 if starts > behaviour.get("good_starts", 100):
     sys.exit("stand-in: CUDA error: out of memory")
-app = FastAPI()
 state = {"healthy": True}
 
 
-@app.middleware("http")
 async def key(http: Request, go_on):
     if (
         http.url.path not in ("/health", "/metrics")
@@ -37,23 +38,18 @@ async def key(http: Request, go_on):
     return await go_on(http)
 
 
-@app.get("/health")
-async def health():
-    if not state["healthy"]:
-        raise HTTPException(500)
+async def health(_):
+    return Response(status_code=200 if state["healthy"] else 500)
 
 
-@app.get("/metrics")
-async def metrics():
+async def metrics(_):
     return JSONResponse("vllm:num_requests_running 0")
 
 
-@app.get("/v1/models")
-async def models():
-    return {"data": [{"id": args.served_model_name}]}
+async def models(_):
+    return JSONResponse({"data": [{"id": args.served_model_name}]})
 
 
-@app.post("/v1/completions")
 async def completions(http: Request):
     body = await http.json()
     if body["prompt"] == "crash":
@@ -64,7 +60,8 @@ async def completions(http: Request):
         return JSONResponse({"error": {"message": "bad prompt", "type": "invalid_request_error"}}, 400)
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     if not body.get("stream"):
-        return {"id": "c-1", "choices": [{"index": 0, "text": "a b", "finish_reason": "stop"}], "usage": usage}
+        choice = {"index": 0, "text": "a b", "finish_reason": "stop"}
+        return JSONResponse({"id": "c-1", "choices": [choice], "usage": usage})
 
     async def events():
         for text, reason in (("a", None), (" b", "length")):
@@ -79,4 +76,9 @@ async def completions(http: Request):
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+routes = [
+    Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
+    Route("/v1/completions", completions, methods=["POST"]),
+]  # fmt: skip
+app = Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=key)])
 uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning")
