@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -30,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where a machine asks for no compiled files, each of the many children would compile the package again, 1 s.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # runs no test itself: its workers do
     import torch
     from hypothesis import settings
 
@@ -68,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects that stay to the end: looking through all of them takes half a second each time
 
 
 @pytest.fixture(autouse=True, scope="module")
