@@ -52,10 +52,10 @@ def test_several_threads_of_the_extension_compress(build, states):
 
 
 @pytest.mark.parametrize(("changes", "settings"), [
-    ({"state_ring_slots": 1}, TINY), ({"state_ring_slots": 1}, IMMEDIATE), ({"chunk_numel": 512}, TINY),
+    ({"state_ring_slots": 1}, TINY), ({"state_ring_slots": 1}, IMMEDIATE), ({"chunk_numel": 1024}, TINY),
     pytest.param({"state_ring_slots": 2}, TINY, marks=pytest.mark.slow),
     pytest.param({"state_ring_slots": 2}, IMMEDIATE, marks=pytest.mark.slow),
-    pytest.param({"chunk_numel": 512}, IMMEDIATE, marks=pytest.mark.slow),
+    pytest.param({"chunk_numel": 1024}, IMMEDIATE, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_ring_changes_no_bit(build, changes, settings):
     settings = replace(settings, states="split8", optimizer_threads=2)

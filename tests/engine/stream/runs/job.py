@@ -23,7 +23,7 @@ SMALL_MODEL = (
 """What makes the preset `tiny` a tenth of its size: with states on a drive a run then costs an eighth."""
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
 FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
-SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 12, "states": "fp32"}
+SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 14, "states": "fp32"}
 SMALL |= {"slot_bytes": 1 << 18, "weight_read_ahead_bytes": 1 << 20, "state_ring_bytes": 1 << 20}
 """Python threads, so that a kill can be placed within an update; several chunks to a layer."""
 OUR_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")

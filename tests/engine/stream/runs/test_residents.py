@@ -40,7 +40,7 @@ def held(engine) -> int:
     ("llama", torch.bfloat16, {"states": "split", "max_grad_norm": 0.05}),
     ("gpt2", torch.bfloat16, {"states": "fp32", "max_grad_norm": 0.0}),
     ("gpt2", torch.float16, {"initial_loss_scale": 64.0, "activations": "ram"}),
-    ("qwen3", torch.float32, {"num_layer_buffers": 1, "chunk_numel": 512}),
+    ("qwen3", torch.float32, {"num_layer_buffers": 1, "chunk_numel": 2048}),
 ])  # fmt: skip
 def test_results_are_those_of_a_run_without_residents(build, tmp_path, model, dtype, changes):
     """Clipping or not, one micro-batch or more, dropout where the model has it: losses and every saved byte."""
