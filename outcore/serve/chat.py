@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
+from outcore.infer.commands import of_chat
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, of_chat, takes_tools
+from outcore.serve.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, takes_tools
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset(

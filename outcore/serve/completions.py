@@ -9,10 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
+from outcore.infer.commands import of_completion
 from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.parsing import of_completion
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset({"prompt", "echo", "response_format"})

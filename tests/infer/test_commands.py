@@ -64,6 +64,7 @@ def test_a_measured_machine_tells_forecast_and_run(tiny_folder, tmp_path, capsys
 def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     folder = str(tiny_folder[0])
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "seed": 3}
+    body["logprobs"] = True
     lines = [
         {"prompt": "The", "max_tokens": 3, "id": "first"},
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
@@ -79,6 +80,8 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert found[0]["id"] == "first" and found[0]["usage"]["completion_tokens"] <= 3
     chat = found[1]["response"]["body"]
+    of_tokens = [token["logprob"] for choice in chat["choices"] for token in choice["logprobs"]["content"]]
+    assert len(of_tokens) == chat["usage"]["completion_tokens"] and max(of_tokens) < 0
     assert found[1]["custom_id"] == "c" and chat["object"] == "chat.completion" and len(chat["choices"]) == 2
     assert "together more than" in found[2]["error"]
     assert found[3]["response"]["status_code"] == 400 and "url" in found[3]["error"]["message"]
@@ -290,4 +293,4 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
 @pytest.mark.parametrize("shape", ["plain", "/v1/completions"])
 def test_a_line_that_was_cancelled_says_so(shape):
     line = Line(0, shape, "a", Request("a", (1,), Sampling()))
-    assert "was cancelled" in str(result_of(line, [Answer("a", 0, "half", (), "cancelled")], "tiny", 0)["error"])
+    assert "was cancelled" in str(result_of(line, [Answer("a", 0, "half", (), "cancelled")], None, "tiny", 0)["error"])

@@ -57,7 +57,7 @@ def run_job(
             ended.append((line, answers))
 
     def note(line: Line, answers: list[Answer]) -> None:
-        result = result_of(line, answers, model, created)
+        result = result_of(line, answers, prompts.tokenizer, model, created)
         counts.answer_tokens += sum(len(a.tokens) for a in answers)
         journal.add(line.number, result)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.files import json_of
-from outcore.infer.requests import KNOWN, Answer, Grammars, Prompts, Request, Sampling, sampling_of
+from outcore.infer.commands.logprobs import of_chat, of_completion
+from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Request, Sampling, sampling_of
 
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 BESIDE = frozenset({"prompt", "messages", "model", "n", "id", "stream", "user", "metadata", "store", "response_format"})
@@ -101,7 +102,7 @@ def _prompt_of(body: Mapping[str, Any], prompts: Prompts) -> tuple[int, ...]:
     raise ValueError("prompt must be a text or a list of token ids")
 
 
-def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -> dict[str, Any]:
+def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str, created: int) -> dict[str, Any]:
     """What stands in the output for one line; nothing in it depends on when it was made."""
     if line.request is None:
         return _failed(line, line.error)
@@ -116,8 +117,9 @@ def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -
         found |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
         return found | {"finish_reason": ordered[0].finish, "usage": usage} | _token_logprobs(ordered)
     is_chat = line.shape == "/v1/chat/completions"
+    of_answer = of_chat if is_chat else _of_completion
     choices = [
-        {"index": a.choice, "finish_reason": a.finish, "logprobs": None}
+        {"index": a.choice, "finish_reason": a.finish, "logprobs": of_answer(tokenizer, a.tokens)}
         | ({"message": {"role": "assistant", "content": a.text}} if is_chat else {"text": a.text})
         for a in ordered
     ]
@@ -134,9 +136,14 @@ def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -
 
 
 def _token_logprobs(answers: Sequence[Answer]) -> dict[str, Any]:
-    if answers[0].tokens and answers[0].tokens[0].logprob is not None:
-        return {"token_logprobs": [c.logprob for c in answers[0].tokens]}
-    return {}
+    if not any(a.tokens and a.tokens[0].logprob is not None for a in answers):
+        return {}
+    found = [[c.logprob for c in a.tokens] for a in answers]
+    return {"token_logprobs": found[0] if len(found) == 1 else found}
+
+
+def _of_completion(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    return of_completion(tokenizer, tokens) if tokens and tokens[0].logprob is not None else None
 
 
 def _failed(line: Line, why: str) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Batches:
         return line if line.shape != "plain" else Line(number, "batch", line.name, None, line.error or "has no body")
 
     def _result(self, line: Line, answers: list[Answer]) -> dict[str, Any]:
-        return result_of(line, answers, self.service.name, self.service.started_s)
+        return result_of(line, answers, self.service.prompts.tokenizer, self.service.name, self.service.started_s)
 
     def _journal(self, batch: dict[str, Any]) -> Journal:
         return Journal(self.folder / f"{batch['id']}.jsonl", {"batch": batch["id"], "model": self.service.name})

@@ -1,0 +1,61 @@
+"""Log-probabilities of an answer's tokens in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outcore.infer.passes import TokenScore
+from outcore.infer.requests import Chosen
+
+
+def text_of(tokenizer: Any, token: int) -> str:
+    """One token as text."""
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    """`logprobs` of a chat's choice; None when they were not asked for."""
+    if not tokens or tokens[0].logprob is None:
+        return None
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = text_of(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        entry(c.token, c.logprob) | {"top_logprobs": [entry(token, value) for token, value in c.top]} for c in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def of_completion(
+    tokenizer: Any, tokens: Sequence[Chosen], prompt: Sequence[tuple[int, TokenScore | None]] = ()
+) -> dict[str, Any]:
+    """`logprobs` of a completion's choice. `prompt`: tokens that are echoed before it, with their scores (the first
+    has none)."""
+    texts, values, tops, offsets = [], [], [], []
+    offset = 0
+
+    def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
+        nonlocal offset
+        text = text_of(tokenizer, token)
+        texts.append(text)
+        values.append(logprob)
+        tops.append(None if top is None else _by_text(tokenizer, top))
+        offsets.append(offset)
+        offset += len(text)
+
+    for token, score in prompt:
+        add(token, None if score is None else score.logprob, None if score is None else score.top)
+    for chosen in tokens:
+        add(chosen.token, chosen.logprob, chosen.top)
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _by_text(tokenizer: Any, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Likeliest first; of tokens that read alike the likelier stays."""
+    found: dict[str, float] = {}
+    for token, value in top:
+        found.setdefault(text_of(tokenizer, token), value)
+    return found
