@@ -63,6 +63,7 @@ class CStack(ctypes.Structure):
         ("zero_stride", ctypes.c_int64),
         ("numbers", ctypes.c_void_p),
         ("elsewhere", ctypes.c_void_p),
+        ("every", ctypes.c_void_p),
         ("count", ctypes.c_int32),
         ("share", ctypes.c_int32),
         ("places", ctypes.c_void_p),
@@ -151,7 +152,7 @@ class PackedProducts:
         if out is None:
             out = torch.zeros(pairs, stack.first.rows, dtype=torch.float32)
         with self._lock:
-            stack.numbers, stack.share, stack.elsewhere = numbers.data_ptr(), share, None
+            stack.numbers, stack.share, stack.elsewhere, stack.every = numbers.data_ptr(), share, None, None
             run = self._library.outcore_product_run_stack
             code = run(self._team, ctypes.byref(stack), pairs, x.data_ptr(), out.data_ptr())
             if code == errno.ENOMEM:
@@ -173,11 +174,15 @@ class PackedProducts:
         """Number by which the box may ask for these products, all of the same rows of activations."""
         return _task(self._library.outcore_product_task(self._team, (CProduct * len(calls))(*calls), len(calls)))
 
-    def task_of_chosen(self, stack: CStack, numbers: torch.Tensor, share: int, elsewhere: torch.Tensor) -> int:
+    def task_of_chosen(
+        self, stack: CStack, numbers: torch.Tensor, share: int, elsewhere: torch.Tensor, every: torch.Tensor
+    ) -> int:
         """Number by which the box may ask for products of rows with those weights of a stack that `numbers` says when
         it asks, as `multiply_chosen`; of as many pairs as it asks for, all numbers at most. `elsewhere`: for each
-        weight -1, or who else multiplies it. Both int32, on the CPU, and there as long as this is."""
-        stack.numbers, stack.share, stack.elsewhere = numbers.data_ptr(), share, elsewhere.data_ptr()
+        weight -1, or who else multiplies it; `every` [1]: of the pairs left every so many are somebody else's, too (0:
+        none). All int32, on the CPU, and there as long as this is."""
+        stack.numbers, stack.share = numbers.data_ptr(), share
+        stack.elsewhere, stack.every = elsewhere.data_ptr(), every.data_ptr()
         return _task(self._library.outcore_product_stack(self._team, ctypes.byref(stack), len(numbers)))
 
     @staticmethod

@@ -142,10 +142,15 @@ def test_a_box_takes_chosen_weights_where_nobody_else_does() -> None:
     box, words = host[:4096], host[:4096].view(torch.int64)
     x, out = host[4096 : 1 << 15].view(torch.float32), host[1 << 15 :].view(torch.float32)
     numbers, elsewhere = torch.zeros(12, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)
+    every = torch.zeros(1, dtype=torch.int32)
     with PackedProducts(3) as products:
         products.listen(box, x, out)
-        task = products.task_of_chosen(stack, numbers, 2, elsewhere)
-        for turn, (chosen, there) in enumerate([([3, 1, 3, 0], []), ([0, 1], [1]), ([2, 2, 2, 0, 1, 2], [0, 1])], 1):
+        task = products.task_of_chosen(stack, numbers, 2, elsewhere, every)
+        questions = [([3, 1, 3, 0], [], 0), ([0, 1], [1], 0), ([2, 2, 2, 0, 1, 2], [0, 1], 0), ([3, 1, 2, 3], [1], 2)]
+        for turn, (chosen, there, every_th) in enumerate(questions, 1):
+            every[0] = every_th
+            others = [pair for pair, weight in enumerate(chosen) if weight not in there]
+            others = others[every_th - 1 :: every_th] if every_th else []
             rows = x[: len(chosen) // 2 * 256].view(-1, 256).copy_(torch.randn(len(chosen) // 2, 256))
             out.fill_(7.0)
             numbers[: len(chosen)] = torch.tensor(chosen)
@@ -156,7 +161,8 @@ def test_a_box_takes_chosen_weights_where_nobody_else_does() -> None:
                 assert time.monotonic() < until_s
             for pair, weight in enumerate(chosen):
                 found, row = out[pair * 40 : pair * 40 + 40], rows[pair // 2 : pair // 2 + 1]
-                expected = torch.full((1, 40), 7.0) if weight in there else products.product(spec, weights[weight], row)
+                is_other = weight in there or pair in others
+                expected = torch.full((1, 40), 7.0) if is_other else products.product(spec, weights[weight], row)
                 assert torch.equal(found, expected[0])
     assert len(memory)
 

@@ -137,22 +137,6 @@ class ExpertCache:
             pinned.difference_update(slots)
             coming.difference_update(slots)
 
-    def planes(self, part: Part) -> list[list[torch.Tensor]]:
-        """For each parameter its arrays in all slots: [slots, ...] as one expert's are, or [slots, blocks, per_block]
-        of a packed one."""
-        form = form_of(part)
-        found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
-        for piece in form.pieces:
-            slot, planes = part.layout.slots[piece.slot], found[piece.slot]
-            size_bytes = piece.numel * part.layout.dtype.itemsize
-            dtype, shape = part.layout.dtype, slot.shape[1:]
-            if slot.packed is not None:
-                plane = slot.packed.format.planes[len(planes)]
-                dtype, shape = plane.dtype, (-1, plane.per_block)
-            of_all = self.memory[:, piece.at_bytes : piece.at_bytes + size_bytes].view(dtype)
-            planes.append(of_all.unflatten(1, shape))
-        return found
-
     def fill(self) -> None:
         """Begin to read as many experts as there are slots, of every layer as many, those on a drive first: before
         anything is known of what will be chosen."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from outcore.flow.experts.cache import ExpertCache
-from outcore.flow.experts.form import experts_of
+from outcore.flow.experts.form import experts_of, planes_of
 from outcore.flow.parts import ModelParts, bound
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedSpec, stack_of
@@ -83,7 +83,7 @@ class ChosenExperts:
         self._in_place, self._scratch, self._layers = in_place, layers.scratch, layers
         self._part = cache.parts[layer]
         self._is_packed = bool(self._part.layout.packed_slots)
-        self._planes = cache.planes(self._part)
+        self._planes = planes_of(self._part, cache.memory)
         self._copies = SmallCopies(cache.memory.device)
         self.few: Callable[..., torch.Tensor] | None = None
         """Runs few tokens without the host."""

@@ -1,8 +1,9 @@
 """A layer's experts on few tokens, with no host in between: each pair of a token and an expert by the expert's number.
 
 Where an expert lies is a table on the device. Those in a slot of the cache are multiplied by the GPU, the others by the
-CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. What is not in RAM
-is read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
+CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. The GPU may read
+some of the others in RAM, too: CPU and link together take more of the memory's rate (`pairs.py`). What is not in RAM is
+read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
 the host sees there which experts are to come into slots, at most `MOST_SWAPS`, and which make room for them. The table
 follows when they have come, so no pass waits for them.
 
@@ -20,8 +21,9 @@ from outcore.common.errors import EngineError
 from outcore.flow.experts.by_pairs import first_matrix, run_pairs
 from outcore.flow.experts.cache import ExpertCache
 from outcore.flow.experts.chosen import ChosenLayers, GroupMemory
-from outcore.flow.experts.form import experts_of, form_of
+from outcore.flow.experts.form import experts_of, form_of, planes_of
 from outcore.flow.experts.from_drive import DriveExperts
+from outcore.flow.experts.pairs import collect, share_out
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.weights import HandOver, WeightHomes
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, Scattered, device_products, stack_of
@@ -46,38 +48,65 @@ class FewTokens:
         of_token: int,
     ) -> None:
         self.most_tokens = most_tokens
+        self.is_on = True
+        """Whether passes are to run so."""
+        self.adapts = True
+        """Whether slots follow what is chosen."""
+        self._products = hand_over.products
+        self.answered = hand_over.products.answered
+        """Tells (questions that the CPU answered, seconds that it took)."""
         on_drive = {layer: part for layer, part in cache.parts.items() if homes.rest(part) is not None}
         at_once = max((min(cache.forms[layer].num_experts, most_tokens * of_token) for layer in on_drive), default=0)
         self.drive = DriveExperts(on_drive, homes, at_once) if on_drive else None
         """Brings experts whose homes are on a drive; None: none are."""
-        self.is_on = True
-        """Whether passes are to run so."""
         device = cache.memory.device
-        self._cache, self._copies, self._of_token = cache, SmallCopies(device), of_token
-        self._told = torch.zeros(
-            (len(cache.parts), self.most_tokens * of_token), dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+        has_gpu = device.type == "cuda"
+        self._cache, self._copies, self._of_token, self._layers = cache, SmallCopies(device), of_token, layers
+        shape = len(cache.parts), most_tokens * of_token
+        self._told = told = torch.zeros(shape, dtype=torch.int32, pin_memory=has_gpu)
         """Experts that the last pass chose, layer by layer."""
-        self._products = hand_over.products
-        self.answered = hand_over.products.answered
-        """Tells (questions that the CPU answered, seconds that it took)."""
+        if has_gpu:
+            told = device_view(told.view(-1).view(torch.uint8), device).view(torch.int32).view(shape)
+        self._every, never = (
+            (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device=device)) for _ in range(2)
+        )
         self._pairs = 0
         """Pairs of the last pass, in each layer."""
         self._chosen, self._where = self._told[:, :0], cache.where_now
-        told = self._told
-        if device.type == "cuda":
-            told = device_view(told.view(-1).view(torch.uint8), device).view(torch.int32).view(told.shape)
-        self._layers = layers
+        self._few: list[_Experts] = []
         for row, (layer, part) in enumerate(cache.parts.items()):
             module = experts_of(units.layers[layer])
             assert module is not None
-            tables = _Tables(cache.where[row], told[row], cache.where_now[row], self._told[row])
-            scattered = None if self.drive is None else self.drive.of.get(layer)
-            home = homes.ram(part) if scattered is None or self.drive is None else self.drive.memory[0]
-            at_home = _AtHome(home.view(torch.uint8), scattered)
-            layers.of[layer].few = _Experts(
-                module, part, cache, homes, at_home, hand_over, layers.scratch, tables, of_token
-            )
+            at_home = _AtHome(homes.ram(part).view(torch.uint8))
+            if self.drive is not None and layer in self.drive.of:
+                at_home = _AtHome(self.drive.memory[0], self.drive.of[layer])
+            here, there = _Tables(self._told[row], cache.where_now[row]), _Tables(told[row], cache.where[row])
+            few = _Experts(module, part, cache, homes, at_home, hand_over, layers.scratch, (here, there))
+            few.open(of_token, self._every if few.can_link else never)
+            layers.of[layer].few = few
+            self._few.append(few)
+
+    @property
+    def can_link(self) -> bool:
+        """Whether the GPU can read experts in RAM."""
+        return any(few.can_link for few in self._few)
+
+    @property
+    def every(self) -> int:
+        """Every so many of the pairs without a slot are multiplied by the GPU, which reads them in RAM; 0: none."""
+        return int(self._every[0])
+
+    @every.setter
+    def every(self, count: int) -> None:
+        assert not count or self.can_link
+        for counts in self._every:
+            counts.fill_(count)
+
+    def unlink(self) -> None:
+        """Have no pair multiplied by the GPU from RAM in passes that are made from now on."""
+        self.every = 0
+        for few in self._few:
+            few.can_link = False
 
     def begin(self, tokens: int) -> None:
         """A pass of so many tokens is about to be queued, and the one before it has run."""
@@ -97,7 +126,7 @@ class FewTokens:
         """The pass is queued."""
         self._layers.is_few = False
         self._cache.used()
-        if self._chosen.numel():
+        if self.adapts and self._chosen.numel():
             self._cache.adapt(self._chosen, self._where, MOST_SWAPS)
 
 
@@ -107,21 +136,21 @@ class _AtHome:
 
     first: torch.Tensor
     """Bytes of the first, with the others behind it, or what `scattered` counts places from."""
-    scattered: Scattered | None
+    scattered: Scattered | None = None
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """Places of a layer's experts and its choice, as the device and the CPU see them."""
+    """What one side, the CPU or the device, knows of a layer's pairs."""
 
-    where: torch.Tensor
     told: torch.Tensor
-    where_in_ram: torch.Tensor
-    told_in_ram: torch.Tensor
+    """Experts of the pairs."""
+    where: torch.Tensor
+    """Slots of all experts."""
 
 
 class _Experts:
-    """One layer's."""
+    """One layer's. `tables`: the CPU's and the device's."""
 
     def __init__(
         self,
@@ -132,11 +161,11 @@ class _Experts:
         at_home: _AtHome,
         hand_over: HandOver,
         scratch: GroupMemory,
-        tables: _Tables,
-        of_token: int,
+        tables: tuple[_Tables, _Tables],
     ) -> None:
         self._module: Any = module
-        self._tables = tables
+        self._hand_over, (self._here, self._there) = hand_over, tables
+        self._every: tuple[torch.Tensor, torch.Tensor] | None = None
         self._matrices: dict[str, _Matrix] = {}
         self._biases: dict[str, torch.Tensor] = {}
         for number, (slot, owners) in enumerate(zip(part.layout.slots, part.owners, strict=True)):
@@ -144,91 +173,83 @@ class _Experts:
             if slot.packed is not None:
                 if slot.packed.is_transposed != module.is_transposed:
                     raise ValueError(f"{name} of {part.name} is not packed along what its products sum over")
-                self._matrices[name] = _Matrix(part, number, cache, at_home, hand_over, scratch, tables)
+                self._matrices[name] = _Matrix(part, number, cache, at_home, scratch)
             elif name.endswith("_bias"):
                 self._biases[name.removesuffix("_bias")] = homes.read(slot.name).to(cache.memory.device)
-        first = first_matrix(module)
-        if set(self._matrices) != {first, "down_proj"}:
+        if set(self._matrices) != {first_matrix(module), "down_proj"}:
             raise ValueError(f"the experts of {part.name} are not two packed matrices each")
-        self._matrices[first].share = of_token
-        for matrix in self._matrices.values():
-            matrix.open()
+        self.can_link = all(matrix.can_link for matrix in self._matrices.values())
+        """Whether the GPU can read them in RAM."""
+
+    def open(self, of_token: int, every: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Tell the CPU of the matrices. `every`: pairs without a slot, of which one is the GPU's, as both sides know
+        it."""
+        self._every = every
+        for name, matrix in self._matrices.items():
+            share = of_token if name == first_matrix(self._module) else 1
+            task = self._hand_over.products.task_of_chosen
+            matrix.task = task(matrix.stack, self._here.told, share, self._here.where, every[0])
 
     def __call__(self, hidden: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [N, H], choice [N, K], weights [N, K] -> [N, H]."""
-        numbers = choice.reshape(-1)
-        torch.add(numbers, 0, out=self._tables.told[: len(numbers)])
-        slots = self._tables.where[numbers]
+        assert self._every is not None
+        numbers, there = choice.reshape(-1), self._there
+        slots, links = share_out(numbers, there.where, self._every[1], there.told)
 
         def bias(name: str) -> torch.Tensor | None:
             return self._biases[name][numbers] if name in self._biases else None
 
         def product(name: str, rows: torch.Tensor) -> torch.Tensor:
-            return self._matrices[name].product(rows, slots)
+            return self._product(self._matrices[name], rows, slots, links)
 
         return run_pairs(self._module, hidden, choice, weights, product, bias)
 
+    def _product(self, matrix: _Matrix, rows: torch.Tensor, slots: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        """Rows [P / share, columns] times the matrix of each pair: [P, results]."""
+        self._hand_over.ask_chosen(matrix.task, rows, len(slots))
+        linked = matrix.product(matrix.linked, rows, links) if self.can_link else None
+        in_slots = matrix.product(matrix.slots, rows, slots)
+        return collect(slots, links, in_slots, linked, self._hand_over.chosen(len(slots), matrix.one.shape[0]))
+
 
 class _Matrix:
-    """One matrix of each of a layer's experts. `share`: pairs of each row."""
+    """One matrix of each of a layer's experts."""
 
-    def __init__(
-        self,
-        part: Part,
-        number: int,
-        cache: ExpertCache,
-        at_home: _AtHome,
-        hand_over: HandOver,
-        scratch: GroupMemory,
-        tables: _Tables,
-    ) -> None:
-        slot, itemsize = part.layout.slots[number], part.layout.dtype.itemsize
-        assert slot.packed is not None
-        self.share = 1
-        self._spec, self._of_one = slot.packed, PackedSpec(slot.packed.format, slot.packed.shape[1:])
-        self._hand_over, self._scratch, self._tables = hand_over, scratch, tables
-        self._group = cache.group
-        self._has_kernel = cache.memory.device.type == "cuda" and DeviceProducts.can(self._of_one)
-        self._slots, self._at_home = cache.planes(part)[number], at_home
-        if not PackedProducts.can(self._of_one):
-            raise ValueError(f"there are no kernels for {slot.packed.format.name} of {self._of_one.shape[1]} columns")
-        form = form_of(part)
-        self._planes, self._stride_bytes = [], form.size_bytes
-        for piece in form.pieces:
-            if piece.slot == number:
-                plane = slot.packed.format.planes[len(self._planes)]
-                bytes_of = at_home.first[piece.at_bytes : piece.at_bytes + piece.numel * itemsize]
-                self._planes.append(bytes_of.view(plane.dtype).view(-1, plane.per_block))
-        self._task = -1
+    def __init__(self, part: Part, number: int, cache: ExpertCache, at_home: _AtHome, scratch: GroupMemory) -> None:
+        packed, device, form = part.layout.slots[number].packed, cache.memory.device, form_of(part)
+        assert packed is not None
+        self.one = PackedSpec(packed.format, packed.shape[1:])
+        if not PackedProducts.can(self.one):
+            raise ValueError(f"there are no kernels for {packed.format.name} of {self.one.shape[1]} columns")
+        self.slots = planes_of(part, cache.memory)[number]
+        """Planes [slots, blocks, per_block]."""
+        num_experts = form.num_experts if at_home.scattered is None else 1
+        in_ram = at_home.first[: num_experts * form.size_bytes].view(num_experts, form.size_bytes)
+        planes = [plane[0] for plane in planes_of(part, in_ram)[number]]
+        self.stack = stack_of(packed, planes, [form.size_bytes] * len(planes), at_home.scattered)
+        """What the CPU knows of them."""
+        self.task = -1
+        self._has_kernel = device.type == "cuda" and DeviceProducts.can(self.one)
+        self.can_link = self._has_kernel and at_home.scattered is None and in_ram.is_pinned()
+        self.linked: list[torch.Tensor] = []
+        """Planes [experts, blocks, per_block] in RAM, as the device reads them."""
+        if self.can_link:
+            there = device_view(in_ram.view(-1), device).view(in_ram.shape)
+            self.linked = planes_of(part, there)[number]
+        self._scratch, self._group = scratch, cache.group
 
-    def open(self) -> None:
-        """Tell the CPU of it."""
-        strides = [self._stride_bytes] * len(self._planes)
-        stack = stack_of(self._spec, self._planes, strides, self._at_home.scattered)
-        tables = self._tables
-        self._task = self._hand_over.products.task_of_chosen(
-            stack, tables.told_in_ram, self.share, elsewhere=tables.where_in_ram
-        )
-
-    def product(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Row n / share of `rows` [P / share, columns] times the matrix of pair n, whose slot `slots` [P] says:
-        [P, results]."""
-        pairs = len(slots)
-        self._hand_over.ask_chosen(self._task, rows, pairs)
-        here = self._in_slots(rows, slots)
-        there = self._hand_over.chosen(pairs, self._of_one.shape[0])
-        return torch.where((slots < 0)[:, None], there, here).to(rows.dtype)
-
-    def _in_slots(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def product(self, planes: list[torch.Tensor], rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Row n / share of `rows` [P / share, columns] times the matrix at `places[n]` of these planes: [P, results].
+        Undefined where that is negative."""
         if self._has_kernel:
-            return device_products(rows.device).multiply_chosen(self._of_one, self._slots, slots, rows)
-        found, at = [], slots.clamp(min=0)
-        given = rows[:, None].expand(-1, self.share, -1).flatten(0, 1)[..., None]
-        for start in range(0, len(slots), self._group):
+            return device_products(rows.device).multiply_chosen(self.one, planes, places, rows)
+        found, at = [], places.clamp(min=0)
+        given = rows[:, None].expand(-1, len(places) // len(rows), -1).flatten(0, 1)[..., None]
+        for start in range(0, len(places), self._group):
             some = at[start : start + self._group]
-            spec = PackedSpec(self._of_one.format, (len(some), *self._of_one.shape))
+            spec = PackedSpec(self.one.format, (len(some), *self.one.shape))
             self._scratch.used_bytes = 0
             values = self._scratch.take(spec.shape, rows.dtype)
-            spec.expand_planes([plane[some].flatten(0, 1) for plane in self._slots], values)
+            spec.expand_planes([plane[some].flatten(0, 1) for plane in planes], values)
             found.append(torch.bmm(values, given[start : start + self._group]).squeeze(-1))
         return found[0] if len(found) == 1 else torch.cat(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from outcore.common.quantities import round_up
@@ -114,6 +115,22 @@ def form_of(part: Part) -> ExpertForm:
     """How the experts of such a part lie."""
     assert isinstance(part.layout, ExpertsLayout), f"the experts of {part.name} were not set apart"
     return part.layout.form
+
+
+def planes_of(part: Part, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+    """For each parameter its arrays in memory [experts or slots, bytes of one expert]: [experts, ...] as one expert's
+    are, or [experts, blocks, per_block] of a packed one."""
+    found: list[list[torch.Tensor]] = [[] for _ in part.layout.slots]
+    for piece in form_of(part).pieces:
+        slot, planes = part.layout.slots[piece.slot], found[piece.slot]
+        size_bytes = piece.numel * part.layout.dtype.itemsize
+        dtype, shape = part.layout.dtype, slot.shape[1:]
+        if slot.packed is not None:
+            plane = slot.packed.format.planes[len(planes)]
+            dtype, shape = plane.dtype, (-1, plane.per_block)
+        of_all = memory[:, piece.at_bytes : piece.at_bytes + size_bytes].view(dtype)
+        planes.append(of_all.unflatten(1, shape))
+    return found
 
 
 def _ranges(slot: Slot, itemsize: int) -> list[tuple[int, int]]:

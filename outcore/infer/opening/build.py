@@ -281,9 +281,9 @@ def open_found(
         if placement.cpu_parts and settings.cpu_tokens is None:
             placement = try_in_place(engine, weights.arrival, units, placement)
             progress(placement.reasons[-1])
-        if few is not None:
+        if few is not None and isinstance(passes, PagedRunner) and passes.small is not None:
             engine.verify = few.check
-            placement = try_few_tokens(engine, few, placement)
+            placement = try_few_tokens(engine, few, passes.small, placement)
         if placement.experts is not None and device.type == "cuda":
             progress(placement.reasons[-1])
         engine.waited_s = weights.arrival.waited_s

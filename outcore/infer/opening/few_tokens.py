@@ -16,8 +16,12 @@ from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.limits import runs_graphs
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights
+from outcore.infer.passes import SmallPasses
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import Placement
+
+LINKED = (0, 4, 3, 2)
+"""One in so many of the experts in no slot is read by the GPU in RAM, beside the CPU, which are tried; 0: none."""
 
 
 def can_run_few(units: ModelParts, settings: InferSettings) -> bool:
@@ -65,6 +69,7 @@ def open_few_tokens(
             return None, placement.because(f"the host brings the experts that each layer chose: {error}")
         undo.push(own.pop_all())
     cache.fill()
+    few.adapts = False  # until the trial is over, in which a pass shall miss as much as the next one
     return few, placement
 
 
@@ -73,15 +78,25 @@ def is_worth_it(own_s: float, host_s: float) -> bool:
     return own_s < host_s
 
 
-def try_few_tokens(engine: InferenceEngine, few: FewTokens, placement: Placement) -> Placement:
+def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, placement: Placement) -> Placement:
     """The placement once a pass of one token has been timed both ways, of which the shorter one stays."""
+    own_s: dict[int, float] = {}
+    for every in LINKED if few.can_link else LINKED[:1]:
+        few.every = every
+        own_s[every] = min(engine.pass_s(1) for _ in range(2))
+    few.every = min(own_s, key=lambda every: own_s[every])
+    if not few.every:
+        few.unlink()
+        small.forget()
     few.is_on = False
     host_s = engine.pass_s(1)
-    few.is_on = True
-    own_s = engine.pass_s(1)
-    few.is_on = is_worth_it(own_s, host_s)
+    few.is_on, few.adapts = is_worth_it(own_s[few.every], host_s), True
     who = "their experts where they lie, GPU and CPU at once" if few.is_on else "experts that the host brings"
+    tried = ", ".join(
+        f"{format_s(seconds)} {f'with one in {every} over the link' if every else 'with all others on the CPU'}"
+        for every, seconds in own_s.items()
+    )
     return placement.because(
-        f"passes of up to {few.most_tokens} tokens run with {who}: {format_s(own_s)} for one token where they lie, "
-        f"{format_s(host_s)} brought, tried at the start"
+        f"passes of up to {few.most_tokens} tokens run with {who}: a pass of one token took {tried}, and "
+        f"{format_s(host_s)} where the host brings them"
     )

@@ -266,6 +266,10 @@ class SmallPasses:
         self.capture_s += time.perf_counter() - began
         return graph
 
+    def forget(self) -> None:
+        """Make passes anew: what they run has changed."""
+        self._slots.clear()
+
     def _give_up(self, reason: str) -> None:
         self.why_not = reason
         self._slots.clear()

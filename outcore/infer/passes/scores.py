@@ -41,7 +41,10 @@ class TextScores(Sequence[TokenScore]):
     def __getitem__(self, index: slice) -> TextScores: ...
     def __getitem__(self, index: int | slice) -> TokenScore | TextScores:
         found = self.logprobs[index], self._top_ids[index], self._top_logprobs[index]
-        return TextScores(*found) if isinstance(index, slice) else _score(*(value.tolist() for value in found))
+        if isinstance(index, slice):
+            return TextScores(*found)
+        logprob, ids, tops = found
+        return _score(float(logprob), ids.tolist(), tops.tolist())
 
     def __iter__(self) -> Iterator[TokenScore]:
         rows = self.logprobs.tolist(), self._top_ids.tolist(), self._top_logprobs.tolist()

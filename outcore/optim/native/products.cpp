@@ -121,10 +121,12 @@ class Team {
     for (int32_t m = 0; m < given; m++)
       round_row(stack.first, x, m, m);
     int32_t* order = order_.data();
-    int32_t taken = 0, at_copy = given;
+    const int32_t every = stack.every ? *stack.every : 0;
+    int32_t taken = 0, missed = 0, at_copy = given;
     for (int32_t pair = 0; pair < pairs; pair++) {  // by number, and in order where numbers are equal
       const int32_t number = stack.numbers[pair];
       if (number < 0 || number >= stack.count || (stack.elsewhere && stack.elsewhere[number] >= 0)) continue;
+      if (every > 0 && ++missed % every == 0) continue;
       int32_t place = taken++;
       for (; place > 0 && stack.numbers[order[place - 1]] > number; place--) order[place] = order[place - 1];
       order[place] = pair;

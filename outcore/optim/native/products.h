@@ -38,6 +38,7 @@ struct Stack {
   int64_t codes_stride, scale_stride, zero_stride;  // bytes from a weight to the next
   const int32_t* numbers;   // [pairs]
   const int32_t* elsewhere; // [count]: not below 0 for weights that somebody else multiplies; null: there are none
+  const int32_t* every;     // of the other pairs every so many are somebody else's; null or 0: none is
   int32_t count, share;   // weights; neighbouring pairs of a row
   const int64_t* places;  // [count]: bytes from weight 0 to each, instead of the strides, or kAbsent; null: strides
   // Called where a weight that is needed is absent, with all that are needed: sets their places. 0 or an errno.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -240,3 +242,23 @@ def test_graphs_run_experts_where_they_lie(
         finally:
             opened.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host_s", "expected", "is_on"),
+    [
+        ({0: 3.0, 4: 2.5, 3: 2.0, 2: 2.2}, 9.0, 3, True),
+        ({0: 1.0, 4: 1.5, 3: 2.0, 2: 2.2}, 9.0, 0, True),
+        ({0: 3.0}, 2.0, 0, False),
+    ],
+)
+def test_whole_passes_choose_who_computes(seconds, host_s, expected, is_on):
+    few: Any = SimpleNamespace(can_link=len(seconds) > 1, is_on=True, every=0, most_tokens=16, adapts=False, said=[])
+    few.unlink = lambda: few.said.append("unlinked")
+    engine: Any = SimpleNamespace(pass_s=lambda tokens: seconds[few.every] if few.is_on else host_s)
+    small: Any = SimpleNamespace(forget=lambda: few.said.append("forgot"))
+    placement: Any = SimpleNamespace(because=lambda reason: reason)
+    words = str(few_tokens.try_few_tokens(engine, few, small, placement))
+    assert (few.every, few.is_on, few.adapts) == (expected, is_on, True)
+    assert few.said == ([] if expected else ["unlinked", "forgot"])
+    assert ("where they lie, GPU" in words) is is_on
