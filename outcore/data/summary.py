@@ -49,8 +49,7 @@ class DataSummary:
             f"data: {self.source}: {self.documents:,} documents, {format_count(self.tokens)} tokens "
             f"({self.loss_tokens / max(1, self.tokens):.0%} carry loss), {self.shape}; "
             f"{'token cache found' if self.cache_hit else 'tokenised'} in {self.cache_path}",
-            f"rows: {self.train_rows:,} to train on, {self.eval_rows:,} to evaluate, of {self.seq_length} tokens, "
-            f"{self.kind}, {self.padding_share:.1%} padding",
+            f"rows: {self.train_rows:,} to train on, {self.eval_rows:,} to evaluate, {self._room()}",
         ]
         if self.bad_rows:
             lines.append(f"left out: {self.bad_rows:,} malformed rows, e.g. {'; '.join(self.bad_row_examples[:2])}")
@@ -76,6 +75,13 @@ class DataSummary:
             lines.append(f"columns that are not used: {', '.join(unused)}")
         lines += [f"{words} ({count:,} rows)" for words, count in self.notices.items()]
         return lines + self.notes
+
+    def _room(self) -> str:
+        """The length of rows and what of it is padding; without packing that is settled by each micro-batch."""
+        if self.kind == "packed":
+            return f"of {self.seq_length} tokens, packed, {self.padding_share:.1%} padding"
+        mean = self.train_tokens / max(1, self.train_rows)
+        return f"of {mean:.0f} tokens on average (at most {self.seq_length}), padded to a micro-batch's longest"
 
     def header(self) -> dict[str, Any]:
         """What bears loss, in numbers, for the run's header: two runs are comparable where these agree."""

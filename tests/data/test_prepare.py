@@ -56,6 +56,8 @@ def test_split_is_by_document(tmp_path: Path):
     settings = settings_for(tmp_path, write_jsonl(tmp_path / "x.jsonl", text_rows(100)), packing="off", seq_length=512)
     prepared = prepare_data(replace(settings, eval_fraction=0.1), tiny_tokenizer())
     assert prepared.eval is not None and (len(prepared.train), len(prepared.eval)) == (90, 10)
+    mean = prepared.train.total_tokens / 90
+    assert f"of {mean:.0f} tokens on average (at most 512), padded to a" in prepared.summary.lines()[1]
     assert not set(prepared.train.starts.tolist()) & set(prepared.eval.starts.tolist())
     other_seed = prepare_data(replace(settings, eval_fraction=0.1, seed=7), tiny_tokenizer())
     assert other_seed.eval is not None and set(other_seed.eval.starts) != set(prepared.eval.starts)

@@ -112,6 +112,11 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
     """Length, schedule, and what a resumed run changes on purpose."""
     config, settings, checkpoint = job.config, decision.settings, taken.checkpoint
     length = run_length(config, len(data.train), settings.train_batch_size, settings.gradient_accumulation_steps)
+    if settings.train_batch_size > len(data.train):
+        job.say(
+            f"WARNING: a step takes {settings.train_batch_size:,} rows, and the data has {len(data.train):,}: each "
+            "step trains on some of them twice or more. Lower --gradient_accumulation_steps (or the micro-batch)."
+        )
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
     context = RunContext(
         config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main

@@ -98,6 +98,14 @@ def test_the_best_model_is_kept_and_exported_and_the_run_stops_early(tmp_path, c
     assert len(_steps(tmp_path, "loss")) == 4
 
 
+def test_a_step_of_more_rows_than_the_data_has_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "one and", "completion": "two"}\n' * 3)
+    short = ["--run_name", "r", "--no_export", "--max_steps", "1", "--save_strategy", "no", "--eval_fraction", "0"]
+    assert main(flags(tmp_path, rows, *short, "--packing", "off")) == 0
+    assert "WARNING: a step takes 4 rows, and the data has 3: each step" in capsys.readouterr().out
+
+
 def test_what_counts_as_better() -> None:
     best = BestSoFar(patience=2, threshold=0.1)
     assert best.see(1, 5.0) and not best.see(2, 4.95) and not best.is_over
