@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")
     if args.merge and (packed := checkpoint.trainer_state()["fingerprint"].get("quantize", "none")) != "none":
         print(
-            f"the adapter was trained over a base in {packed} and is merged into the base as published; "
-            f"final_model/{run}, which the run exports at its end, has the base that it was trained over"
+            f"the adapter was trained over a base in {packed} and is merged into the base as published; what the run "
+            "itself merges at its end (--lora_export merged) has the base that it was trained over"
         )
     return 0

@@ -62,18 +62,33 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
     stages = {stage: best_stage(shape, request, hardware, seq_length, stage) for stage in STAGES}
     stream = best_stream(shape, request, hardware, seq_length) if not refusal else None
     open_plans = [plan for stage, plan in stages.items() if request.zero_stage in (None, stage)]
-    if shape.quantize:
+    if only := _only_streamed(shape, request, hardware):
         if stream is None or request.engine == "deepspeed":
-            raise ValueError(
-                f"quantize {shape.quantize}: only the streaming engine keeps a packed base"
-                f"{', and it cannot take this run: ' + refusal if refusal else ''}. Leave quantize out."
-            )
+            cannot = f", and it cannot take this run: {refusal}" if refusal else ""
+            raise ValueError(f"{only}{cannot}. Leave {only.split()[0]} out.")
         open_plans = [stream]
     elif request.engine != "deepspeed" and stream is not None:
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
         open_plans = [stream] if only else [*open_plans, stream]
     best = _best(open_plans)
     return PlanAnswer(best, _reason(best, stages, request, refusal), stages, stream)
+
+
+def _only_streamed(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str:
+    """What of this run DeepSpeed does not have, in words; ValueError for what Muon does not do."""
+    if shape.quantize:
+        return f"quantize {shape.quantize}: only the streaming engine keeps a packed base"
+    if request.optimizer != "muon":
+        return ""
+    why = {
+        "updates matrices in RAM of one rank; train on one": hardware.num_gpus > 1,
+        "trains whole matrices, not adapters: leave --lora_r out": shape.lora_r > 0,
+        "keeps its momentum in fp32: use --state_format auto, fp32 or split": "8" in request.format,
+    }
+    for words, applies in why.items():
+        if applies:
+            raise ValueError(f"optimizer muon {words}, or leave --optimizer muon out.")
+    return "optimizer muon: only the streaming engine has it"
 
 
 def choose_or_change(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAnswer:
@@ -110,6 +125,8 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
             shape,
             replace(request, activation_checkpointing=True),
         )
+    if request.optimizer == "muon":
+        yield "AdamW, whose states may go to the drive: --optimizer adamw", shape, replace(request, optimizer="adamw")
     if request.state_format is None and request.precision == "bf16" and not shape.lora_r:
         for words, name in (("8-bit moments", "split8"), ("8-bit moments and masters of 24 bits", "fp24_m8")):
             yield f"{words} (opt-in): --state_format {name}", shape, replace(request, state_format=name)

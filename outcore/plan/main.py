@@ -22,7 +22,7 @@ from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, advise
-from outcore.plan.answer.command import Said, command, notes
+from outcore.plan.answer.command import Said, command, kept, notes
 from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
@@ -107,7 +107,7 @@ def answer_to(args: PlanConfig) -> Asked:
     if beside := beside_one(shape, request, hardware, answer.plan):
         hardware = replace(hardware, notes=(*hardware.notes, beside.words()))
     dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
-    said = Said(_name(_model_of(args) or ""), dataset, args.nvme_offload_path, args.trust_remote_code)
+    said = Said(_name(_model_of(args) or ""), dataset, args.nvme_offload_path, args.trust_remote_code, kept(args))
     return Asked(answer, advice, hardware, request, command(answer.plan, request, said))
 
 

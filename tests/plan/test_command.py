@@ -102,6 +102,13 @@ def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["--model", "1b", "--dataset", "my notes/", "--nvme_offload_path", "/mnt/x", "--lora_r", "4"]) == 0
     out = capsys.readouterr().out
     assert "--preset llama-1b --dataset 'my notes/' " in out and "--lora_r 4" in out
+    said = ["--lr", "1e-5", "--deterministic", "--run_name", "my run", "--lr_scheduler_type", "cosine"]
+    assert main(["--model", "1b", *said, "--staging_gib", "4", "--residency", "ram", "--packing", "off"]) == 0
+    run_it = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Run it: "))
+    for flag in ("--learning_rate 1e-05", "--deterministic true", "--run_name 'my run'", "--lr_scheduler_type cosine"):
+        assert flag in run_it
+    assert "--staging_gib 4" in run_it and "--packing off" in run_it
+    assert "residency" not in run_it, "where bytes live is the plan's to say"
     argv = ["--model", "1b", "--zero_stage", "infinity", "--engine", "deepspeed", "--nvme_offload_path", "/mnt/x"]
     assert main(argv) == 0
     assert "--nvme_offload_path /mnt/x " in capsys.readouterr().out

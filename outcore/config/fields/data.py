@@ -54,7 +54,7 @@ class DataFields:
     train_on_last_turn: bool = False
     """Train of a conversation the last assistant turn only."""
     max_train_samples: int | None = setting(None, above=0, aliases=("max_samples",))
-    """Use at most this many training documents."""
+    """Use at most this many training rows; a packed row holds several documents."""
     max_eval_samples: int | None = setting(None, above=0)
     """Use at most this many evaluation rows."""
     data_cache_dir: str = ".cache/data"

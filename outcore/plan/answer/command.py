@@ -6,8 +6,18 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.config import FIELDS, TrainConfig
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
+
+PLANNED = {
+    "model_name_or_path", "preset", "config_file", "trust_remote_code", "seq_length", "dataset", "precision",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "activation_checkpointing",
+    "lora_r", "lora_target_modules", "use_dora", "lora_modules_to_save", "quantize", "save_total_limit", "plan",
+}  # fmt: skip
+"""Settings that the plan, or `Said` by a field of its own, spells out."""
+ENGINE_GROUP = FIELDS["engine"].group
+"""Settings of where bytes live and how they move: those the plan decides."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,8 @@ class Said:
     dataset: tuple[str, ...] = ()
     nvme_path: str | None = None
     trust_remote_code: bool = False
+    settings: str = ""
+    """Flags of all else."""
 
     @property
     def model_flags(self) -> str:
@@ -30,6 +42,17 @@ class Said:
         path = Path(self.model).expanduser()
         flag = "--config_file" if path.is_file() else "--model_name_or_path"
         return f"{flag} {shlex.quote(self.model)}" + (" --trust_remote_code" if self.trust_remote_code else "")
+
+
+def kept(config: TrainConfig) -> str:
+    """Flags of the settings that the user gave and no plan decides: the optimizer, learning rate, data, logs."""
+    words = []
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        decided = name in PLANNED or (field.group == ENGINE_GROUP and name != "staging_gib")
+        if not decided and value != field.default:
+            words.append(f"--{name} {shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}")
+    return " ".join(words)
 
 
 def command(plan: Plan, request: RunRequest, said: Said) -> str:
@@ -44,14 +67,12 @@ def command(plan: Plan, request: RunRequest, said: Said) -> str:
     words.append(f"--activation_checkpointing {str(request.activation_checkpointing).lower()}")
     if request.save_total_limit != RunRequest.save_total_limit:
         words.append(f"--save_total_limit {request.save_total_limit}")
+    words += [said.settings] * bool(said.settings)
     return " ".join(words)
 
 
 def notes(request: RunRequest) -> list[str]:
     """What must be set elsewhere for the command to be this plan."""
-    found = []
-    if request.staging_bytes is not None:
-        found.append(f"set outcore.staging_bytes in deepspeed_config.json to {request.staging_bytes}")
     if request.checkpoints_elsewhere:
-        found.append("checkpoints were planned on another drive: add --checkpoint_dir with a folder there")
-    return found
+        return ["checkpoints were planned on another drive: add --checkpoint_dir with a folder there"]
+    return []

@@ -8,6 +8,7 @@ from outcore.model.facts import model_class_of
 from outcore.model.presets import preset_config
 from outcore.model.shape import preset_shape
 from outcore.model.weights import meta_skeleton
+from outcore.plan.main import main
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
@@ -69,3 +70,18 @@ def test_nothing_leaves_ram_where_the_engine_would_refuse_it() -> None:
     )
     assert adamw.fits and adamw.homes["optimizer states"] != "RAM"
     assert not muon.fits and muon.homes["optimizer states"] == "RAM"
+
+
+def test_a_plan_with_muon_is_of_a_run_that_muon_can_take(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--machine", "rtx4070-laptop", "--optimizer", "muon", "--model"]
+    assert main([*argv, "llama-1b"]) == 0
+    out = capsys.readouterr().out
+    assert "--engine stream" in out and "--optimizer muon" in out and "--state_format split8" not in out
+    assert main([*argv, "llama-8b"]) == 1, "its states may not go to the drive, and DeepSpeed has no Muon"
+    assert "Smallest change that fits: AdamW, whose states" in capsys.readouterr().out
+    for more, words in (
+        (["--num_gpus", "2", "--nominal"], "train on one"),
+        (["--zero_stage", "zero1"], "only the streaming engine has it, and it cannot take this run: zero_stage zero1"),
+    ):
+        assert main([*argv, "llama-1b", *more]) == 2
+        assert words in capsys.readouterr().err

@@ -104,7 +104,9 @@ def test_a_packed_base_is_resumed_packed_and_its_merge_says_what_it_is(tmp_path,
     argv = [*flags(tmp_path, corpus, *common), "--model_name_or_path", str(straight / "export/r")]
     assert main(["train", *argv, "--max_steps", "2", "--quantize", "nf4"]) == 0
     assert main(["export", "r", "--checkpoint_dir=checkpoint", "--merge", "--out", "merged"]) == 0
-    assert "trained over a base in nf4 and is merged into the base as published" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "trained over a base in nf4 and is merged into the base as published" in said
+    assert "what the run itself merges at its end (--lora_export merged) has" in said
     resumed = [*argv, "--max_steps", "2", "--resume_from_checkpoint", "auto"]
     assert main(["train", *resumed]) == 1
     assert "quantize 'nf4', this run has 'none'" in capsys.readouterr().err
