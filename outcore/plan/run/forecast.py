@@ -235,8 +235,8 @@ class Forecaster:
         """Print a forecast that has a plan: tiers, seconds, what limits it, every ZeRO stage beside it."""
         assert self._known is not None and forecast.plan is not None
         shape, hardware = self._known
-        answer = beside_others(shape, forecast.plan, hardware)
-        request = request_of(forecast.plan, save_total_limit=1)
+        answer = beside_others(shape, request_of(forecast, save_total_limit=2), forecast.plan, hardware)
+        request = request_of(forecast, save_total_limit=1)
         advice = advise(shape, request, hardware, forecast.plan)
         show(answer, advice, hardware, run_it="the same command without --plan")
 
@@ -244,20 +244,19 @@ class Forecaster:
         """What a packed base would save this run, in a sentence; '' where it saves nothing that is short."""
         if self._known is None or forecast.plan is None:
             return ""
-        request = request_of(forecast.plan, save_total_limit=2)
+        request = request_of(forecast, save_total_limit=2)
         return packed_words(self._known[0], request, self._known[1], forecast.plan)
 
     def change_that_fits(self, forecast: Forecast) -> str:
         """What would make a run fit that does not, in words; '' when nothing that was tried does."""
         assert self._known is not None and forecast.plan is not None
         shape, hardware = self._known
-        change = _change(shape, forecast.plan, hardware, request_of(forecast.plan, save_total_limit=2))
+        change = _change(shape, forecast.plan, hardware, request_of(forecast, save_total_limit=2))
         return change.words if change else ""
 
 
-def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> PlanAnswer:
+def beside_others(shape: ModelShape, request: RunRequest, plan: Plan, hardware: Hardware) -> PlanAnswer:
     """The run's plan among the best plans of every stage and engine, and what would fit when it does not."""
-    request = request_of(plan, save_total_limit=2)
     stages = {stage: best_stage(shape, request, hardware, plan.seq_length, stage) for stage in STAGES}
     can_stream = not stream_refusal(shape, request, hardware)
     stream = best_stream(shape, request, hardware, plan.seq_length) if can_stream else None
@@ -274,16 +273,12 @@ def _change(shape: ModelShape, plan: Plan, hardware: Hardware, request: RunReque
     return other.smallest_change
 
 
-def request_of(plan: Plan, save_total_limit: int) -> RunRequest:
-    """The settings of a plan as a request that leaves engine and homes open."""
-    return RunRequest(
-        seq_length=plan.seq_length,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        state_format=plan.state_format,
-        precision=plan.precision,
-        save_total_limit=save_total_limit,
-    )
+def request_of(forecast: Forecast, save_total_limit: int) -> RunRequest:
+    """The run's settings as a request that leaves engine and homes open."""
+    assert forecast.plan is not None and forecast.asked is not None
+    run = RunRequest(**forecast.asked["request"])
+    states = forecast.plan.state_format
+    return replace(run, state_format=states, save_total_limit=save_total_limit, checkpoints_elsewhere=False)
 
 
 def _words(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Muon in the planner: which matrices, the bytes that a momentum alone saves, what Newton-Schulz costs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from outcore.model.weights import meta_skeleton
 from outcore.plan.main import main
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
+from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import muon_flops
@@ -85,3 +86,12 @@ def test_a_plan_with_muon_is_of_a_run_that_muon_can_take(capsys: pytest.CaptureF
     ):
         assert main([*argv, "llama-1b", *more]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_what_would_fit_instead_of_a_run_keeps_its_optimizer_in_mind() -> None:
+    shape, request = preset_shape("llama-8b"), RunRequest(seq_length=1024, optimizer="muon")
+    forecaster = Forecaster.__new__(Forecaster)
+    forecaster._known = shape, LAPTOP
+    plan = plan_stream(shape, request, LAPTOP, 1024, StreamLayout(2, 4))
+    forecast = Forecast(plan, LAPTOP, asked={"request": asdict(request)})
+    assert forecaster.change_that_fits(forecast).startswith("AdamW")

@@ -1,6 +1,7 @@
 """Packed bases in the planner: their bytes are the formats' own, and packing is proposed where it saves something."""
 
 import dataclasses
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,6 @@ def test_training_says_it_before_it_loads(tmp_path: Path) -> None:
     shape = preset_shape("llama-70b").with_lora(16)
     forecaster = Forecaster.__new__(Forecaster)
     forecaster._known = shape, LAPTOP
-    forecast = Forecast(choose(shape, REQUEST, LAPTOP).plan, LAPTOP)
+    forecast = Forecast(choose(shape, REQUEST, LAPTOP).plan, LAPTOP, asked={"request": asdict(REQUEST)})
     assert forecaster.packed_base(forecast).startswith("--quantize nf4")
     assert forecaster.packed_base(Forecast(None, None)) == ""
