@@ -256,8 +256,8 @@ def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:
         transfer.wait_stream()
     except OSError as error:
         raise EngineError(
-            f"the parameters of {unit.name} could not be read from NVMe: {error}. Training stops here; resume from the "
-            "last checkpoint"
+            f"the parameters of {unit.name} could not be read from NVMe: {error}. The run stops here (of a training: "
+            "resume from the last checkpoint)"
         ) from error
 
 

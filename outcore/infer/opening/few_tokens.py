@@ -85,7 +85,7 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
         few.every = every
         own_s[every] = min(engine.pass_s(1) for _ in range(2))
     few.every = min(own_s, key=lambda every: own_s[every])
-    if not few.every:
+    if few.can_link and not few.every:
         few.unlink()
         small.forget()
     few.is_on = False

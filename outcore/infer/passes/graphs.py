@@ -267,8 +267,9 @@ class SmallPasses:
         return graph
 
     def forget(self) -> None:
-        """Make passes anew: what they run has changed."""
+        """Make passes anew: what they run has changed. A pool whose graphs have all gone takes no others."""
         self._slots.clear()
+        self._pool = GraphPool(self.device)
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason

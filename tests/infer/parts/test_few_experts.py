@@ -224,6 +224,8 @@ def test_graphs_run_experts_where_they_lie(
         monkeypatch.setattr(module, "runs_graphs", lambda settings: True)
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "context": 128, "quantize": quantize}
     common |= {"expert_cache_gib": 0.0012, "compile": compile_choice}
+    if family == "mixtral":  # the GPU reads none in RAM: passes are made anew
+        monkeypatch.setattr(few_tokens, "LINKED", (0,))
     if dense == "drive":
         common["nvme_path"] = (tmp_path,)
         monkeypatch.setattr(weights, "GRAIN_NUMEL", 1000)
@@ -260,5 +262,5 @@ def test_whole_passes_choose_who_computes(seconds, host_s, expected, is_on):
     placement: Any = SimpleNamespace(because=lambda reason: reason)
     words = str(few_tokens.try_few_tokens(engine, few, small, placement))
     assert (few.every, few.is_on, few.adapts) == (expected, is_on, True)
-    assert few.said == ([] if expected else ["unlinked", "forgot"])
+    assert few.said == (["unlinked", "forgot"] if few.can_link and not expected else [])
     assert ("where they lie, GPU" in words) is is_on
