@@ -51,6 +51,9 @@ layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6
 CPU_SHARE, HAND_OVER_S = 0.85, 15e-6
 """Share of the RAM's rate at which a CPU's kernels read packed experts, where no start measured it, and seconds of a
 GPU's question and its answer (assumed)."""
+KV_LINK_SHARE = 0.7
+"""Share of the link's rate for copies at which a GPU's attention reads keys and values in RAM: 0.76 by a pass over 64
+answers of 8 B in bf16 on an H100, 0.60 by two of 32 B in q4_k with other work beside."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -157,7 +160,8 @@ class InferencePlan:
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
             launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
-            h2d_bytes=travelling_bytes + (kv_bytes if kv_travels else 0),
+            h2d_bytes=travelling_bytes
+            + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")
             - (1.0 if is_few else unread) * experts["nvme"]
             + (kv_bytes if placement.kv_home == "nvme" else 0),

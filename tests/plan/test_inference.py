@@ -299,6 +299,15 @@ def test_experts_come_alone_where_passes_of_few_tokens_are_what_counts(capsys):
         assert plan_inference(shape, laptop, **few | other).placement.experts is None, other
 
 
+def test_keys_and_values_in_ram_come_slower_than_copies():
+    laptop = load_hardware("rtx4070-laptop")
+    plan = plan_inference(resolve_shape("llama-8b"), laptop, preset="throughput")
+    assert plan.placement.kv_home == "ram"
+    more_s = plan.decode(17, 1024).terms["PCIe"] - plan.decode(1, 1024).terms["PCIe"]
+    copied_s = 16 * plan.kv.read_bytes(1024, 1, 1) / laptop.h2d_gb_per_s / 1e9
+    assert 1.3 * copied_s < more_s < 1.7 * copied_s
+
+
 def test_experts_come_alone_where_a_drive_has_some():
     laptop, shape = load_hardware("rtx4070-laptop"), resolve_shape("qwen3-30b-a3b")
     scarce = dataclasses.replace(laptop, ram_bytes=10 * GIB)
