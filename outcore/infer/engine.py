@@ -120,7 +120,7 @@ class InferenceEngine:
         self.waited_s: Callable[[], Mapping[str, float]] = dict
         """Tells how long the device waited in the last pass, by what for; asked when its logits have been read."""
         self.verify: Callable[[], None] = lambda: None
-        """Raises EngineError where what a pass computed cannot be trusted; called before its tokens are told."""
+        """Raises EngineError where what a pass computed cannot be trusted; called before its tokens are taken."""
         self._clock = clock
         device = runner.copies.device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -339,6 +339,7 @@ class InferenceEngine:
         """Choose tokens from the logits; a guess counts when it is what would have been chosen."""
         if not found:  # only prompts were read, and no logits: nothing else has waited for the device
             wait_for(moment(self.runner.copies.device), "a pass")
+            self.verify()
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
@@ -351,6 +352,7 @@ class InferenceEngine:
                 Chosen(likeliest[id(work)][place]) if is_known else next(drawn)
                 for (work, _), is_known in zip(alive, known, strict=True)
             ]
+            self.verify()  # what was chosen has come, and no answer has ended by it yet
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
@@ -364,7 +366,6 @@ class InferenceEngine:
                     if sequence.finish is None:
                         still.append((work, logits))
             alive, place = still, place + 1
-        self.verify()
         waited_s = self.waited_s()
         for sequence in {work.sequence for work in works}:
             sequence.passed(waited_s)

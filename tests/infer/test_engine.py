@@ -159,6 +159,18 @@ def test_a_pass_that_fails_ends_its_answers_and_the_next_one_runs(tiny, monkeypa
     assert len(tokens_of(one.engine, [Request("b", (3, 4), Sampling(max_tokens=3))])["b", 0]) == 3
 
 
+@pytest.mark.parametrize("prompt_tokens", [2, 40], ids=["its last token", "a piece of its prompt"])
+def test_what_cannot_be_trusted_ends_answers_untold(tiny, prompt_tokens):
+    one, ended, told = tiny(limits=ScheduleLimits(4, 16, 16, 16)), [], []
+    one.engine.verify = failing(RuntimeError("no results"))
+    prompt = tuple(range(2, 2 + prompt_tokens))
+    one.engine.submit(Request("a", prompt, Sampling(temperature=0, max_tokens=1)), told.append, ended.append)
+    with pytest.raises(RuntimeError):
+        one.engine.step()
+    assert [answer.error for answer in ended] == ["RuntimeError: no results"] and one.scheduler.is_idle
+    assert not any(piece.tokens for piece in told)
+
+
 def test_refused(tiny):
     one = tiny()
     for request, word in (
