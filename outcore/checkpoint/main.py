@@ -42,9 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     args = export_flags().parse_args(argv)
     try:
         if args.gguf is not None:
-            file = write_gguf(args.run, args.out or default_file(args.run, args.gguf), args.gguf)
+            target = args.out or default_file(args.run, args.gguf)
+            file = write_gguf(args.run, target, args.gguf, overwrite=args.overwrite)
             print(f"{file}  ({format_gb(file.stat().st_size)})")
             return 0
+        if args.overwrite:
+            raise CheckpointError("--overwrite goes with --gguf; no folder is replaced: give another with --out.")
         checkpoint = find_checkpoint(args.run, args.checkpoint_dir, last=args.last)
         run = checkpoint.path.absolute().parent.name
         merged = "-merged" if args.merge else ""

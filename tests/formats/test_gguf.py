@@ -84,6 +84,17 @@ def test_the_command_writes_beside_the_model(tmp_path: Path, capsys: pytest.Capt
     assert "holds no model (config.json and safetensors)" in capsys.readouterr().err
 
 
+def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, file = folder_of(tmp_path), tmp_path / "x.gguf"
+    file.write_bytes(b"somebody's")
+    asked = [str(folder), "--gguf", "f16", "--out", str(file)]
+    assert main(asked) == 1 and file.read_bytes() == b"somebody's"
+    assert "x.gguf is there already" in capsys.readouterr().err
+    assert main([*asked, "--overwrite"]) == 0 and file.read_bytes()[:4] == b"GGUF"
+    assert main([str(folder), "--overwrite"]) == 1 and "goes with --gguf" in capsys.readouterr().err
+    assert main([*asked[:-1], str(folder), "--overwrite"]) == 1 and "is a folder" in capsys.readouterr().err
+
+
 def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(folder_of(tmp_path), tmp_path / "model.gguf", "q8_0")
     monkeypatch.chdir(tmp_path)

@@ -70,6 +70,7 @@ def export_flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gguf", choices=GGUF_KINDS, help="instead: the folder of an exported (merged) model as one file for llama.cpp"
     )
+    parser.add_argument("--overwrite", action="store_true", help="with --gguf: replace the file that is there already")
     return parser
 
 

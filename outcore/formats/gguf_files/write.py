@@ -33,14 +33,19 @@ def default_file(folder: Path, kind: str) -> Path:
     return folder / f"{folder.absolute().name}-{kind}.gguf"
 
 
-def write_gguf(folder: Path, target: Path, kind: str) -> Path:
+def write_gguf(folder: Path, target: Path, kind: str, *, overwrite: bool = False) -> Path:
     """Write `target` from the safetensors, config and tokenizer of `folder`; it appears whole or not at all.
 
-    GgufRefused for a model or tokenizer that has no GGUF form here. Memory: one tensor.
+    GgufRefused for a model or tokenizer that has no GGUF form here, and for a file that is there already unless
+    `overwrite` says to replace it. Memory: one tensor.
     """
     import gguf
     from transformers import AutoConfig
 
+    if target.is_dir():
+        raise GgufRefused(f"{target} is a folder: --out names the file to write.")
+    if target.exists() and not overwrite:
+        raise GgufRefused(f"{target} is there already. Give another file with --out, or --overwrite replaces it.")
     if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
         raise GgufRefused(
             f"{folder} holds no model (config.json and safetensors), which a GGUF file is made of. `outcore export RUN "
