@@ -53,14 +53,17 @@ class ResponseCall:
         if (form := _form_of(fields.get("text"))) is not None:
             chat["response_format"] = form
         self.chat = ChatCall(service, chat)
+        self.instructions = fields.get("instructions")
         self.name = service.new_name("resp")
         self.created_s = int(time.time())
 
 
 def _messages_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
     given, messages = fields.get("input"), []
-    if isinstance(fields.get("instructions"), str):
-        messages.append({"role": "system", "content": fields["instructions"]})
+    if (told := fields.get("instructions")) is not None:
+        if not isinstance(told, str):
+            raise bad("instructions must be a text.", "instructions")
+        messages.append({"role": "system", "content": told})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -195,7 +198,7 @@ def _response(call: ResponseCall, items: list[dict[str, Any]], answer: Answer | 
         "status": status,
         "error": None,
         "incomplete_details": why,
-        "instructions": None,
+        "instructions": call.instructions,
         "max_output_tokens": sampling.max_tokens,
         "model": call.service.name,
         "output": items,

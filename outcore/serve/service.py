@@ -203,17 +203,18 @@ class Service:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
             grammar = self.grammars.of(body.get("response_format"))
             request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s)
-            if sampling.max_tokens > self.settings.max_answer_tokens:
-                raise bad(
-                    f"max_tokens is {sampling.max_tokens}, but this server gives at most "
-                    f"{self.settings.max_answer_tokens}.",
-                    "max_tokens",
-                )
+            self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:
             code = "context_length_exceeded" if "together more" in str(error) else None
             raise bad(str(error), _param_of(str(error), body), code) from error
         return request
+
+    def check_length(self, request: Request) -> None:
+        """ApiError for an answer that may become longer than the server gives."""
+        asked, most = request.sampling.max_tokens, self.settings.max_answer_tokens
+        if asked > most:
+            raise bad(f"max_tokens is {asked}, but this server gives at most {most}.", "max_tokens")
 
     def take_place(self, count: int = 1) -> None:
         """429 when too many requests are under way."""

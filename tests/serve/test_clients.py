@@ -173,9 +173,13 @@ def test_responses(client):
     asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 9, "temperature": 0, "instructions": "be brief"}
     whole = client.responses.create(**asked, extra_body={"ignore_eos": True})
     assert whole.status == "incomplete" and whole.usage.output_tokens == 9 and whole.output_text
+    assert whole.instructions == "be brief"
+    plain = client.responses.create(**{**asked, "instructions": None})
+    assert plain.instructions is None
     kinds, text = [], ""
     for event in client.responses.create(**asked, stream=True, extra_body={"ignore_eos": True}):
         kinds.append(event.type)
+        assert event.type.startswith("response.output") or getattr(event, "response", whole).instructions == "be brief"
         text += event.delta if event.type == "response.output_text.delta" else ""
     assert text == whole.output_text
     assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"
@@ -214,6 +218,19 @@ def test_batches(openai, client):
         client.files.retrieve(file.id)
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
+
+
+def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):
+    body = {"messages": HELLO, "ignore_eos": True}  # the server gives 64 tokens at most
+    bodies = [body | {"max_tokens": 65}, body | {"max_completion_tokens": 65}, body | {"max_tokens": 64}, body]
+    lines = [{"custom_id": str(i), "url": "/v1/chat/completions", "body": one} for i, one in enumerate(bodies)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = wait_for_batch(client, made.id)
+    found = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    for long in found[:2]:
+        assert long["error"]["message"] == "max_tokens is 65, but this server gives at most 64."
+    assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found[2:]] == [64, 64]
 
 
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(client, server):

@@ -90,6 +90,7 @@ BAD = [
     ("/v1/responses", {"input": [{"type": "image"}]}, 400, "image"),
     ("/v1/responses", {"input": "Hi", "previous_response_id": "r"}, 400, "previous_response_id"),
     ("/v1/responses", {"input": "Hi", "background": True}, 400, "background"),
+    ("/v1/responses", {"input": "Hi", "instructions": ["be brief"]}, 400, "instructions"),
     ("/v1/responses", {"input": "Hi", "tools": [{"type": "web_search"}]}, 400, "tools"),
     ("/v1/requests/chatcmpl-0/cancel", {}, 404, "under way"), ("/v1/nothing", {"input": "Hi"}, 404, "/v1/nothing"),
 ]  # fmt: skip

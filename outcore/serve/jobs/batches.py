@@ -161,9 +161,10 @@ class Batches:
         if line.request is None:
             return self._result(line, [])
         try:
+            self.service.check_length(line.request)
             async with aclosing(self.service.stream(line.request, "/v1/batches")) as items:
                 answers = [item async for item in items if isinstance(item, Answer)]
-        except ValueError as error:
+        except (ValueError, ApiError) as error:
             return self._result(Line(number, line.shape, line.name, None, str(error)), [])
         return self._result(line, answers)
 
