@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from outcore.infer.passes import TokenScore
 from outcore.infer.requests import Chosen
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What decoding gives for bytes that are no whole letter."""
+_SEEN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_UNSEEN = tuple(byte for byte in range(256) if byte not in _SEEN)
+BYTE_LETTERS = MappingProxyType({chr(b): b for b in _SEEN} | {chr(256 + n): b for n, b in enumerate(_UNSEEN)})
+"""Letter of a byte-level vocabulary -> its byte, as GPT-2 writes them: those that cannot be seen from 256 on."""
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a byte that is in no piece of its vocabulary."""
+
 
 def text_of(tokenizer: Any, token: int) -> str:
     """One token as text."""
     return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """One token's own bytes, also where they are only a piece of a letter, of which no text can be made."""
+    text = text_of(tokenizer, token)
+    if UNFINISHED not in text:
+        return text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if found := _BYTE_PIECE.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    return bytes(BYTE_LETTERS[letter] for letter in piece) if set(piece) <= BYTE_LETTERS.keys() else text.encode()
 
 
 def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
@@ -20,8 +42,8 @@ def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
         return None
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = text_of(tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        told = {"token": text_of(tokenizer, token), "logprob": logprob}
+        return told | {"bytes": list(bytes_of(tokenizer, token))}
 
     content = [
         entry(c.token, c.logprob) | {"top_logprobs": [entry(token, value) for token, value in c.top]} for c in tokens
