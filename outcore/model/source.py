@@ -28,7 +28,8 @@ GGUF_SIZES = {".attention.key_length": "head_dim", ".expert_feed_forward_length"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
 _WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
-_LOCAL_ADVICE = "a local folder (--model_name_or_path /path/to/folder) or a shape from scratch (--preset tiny)"
+_LOCAL_ADVICE = "the folder of a model on this machine (to train, also a shape from scratch: --preset tiny)"
+"""Worded for every command: some take the model as a flag, others by its place."""
 
 
 @dataclass(frozen=True)

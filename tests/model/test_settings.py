@@ -205,7 +205,8 @@ def test_an_unreachable_hub_names_local_ways(monkeypatch):
         raise raised("OSError", "We couldn't connect to the hub", "ConnectionError")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
-    refused(RuntimeError, "--preset tiny", lambda: resolve_source(ModelSettings(model_name_or_path="owner/name")))
+    asked = ModelSettings(model_name_or_path="owner/name")
+    refused(RuntimeError, r"use the folder of a model on this machine \(to train, also", lambda: resolve_source(asked))
 
 
 def test_there_is_no_source_for_a_module():
