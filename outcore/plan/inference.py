@@ -250,8 +250,8 @@ def plan_inference(
     expert_cache_gib: float | None = None,
 ) -> InferencePlan:
     """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format, in passes of up to `cpu_tokens`
-    (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; None: with their
-    layers. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; 0: with their layers;
+    None: a rule decides. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
     shape = shape.packed(quantize)
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
@@ -267,7 +267,7 @@ def plan_inference(
         max(0, hardware.ram_bytes - InferenceLimits.RAM_LEFT_BYTES),
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
-        expert_bytes=None if expert_cache_gib is None else int(expert_cache_gib * GIB),
+        expert_bytes=int(expert_cache_gib * GIB) if expert_cache_gib else None,
         reads_ram=not hardware.is_cpu,
     )
     if of_one := state_bytes_of(shape, itemsize):
@@ -279,17 +279,17 @@ def plan_inference(
         found = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize, experts_apart=True)
         return replace(found, num_snapshots=needs.num_snapshots)
 
-    is_asked = expert_cache_gib is not None
+    is_asked = None if expert_cache_gib is None else expert_cache_gib > 0
     placement, placed = place_by_experts(
         lambda asked: place_inference(asked, limits, preset),
         needs,
         apart,
-        is_asked=is_asked or None,
+        is_asked=is_asked,
         on_gpu=not hardware.is_cpu,
         runs_few=not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize) and cpu_tokens != 0,
     )
-    if placed is not needs and cpu_rates:
-        placement = replace(placement, cpu_rates=cpu_rates.get(quantize))
+    if placed is not needs:
+        placement = replace(placement, cpu_rates=(cpu_rates or {}).get(quantize), runs_few=cpu_tokens != 0)
     if is_asked and placed is needs:
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")

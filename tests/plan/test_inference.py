@@ -282,6 +282,8 @@ def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     ]  # fmt: skip
     assert cli.main([*command, "--expert_cache_gib", "3"]) == 0
     assert f"1: {low:,.1f} to {high:,.1f}" in capsys.readouterr().out
+    assert cli.main([*command, "--expert_cache_gib", "0"]) == 0
+    assert "experts:" not in capsys.readouterr().out
     for model, why in (
         ("llama-8b", "this model has no experts"),
         ("tiny-moe", "all weights stay where they are used"),
@@ -318,6 +320,10 @@ def test_experts_come_alone_where_a_drive_has_some():
     seconds = plan.decode(1, 1024)
     missed = plan.placement.expert_bytes_at("nvme") * plan.placement.expert_share(1)
     assert seconds.between["CPU"] > missed / (laptop.drive_read_gb_per_s * 1e9)
+    brought = plan_inference(shape, scarce, quantize="nf4", preset="throughput", cpu_tokens=0)
+    assert brought.placement.experts is not None and "CPU" not in brought.decode(1, 1024).between
+    whole = plan_inference(shape, scarce, quantize="nf4", preset="throughput", expert_cache_gib=0)
+    assert whole.placement.experts is None and whole.decode(1, 1024).seconds > brought.decode(1, 1024).seconds
 
 
 def test_experts_come_alone_where_a_whole_layer_does_not_fit(capsys):

@@ -66,7 +66,7 @@ def open_few_tokens(
                 own.callback(torch.cuda.synchronize, device)  # it may still wait for the CPU
             few = FewTokens(units, cache, weights.homes, hand_over, weights.chosen, *(size.few_tokens, size.of_token))
         except (ValueError, ExtensionUnavailable, TimeoutError, RuntimeError, MemoryError) as error:
-            return None, placement.because(f"the host brings the experts that each layer chose: {error}")
+            return None, _by_host(placement, str(error))
         undo.push(own.pop_all())
     cache.fill()
     few.adapts = False  # until the trial is over, in which a pass shall miss as much as the next one
@@ -82,6 +82,9 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
     """The placement once a pass of one token has been timed both ways, of which the shorter one stays."""
     own_s: dict[int, float] = {}
     for every in LINKED if few.can_link else LINKED[:1]:
+        if small.why_not:
+            few.is_on = False
+            return _by_host(placement, small.why_not)
         few.every = every
         own_s[every] = min(engine.pass_s(1) for _ in range(2))
     few.every = min(own_s, key=lambda every: own_s[every])
@@ -98,5 +101,10 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
     )
     return placement.because(
         f"passes of up to {few.most_tokens} tokens run with {who}: a pass of one token took {tried}, and "
-        f"{format_s(host_s)} where the host brings them"
+        f"{format_s(host_s)} where the host brings them",
+        runs_few=few.is_on,
     )
+
+
+def _by_host(placement: Placement, why: str) -> Placement:
+    return placement.because(f"the host brings the experts that each layer chose: {why}", runs_few=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outcore.common.quantities import format_gib
 from outcore.sizing.inference.experts import ExpertSize
@@ -66,14 +66,16 @@ class Placement:
     experts: ExpertSize | None = None
     expert_slots: int = 0
     """Experts that the device holds at a time; 0: experts travel with their layers."""
+    runs_few: bool = True
+    """Whether passes of few tokens may compute experts where they lie."""
 
     def pass_size(self, guessed_tokens: int = 0) -> PassSize:
         """Size of the largest pass."""
         return PassSize(self.pass_tokens, self.chunk_tokens, self.context_tokens, self.max_sequences, guessed_tokens)
 
-    def because(self, reason: str) -> Placement:
-        """Add a reason."""
-        return replace(self, reasons=(*self.reasons, reason))
+    def because(self, reason: str, **changed: Any) -> Placement:
+        """Add a reason, and what it changes."""
+        return replace(self, reasons=(*self.reasons, reason), **changed)
 
     def on_cpu(self, tokens: float) -> tuple[str, ...]:
         """Parts that do not travel in a pass of so many tokens, because the CPU computes them."""
@@ -110,9 +112,10 @@ class Placement:
 
     @property
     def few_tokens(self) -> int:
-        """Tokens of a pass up to which experts can be computed where they lie; 0: they are not, because they come with
-        their layers or are not packed."""
-        return self.experts.few_tokens if self.experts is not None and self.experts.expanded_bytes else 0
+        """Tokens of a pass up to which experts are computed where they lie; 0: they are not, because they come with
+        their layers, are not packed, or the host brings them (`runs_few`)."""
+        can = self.runs_few and self.experts is not None and self.experts.expanded_bytes
+        return self.experts.few_tokens if can and self.experts is not None else 0
 
     def expert_bytes_at(self, home: Home) -> int:
         """Bytes of experts that come as they are chosen, in RAM or on NVMe."""

@@ -17,6 +17,8 @@ from outcore.formats import PackedProducts
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, few_tokens, open_engine, weights
 from outcore.infer.passes import SmallPasses
+from outcore.sizing.inference import PRESETS, Placement
+from outcore.sizing.inference.experts import ExpertSize
 from outcore.storage import StorageError
 from tests.flow.models import needs
 from tests.infer.models import SCARCE, AsksHere, off_device, prompts_of
@@ -246,6 +248,11 @@ def test_graphs_run_experts_where_they_lie(
     assert found[0] == found[1]
 
 
+def placement_of():
+    experts = ExpertSize(1024, 8, 2, 2, expanded_bytes=4096)
+    return Placement(PRESETS["balanced"], (), "ram", 0, 128, 1, 128, 128, 3, experts=experts)
+
+
 @pytest.mark.parametrize(
     ("seconds", "host_s", "expected", "is_on"),
     [
@@ -258,9 +265,27 @@ def test_whole_passes_choose_who_computes(seconds, host_s, expected, is_on):
     few: Any = SimpleNamespace(can_link=len(seconds) > 1, is_on=True, every=0, most_tokens=16, adapts=False, said=[])
     few.unlink = lambda: few.said.append("unlinked")
     engine: Any = SimpleNamespace(pass_s=lambda tokens: seconds[few.every] if few.is_on else host_s)
-    small: Any = SimpleNamespace(forget=lambda: few.said.append("forgot"))
-    placement: Any = SimpleNamespace(because=lambda reason: reason)
-    words = str(few_tokens.try_few_tokens(engine, few, small, placement))
+    small: Any = SimpleNamespace(forget=lambda: few.said.append("forgot"), why_not="")
+    placed = few_tokens.try_few_tokens(engine, few, small, placement_of())
+    [words] = placed.reasons
+    assert placed.few_tokens == (16 if is_on else 0)
     assert (few.every, few.is_on, few.adapts) == (expected, is_on, True)
     assert few.said == (["unlinked", "forgot"] if few.can_link and not expected else [])
     assert ("where they lie, GPU" in words) is is_on
+
+
+@pytest.mark.parametrize("passes", [0, 2])
+def test_passes_that_no_graph_can_run_leave_experts_to_the_host(passes):
+    few: Any = SimpleNamespace(can_link=True, is_on=True, every=0, most_tokens=16, adapts=False)
+    small: Any = SimpleNamespace(why_not="" if passes else "no graph")
+    asked = []
+
+    def pass_s(tokens):
+        asked.append(tokens)
+        small.why_not = "no graph"
+        return 1.0
+
+    engine: Any = SimpleNamespace(pass_s=pass_s)
+    placed = few_tokens.try_few_tokens(engine, few, small, placement_of())
+    assert not few.is_on and not placed.few_tokens and len(asked) == passes
+    assert placed.reasons == ("the host brings the experts that each layer chose: no graph",)
