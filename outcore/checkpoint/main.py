@@ -4,7 +4,7 @@ interrupted.
     outcore export my-run                  the best checkpoint where the run kept one, else the newest
     outcore export my-run --merge          with LoRA: the base with the adapter in it
     outcore export my-run/step-00000100    that one
-    outcore export final_model/my-run --gguf q4_k    the folder of an exported model as one file for llama.cpp
+    outcore export my-run --gguf q4_k      final_model/my-run, or the folder of another model, as one file for llama.cpp
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint
+from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint, model_folder
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
 from outcore.common.quantities import format_gb
@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     args = export_flags().parse_args(argv)
     try:
         if args.gguf is not None:
-            target = args.out or default_file(args.run, args.gguf)
-            file = write_gguf(args.run, target, args.gguf, overwrite=args.overwrite)
+            source = model_folder(args.run)
+            target = args.out or default_file(source, args.gguf)
+            file = write_gguf(source, target, args.gguf, overwrite=args.overwrite)
             print(f"{file}  ({format_gb(file.stat().st_size)})")
             return 0
         if args.overwrite:

@@ -3,6 +3,7 @@
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
     outcore plan --infer llama-70b --preset throughput
+    outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
 
@@ -157,13 +158,15 @@ def _machine(args: PlanConfig) -> Hardware:
 
 
 def _shape(args: PlanConfig) -> ModelShape:
-    return resolve_shape(
-        _name(_model_of(args) or ""),
+    model, place = _model_of(args) or "", _place(args)
+    shape = resolve_shape(
+        place,
         lora_target_modules=args.lora_target_modules,
         use_dora=args.use_dora,
         modules_to_save=names_of(args.lora_modules_to_save),
         trust_remote_code=args.trust_remote_code,
     )
+    return shape if place == _name(model) else replace(shape, name=model)
 
 
 def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
@@ -195,7 +198,7 @@ def _published(args: PlanConfig) -> str | None:
     """Format in which the checkpoint has most of its weights; None for 16 bits."""
     from outcore.model import PRESETS
 
-    name = _name(_model_of(args) or "")
+    name = _place(args)
     if name in PRESETS:
         return None
     from outcore.formats.checkpoint import usual_format
@@ -203,6 +206,18 @@ def _published(args: PlanConfig) -> str | None:
 
     packed = quantization_of(named_config(name, args.trust_remote_code))
     return None if packed is None else usual_format(packed)
+
+
+def _place(args: PlanConfig) -> str:
+    """Name or folder of the model's configuration. Beside --infer a run is a model, too."""
+    from outcore.model import PRESETS
+
+    name = _name(_model_of(args) or "")
+    if args.infer is None or name in PRESETS:
+        return name
+    from outcore.checkpoint.export import configured
+
+    return configured(name)
 
 
 def _name(model: str) -> str:

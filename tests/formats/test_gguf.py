@@ -76,8 +76,12 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
     assert tokens is not None and len(tokens.data) == theirs.config.vocab_size
 
 
-def test_the_command_writes_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of(tmp_path)
+def test_the_command_writes_beside_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "final_model")
+    monkeypatch.chdir(tmp_path)
+    assert main(["llama", "--gguf", "f16"]) == 0 and (folder / "llama-f16.gguf").is_file()
     assert main([str(folder), "--gguf", "q4_k"]) == 0
     assert (folder / "llama-q4_k.gguf").is_file() and "llama-q4_k.gguf" in capsys.readouterr().out
     assert main([str(tmp_path), "--gguf", "f16", "--out", str(tmp_path / "x.gguf")]) == 1

@@ -182,6 +182,25 @@ def test_a_packed_checkpoint_is_planned_as_it_is_packed(tmp_path, capsys):
     assert weights[1] < 0.5 * weights[0]
 
 
+def test_a_run_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config |= {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 4}
+    folders = ("final_model/finished", "checkpoints/begun/step-00000001", "checkpoints/lora/step-00000001")
+    for folder, inside, name in zip(folders, ("", "export", "export"), ("config", "config", "adapter_config")):
+        (tmp_path / folder / inside).mkdir(parents=True)
+        text = json.dumps({"base_model_name_or_path": "final_model/finished"} if "adapter" in name else config)
+        (tmp_path / folder / inside / f"{name}.json").write_text(text)
+        (tmp_path / folder / "manifest.json").write_text("{}")
+    found = {}
+    for name in ("final_model/finished", "finished", "begun", "lora", folders[1]):
+        assert cli.main(["plan", "--infer", name, "--machine", "rtx4070-laptop", "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    assert [plan["model"] for plan in found.values()] == ["finished", "finished", "begun", "lora", folders[1]]
+    assert len({json.dumps(plan["bytes"]) for plan in found.values()}) == 1
+    assert cli.main(["plan", "--infer", "nothing-of-this-name", "--machine", "rtx4070-laptop"]) == 2
+
+
 def test_the_command_refuses(capsys):
     asked = ["plan", "--infer", "llama-8b", "--machine", "rtx4070-laptop"]
     assert cli.main([*asked, "--context", "1000000"]) == 2

@@ -1,10 +1,12 @@
 """A model as others load it: safetensors shards, configuration, tokenizer; from an engine or from a checkpoint."""
 
 from outcore.checkpoint.export.files import (
+    configured,
     export_checkpoint,
     has_adapter,
     how_to_load,
     merge_checkpoint,
+    model_folder,
     save_export_files,
 )
 from outcore.checkpoint.export.model import export_model

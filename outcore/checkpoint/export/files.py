@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
-from outcore.checkpoint.folders import Checkpoint, check_space
+from outcore.checkpoint.folders import Checkpoint, check_space, list_checkpoints
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
@@ -39,6 +39,34 @@ logger = logging.getLogger(__name__)
 FOLDER = "export"
 ADAPTER = "adapter_config.json"
 COPY_BYTES = 64 << 20
+FINISHED, UNFINISHED = Path("final_model"), Path("checkpoints")
+"""Folders of runs: their models, and what they go on from."""
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder of this name; else, of the run of this name, that of its finished model, else of its checkpoints. The
+    path as it is where there is none of them."""
+    path = Path(name).expanduser()
+    found = [folder for folder in (path, FINISHED / name, UNFINISHED / name) if folder.is_dir()]
+    return found[0] if found else path
+
+
+def configured(name: str) -> str:
+    """Place of the configuration of the model called `name`: its `model_folder`, of checkpoints the newest's, of a LoRA
+    adapter what it names as its base; `name` itself where there is no such folder."""
+    folder = model_folder(name)
+    if not folder.is_dir():
+        return name
+    if (folder / "config.json").is_file():
+        return str(folder)
+    steps = list_checkpoints(folder)
+    inside = next((path / FOLDER for path in (folder, *reversed(steps)) if (path / FOLDER).is_dir()), folder)
+    if (inside / ADAPTER).is_file():
+        with file_errors("reading the adapter's configuration", inside / ADAPTER):
+            return str(
+                json.loads((inside / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path") or inside
+            )
+    return str(inside)
 
 
 def save_export_files(folder: Path, model: Any, tokenizer: Any) -> None:

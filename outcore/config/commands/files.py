@@ -68,7 +68,9 @@ def export_flags() -> argparse.ArgumentParser:
     how.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone (what is done anyway)")
     parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP); with --gguf the file")
     parser.add_argument(
-        "--gguf", choices=GGUF_KINDS, help="instead: the folder of an exported (merged) model as one file for llama.cpp"
+        "--gguf",
+        choices=GGUF_KINDS,
+        help="instead: final_model/RUN, or the folder of a whole model, as one file for llama.cpp",
     )
     parser.add_argument("--overwrite", action="store_true", help="with --gguf: replace the file that is there already")
     return parser

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
-from outcore.checkpoint.export import export_checkpoint
+from outcore.checkpoint.export import export_checkpoint, model_folder
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
@@ -28,7 +28,6 @@ ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "export",
     "manifest.json",
 )
-RUNS, CHECKPOINTS = Path("final_model"), Path("checkpoints")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
 """Tokens that end a turn of a chat; those that a model's own template names end its answers."""
 
@@ -85,9 +84,7 @@ class CheckpointWeights:
 def find_place(name: str, adapter: str | None = None) -> ModelPlace:
     """Find where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id.
     ValueError when it is a folder that holds no model."""
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        path = next((folder / name for folder in (RUNS, CHECKPOINTS) if (folder / name).is_dir()), path)
+    path = model_folder(name)
     if path.suffix.lower() == ".gguf" and path.is_file():
         place = ModelPlace(str(path), str(path), f"{path}")
     elif not path.is_dir():
