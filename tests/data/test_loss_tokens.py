@@ -54,9 +54,20 @@ def test_tool_calls_of_qwen3_are_trained(tmp_path: Path):
     ("glm4moe", ["<|user|>"] * 3),
 ])  # fmt: skip
 def test_every_turn_ends_with_loss(tmp_path: Path, name: str, ends: list[str]):
-    talk = [user("a?"), told("quick fox  \n"), user("b?"), told(""), user("c?"), told("jars")]
+    talk = [user("a?"), told("quick fox  \n"), user("b?"), told("dog"), user("c?"), told("jars")]
     runs = learned(tmp_path, {"messages": talk}, name)
     assert len(runs) == 3 and all(run.endswith(end) for run, end in zip(runs, ends)), runs
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n"])
+def test_an_empty_answer_is_not_trained(tmp_path: Path, nothing: str | None):
+    empty = {"role": "assistant", "content": nothing}
+    data = prepared(tmp_path, [{"messages": [user("a?"), empty, user("b?"), told("jars")]}], tokenizer_of("qwen2_5"))
+    assert data.summary.loss_tokens == len(tokenizer_of("qwen2_5")("jars<|im_end|>\n")["input_ids"])
+    assert any("answers without words" in line and "(1 rows)" in line for line in data.summary.lines())
+    for row in ({"messages": [user("a?"), empty]}, {"prompt": [user("a?")], "completion": [empty]}):
+        with pytest.raises(DataError, match="no assistant message with words, reasoning or tool calls: nothing to"):
+            prepared(tmp_path, [row], tokenizer_of("qwen2_5"))
 
 
 def test_an_end_that_is_added_is_said(tmp_path: Path):

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from outcore.data.chat.template import ChatTemplate
-from outcore.data.rows import ChatExample
+from outcore.data.rows import ChatExample, says_something
 from outcore.data.sources import RowError, half_a_pair, is_sound
 
 ADDED_END = "the chat template writes no end of the last turn: {token!r} is added, and trained"
+EMPTY_ANSWER = "answers without words, reasoning and tool calls are not trained"
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ class ChatEncoder:
                 text = _sound(template.render(example))
                 return _Written(text, [(0, len(text))], ())
             marked = template.mark(example)
-            spans = sorted(span for i in self._trained(example) for span in marked.spans[i])
-            text, notices = _sound(marked.text), marked.notices
+            wanted = self._wanted(example)
+            trained = [i for i in wanted if says_something(example.messages[i])]
+            spans = sorted(span for i in trained for span in marked.spans[i])
+            text, notices = _sound(marked.text), (*marked.notices, *[EMPTY_ANSWER] * (len(trained) < len(wanted)))
             if end := template.missing_end(example, marked):
-                if len(example.messages) - 1 in self._trained(example):
+                if len(example.messages) - 1 in trained:
                     spans.append((len(text), len(text) + len(end)))
                 text, notices = text + end, (*notices, ADDED_END.format(token=end))
         except RowError as error:
@@ -97,12 +100,14 @@ class ChatEncoder:
         last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
         if last in example.untrained:
             raise RowError(f"message {last + 1}, the last answer, is not to be trained")
+        if not example.messages[last]["content"].strip():
+            raise RowError(f"message {last + 1}, the last answer, has no words: nothing to learn from")
         asked = ChatExample(example.messages[:last], example.tools, variables=example.variables)
         prompt = self.template(example).render(asked, generation_prompt=True)
         return self._tokenise(prompt), self._tokenise(example.messages[last]["content"])
 
-    def _trained(self, example: ChatExample) -> list[int]:
-        """The assistant messages that carry loss."""
+    def _wanted(self, example: ChatExample) -> list[int]:
+        """The assistant messages that carry loss unless they are empty."""
         spoken = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
         chosen = spoken[-1:] if self.last_turn_only else spoken
         return [i for i in chosen if i not in example.untrained]

@@ -27,7 +27,7 @@ from outcore.data.chat.habits import (
 from outcore.data.chat.marks import CLOSE, OPEN, Rendering, marked_template
 from outcore.data.chat.notices import notices_of
 from outcore.data.chat.spans import SpanFinder, Spans, assistants, is_spoken
-from outcore.data.rows import ChatExample
+from outcore.data.rows import REASONING_KEYS, ChatExample
 from outcore.data.sources import RowError
 
 
@@ -46,7 +46,7 @@ class Form:
 
     def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
         ready = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((ready[key] for key in ("reasoning_content", "thinking", "reasoning") if key in ready), None)
+        reasoning = next((ready[key] for key in REASONING_KEYS if key in ready), None)
         if reasoning is not None:  # as transformers does: templates read one name or the other
             ready = {"thinking": reasoning, **ready, "reasoning_content": reasoning}
         if self.parts and isinstance(ready.get("content"), str):

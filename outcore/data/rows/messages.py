@@ -28,6 +28,9 @@ OTHER_ROLES = {
 LOSS_KEYS = ("weight", "train", "training")
 """Keys of a message that say whether it is trained: OpenAI's and ShareGPT's weight, axolotl's train."""
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names that templates and data give to what a model thinks before it answers."""
+
 
 def message_list(value: Any) -> list[Any] | None:
     """The value if it is a list of messages, also as JSON text in a cell; None when it is something else."""
@@ -57,6 +60,14 @@ def read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], frozen
             untrained.add(number)
         messages.append(read)
     return messages, frozenset(untrained)
+
+
+def says_something(message: Mapping[str, Any]) -> bool:
+    """True for an assistant's message with words, reasoning or a tool call: one that a model can learn from."""
+    said = (message.get(key) for key in ("content", *REASONING_KEYS))
+    return message["role"] == "assistant" and (
+        bool(message.get("tool_calls")) or any(str(words).strip() for words in said if words is not None)
+    )
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

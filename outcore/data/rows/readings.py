@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.data.basis import common_beginning, shorten
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
-from outcore.data.rows.messages import message_list, read_messages, read_tools, read_variables
+from outcore.data.rows.messages import message_list, read_messages, read_tools, read_variables, says_something
 from outcore.data.sources import RowError
 
 Row = Mapping[str, Any]
@@ -26,8 +26,7 @@ def text(row: Row, columns: Columns) -> TextExample:
 def conversation(row: Row, columns: Columns) -> ChatExample:
     """Messages, in OpenAI's form or ShareGPT's, with the row's system prompt and tools."""
     messages, untrained = read_messages(row[columns[0]], columns[0])
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError(f"column {columns[0]!r} has no assistant message: nothing to learn from")
+    _check_answers(messages, f"column {columns[0]!r} has no assistant message")
     if (system := _system(row)) and messages[0]["role"] != "system":
         messages.insert(0, system)
         untrained = frozenset(number + 1 for number in untrained)
@@ -70,8 +69,7 @@ def pair(row: Row, columns: Columns) -> Example:
     if repeated:  # the prompt as the completion repeats it, with a system prompt that only stands there
         before, after = after[:repeated], after[repeated:]
         untrained = frozenset(number - repeated for number in untrained)
-    if not any(message["role"] == "assistant" for message in after):
-        raise RowError(f"column {completion!r} has no assistant message: nothing to learn from")
+    _check_answers(after, f"column {completion!r} has no assistant message")
     if row.get("context") is not None and (context := _text(row, "context").strip()):
         before[-1] = {**before[-1], "content": f"{context}\n\n{before[-1]['content']}"}
     kept_out = {*range(len(before)), *(number + len(before) for number in untrained)}
@@ -92,8 +90,7 @@ def preference(row: Row, columns: Columns) -> Example:
     messages, untrained = read_messages(told, chosen)
     others, _ = read_messages(other, rejected)
     shared = len(list(takewhile(lambda both: both[0] == both[1], zip(messages, others))))
-    if not any(message["role"] == "assistant" for message in messages[shared:]):
-        raise RowError(f"column {chosen!r} has no assistant message that {rejected!r} has not: nothing to learn")
+    _check_answers(messages[shared:], f"column {chosen!r} has no assistant message that {rejected!r} has not")
     return _chat(row, messages, untrained | frozenset(range(shared)))
 
 
@@ -121,6 +118,15 @@ def tokens(row: Row, columns: Columns) -> TokensExample:
             loss = [has and value != NO_LABEL for has, value in zip(loss, values)]
     chosen = [i for i, keep in enumerate(kept) if keep]
     return TokensExample([ids[i] for i in chosen], [loss[i] for i in chosen])
+
+
+def _check_answers(messages: Sequence[Row], none: str) -> None:
+    """RowError where there is no answer, with the words `none`, or where all of them are empty."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise RowError(f"{none}: nothing to learn from")
+    if not any(says_something(message) for message in answers):
+        raise RowError(f"{none} with words, reasoning or tool calls: nothing to learn from")
 
 
 def _chat(row: Row, messages: list[dict[str, Any]], untrained: frozenset[int]) -> ChatExample:

@@ -54,12 +54,13 @@ def test_exactly_what_the_assistant_says_bears_loss(name: str) -> None:
             assert f"Word{number}thought" not in given, (pattern, number, learned)
             for call in message.get("tool_calls", ()):
                 assert call["function"]["name"] in learned, (pattern, learned)
+        assert pattern != "UE" or not any(has_loss), learned
         header = encoder.template(ChatExample(messages)).finder.habits.header("user")
         assert not header or not any(run.startswith(header) for run in runs(tokenizer, ids, has_loss)), (
             pattern,
             learned,
         )
-        if messages[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant" and pattern != "UE":
             assert has_loss[-1] or tokenizer.decode(ids[-1:]).strip() in ("", WRITTEN_AHEAD), (pattern, learned)
         trained += 1
     assert trained >= 6, "most of the conversations are refused"

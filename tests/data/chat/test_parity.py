@@ -37,7 +37,7 @@ that is what the model sees when it runs."""
 PARTS_ONLY = {"smolvlm", "llava_next"}
 """Templates of vision models that write no plain text; TRL trains empty turns, so it is given lists of parts here."""
 IGNORED_CALLS = "does not write the tool call"
-"""The template knows no tool calls: refused here, an empty answer is trained by TRL."""
+"""The template knows no tool calls: refused here, trained as an empty answer by TRL."""
 _THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 
 
@@ -74,6 +74,8 @@ def test_same_tokens_and_labels_as_trl(name: str) -> None:
     template = pytest.importorskip("trl.chat_template_utils").get_training_chat_template(tokenizer)
     encoder, agreed, wrong = ChatEncoder(tokenizer), 0, []
     for pattern, messages, tools in conversations(seed=7, each=2):
+        if "E" in pattern:
+            continue  # TRL trains the end of an empty answer, here it is not trained
         given = messages
         if name in PARTS_ONLY:
             given = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
@@ -94,7 +96,7 @@ def test_same_tokens_and_labels_as_trl(name: str) -> None:
         else:
             agreed += 1
     assert not wrong, f"{len(wrong)} of {len(wrong) + agreed}: " + "\n".join(wrong[:3])
-    assert agreed >= 10
+    assert agreed >= 8
 
 
 class Rows:
