@@ -44,7 +44,7 @@ class OptimizationFields:
     """Peak learning rate. Default: deepspeed_config.json's optimizer block, else 3e-4 from scratch (2e-3 for the
     tiny presets), 2e-5 for fine-tuning, 2e-4 for LoRA."""
     weight_decay: float | None = setting(None, file=("optimizer.params.weight_decay",), least=0)
-    """AdamW's decoupled weight decay. Default 0.01."""
+    """AdamW's decoupled weight decay, of every trained parameter: norms and biases, too. Default 0.01."""
     adam_beta1: float | None = setting(None, file=("optimizer.params.betas.0",), least=0, below=1, aliases=("beta1",))
     """AdamW's beta1. Default 0.9."""
     adam_beta2: float | None = setting(None, file=("optimizer.params.betas.1",), least=0, below=1)
