@@ -23,7 +23,7 @@ from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, advise
-from outcore.plan.answer.command import Said, command, kept, notes
+from outcore.plan.answer.command import Said, check_undecided, command, kept, notes
 from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
@@ -93,6 +93,7 @@ class Asked:
 
 def answer_to(args: PlanConfig) -> Asked:
     """The plan of a training run by its flags. ValueError for what cannot be planned."""
+    check_undecided(args)
     hardware, shape = _hardware(args), _shape(args)
     request = _request(args)
     if args.lora_r:
@@ -153,7 +154,9 @@ def _hardware(args: PlanConfig) -> Hardware:
 
 
 def _machine(args: PlanConfig) -> Hardware:
-    overrides = Overrides(**same_named(Overrides, args), may_add_gpus=args.nominal)
+    limits_gib = [limit for limit in (args.ram_gib, args.ram_budget_gib) if limit is not None]
+    said = same_named(Overrides, args) | {"ram_gib": min(limits_gib, default=None)}
+    overrides = Overrides(**said, may_add_gpus=args.nominal)
     return load_hardware(args.machine, overrides, allow_nominal=args.nominal)
 
 

@@ -103,15 +103,30 @@ def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys
     out = capsys.readouterr().out
     assert "--preset llama-1b --dataset 'my notes/' " in out and "--lora_r 4" in out
     said = ["--lr", "1e-5", "--deterministic", "--run_name", "my run", "--lr_scheduler_type", "cosine"]
-    assert main(["--model", "1b", *said, "--staging_gib", "4", "--residency", "ram", "--packing", "off"]) == 0
+    assert main(["--model", "1b", *said, "--staging_gib", "4", "--fit_check", "warn", "--packing", "off"]) == 0
     run_it = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Run it: "))
     for flag in ("--learning_rate 1e-05", "--deterministic true", "--run_name 'my run'", "--lr_scheduler_type cosine"):
         assert flag in run_it
-    assert "--staging_gib 4" in run_it and "--packing off" in run_it
-    assert "residency" not in run_it, "where bytes live is the plan's to say"
+    assert "--staging_gib 4" in run_it and "--fit_check warn" in run_it and "--packing off" in run_it
     argv = ["--model", "1b", "--zero_stage", "infinity", "--engine", "deepspeed", "--nvme_offload_path", "/mnt/x"]
     assert main(argv) == 0
     assert "--nvme_offload_path /mnt/x " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--residency ram", "--offload_params cpu", "--nvme_offload_params false"])
+def test_a_setting_that_the_plan_does_not_follow_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "llama-8b", "--machine", "rtx4070-laptop", *flag.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"outcore plan: {flag.split()[0].removeprefix('--')}: outcore plan chooses this itself" in said
+    assert "train_model.py --plan" in said
+
+
+def test_a_budget_of_ram_is_a_limit_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for flags in (["--ram_gib", "20"], ["--ram_budget_gib", "20"], ["--ram_gib", "40", "--ram_budget_gib", "20"]):
+        assert main(["--model", "llama-1b", "--machine", "rtx4070-laptop", *flags]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_the_answer_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,13 @@ PLANNED = {
 """Settings that the plan, or `Said` by a field of its own, spells out."""
 ENGINE_GROUP = FIELDS["engine"].group
 """Settings of where bytes live and how they move: those the plan decides."""
+KEPT = {
+    "staging_gib", "storage_engine", "storage_threads", "storage_block_bytes", "nvme_checksums", "strict_offload",
+    "fit_check", "initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale",
+}  # fmt: skip
+"""Settings of that group which no plan decides."""
+TAKEN = {"engine", "zero_stage", "state_format", "ram_budget_gib", "nvme_offload_path", "deepspeed_config"}
+"""Settings of that group within which the plan is made."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,21 @@ def kept(config: TrainConfig) -> str:
     words = []
     for name, field in FIELDS.items():
         value = getattr(config, name)
-        decided = name in PLANNED or (field.group == ENGINE_GROUP and name != "staging_gib")
+        decided = name in PLANNED or (field.group == ENGINE_GROUP and name not in KEPT)
         if not decided and value != field.default:
             words.append(f"--{name} {shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}")
     return " ".join(words)
+
+
+def check_undecided(config: TrainConfig) -> None:
+    """ValueError for a setting that is the plan's to choose and that it would not follow."""
+    for name, field in FIELDS.items():
+        decided = field.group == ENGINE_GROUP and name not in KEPT | TAKEN
+        if decided and getattr(config, name) != field.default:
+            raise ValueError(
+                f"{name}: outcore plan chooses this itself; a run with --{name} is planned by python train_model.py "
+                "--plan with the same flags."
+            )
 
 
 def command(plan: Plan, request: RunRequest, said: Said) -> str:

@@ -47,8 +47,6 @@ def _planned(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _cached(argv: tuple[str, ...], minute: int) -> Asked:
     args = [*argv, "--nominal", "true"]
     config = parse_plan(args)
-    if config.ram_budget_gib:
-        args += ["--ram_gib", str(config.ram_budget_gib)]
     if config.nvme_offload_path:
         args += ["--nvme_free_gb", str((drive_of(config.nvme_offload_path).free_bytes or 0) / GB)]
     return answer_to(parse_plan(args))
