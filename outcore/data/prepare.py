@@ -106,15 +106,22 @@ def prepare_data(
     train = _dataset(cache, layout, "train", settings, kind, pad)
     evaluation = _dataset(eval_cache or cache, layout, "eval", settings, kind, pad)
     if len(train) == 0:
-        raise DataError(
-            f"{source.name} leaves no row to train on: all {cache.documents} documents have their answer behind "
-            f"seq_length {settings.seq_length} (long_rows: {settings.long_rows}). Raise seq_length"
-        )
-    if len(evaluation) == 0 and (settings.eval_fraction > 0 or eval_cache):
+        raise _all_cut_off(f"{source.name} leaves no row to train on", cache, settings)
+    if eval_cache and len(evaluation) == 0:
+        flag = "--eval_dataset" if settings.eval_dataset else "--eval_split"
+        raise _all_cut_off(f"{flag}: {eval_cache.meta['source']} leaves no row to evaluate on", eval_cache, settings)
+    if len(evaluation) == 0 and settings.eval_fraction > 0:
         notes.append("no evaluation: the data is a single row; name --eval_dataset to have one")
     summary = _summary(cache, train, evaluation, layout, kind, settings, notes)
     return PreparedData(
         train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, cache, train), cache
+    )
+
+
+def _all_cut_off(what: str, cache: TokenCache, settings: DataSettings) -> DataError:
+    return DataError(
+        f"{what}: all {cache.documents} documents have their answer behind seq_length {settings.seq_length} "
+        f"(long_rows: {settings.long_rows}). Raise seq_length"
     )
 
 

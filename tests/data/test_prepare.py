@@ -157,12 +157,24 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
 
 @pytest.mark.parametrize(("lines", "policy", "words"), [
     (["{broken"] * 3, "skip", "has no usable row"), (["{broken"] * 40, "error", "line 1: not valid JSON"),
-    ([{"text": ""}] * 3, "error", "nothing to train on: 3 empty and 0 malformed"),
-    ([""], "error", "it has no row to train on"),
+    ([{"text": ""}] * 3, "error", "nothing that bears loss: 3 empty and 0 malformed"),
+    ([""], "error", "is empty: it has no row"),
 ])  # fmt: skip
 def test_nothing_to_train_on(tmp_path: Path, lines, policy, words):
     path = write_jsonl(tmp_path / "x.jsonl", lines)
     refused(DataError, words, lambda: prepare_data(settings_for(tmp_path, path, on_bad_row=policy), tiny_tokenizer()))
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    ([], "eval.jsonl is empty: there is nothing to read"), ([{"text": ""}], "eval.jsonl has nothing that bears loss"),
+    ([{"prompt": sentence(1, 60), "completion": "a dog"}], "--eval_dataset: .*eval.jsonl leaves no row to evaluate on"),
+])  # fmt: skip
+def test_nothing_to_evaluate_on(tmp_path: Path, rows, words):
+    path = write_jsonl(tmp_path / "x.jsonl", text_rows(5))
+    settings = settings_for(tmp_path, path, eval_dataset=str(write_jsonl(tmp_path / "eval.jsonl", rows)))
+    with pytest.raises(DataError, match=words) as caught:
+        prepare_data(settings, tiny_tokenizer())
+    assert "train on" not in str(caught.value)
 
 
 def test_first_usable_row_may_come_late(tmp_path: Path):

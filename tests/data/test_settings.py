@@ -74,7 +74,7 @@ def test_unknown_kind_of_file(tmp_path: Path, name: str, words: str):
 
 def test_empty_file_and_folder(tmp_path: Path):
     (tmp_path / "x.jsonl").touch()
-    with pytest.raises(DataError, match="is empty: nothing to train on"):
+    with pytest.raises(DataError, match="is empty: there is nothing to read"):
         open_source(DataSettings(dataset=str(tmp_path / "x.jsonl")))
     refused(DataError, "has no non-empty", lambda: open_source(DataSettings(dataset=str(tmp_path))))
     (tmp_path / "a.bin").write_bytes(b"x")

@@ -270,7 +270,7 @@ def test_the_trial_reads_paths_from_the_users_folder(tmp_path: Path, monkeypatch
     flags = ["--dataset", "notes.txt", "--deepspeed_config", str(ROOT / "deepspeed_config.json")]
     args = argparse.Namespace(quick=True, steps=1, no_probe=True)
     test = PerformanceTest(parse_config(flags), (), flags, ROOT, tmp_path, args)
-    assert test._trial() == (None, "notes.txt is empty: nothing to train on")
+    assert test._trial() == (None, "notes.txt is empty: there is nothing to read")
 
 
 def test_the_profile_is_measured_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

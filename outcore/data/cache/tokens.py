@@ -94,7 +94,7 @@ def open_token_cache(
 ) -> TokenCache:
     """The cache of `source`, built if it is not there or damaged; only one process builds, the others wait for it.
 
-    Raises DataError (malformed row, no such column, nothing to train on) or CacheError (folder, drive, lock)."""
+    Raises DataError (malformed row, no such column, nothing that bears loss) or CacheError (folder, drive, lock)."""
     description = {
         "version": CACHE_VERSION,
         "source": source.identity(),
@@ -137,7 +137,7 @@ def _build(
     records = shaped_records(source, settings)
     first = next(records, None)
     if first is None:
-        raise DataError(f"{source.name} is empty: it has no row to train on")
+        raise DataError(f"{source.name} is empty: it has no row")
     say(f"tokenising {source.name}" + ("" if source.is_text else f": {first[1]}"))
     documents = _Documents(writer, encoder, bad_rows, limit)
     told_s = time.monotonic()
@@ -149,10 +149,11 @@ def _build(
             told_s = time.monotonic()
             say(f"tokenised {documents.count:,} documents, {format_count(documents.tokens.length)} tokens so far")
     if documents.count == 0 and documents.empty == 0 and bad_rows.examples:
-        raise DataError(f"{source.name} has no usable row to train on; the first one: {bad_rows.examples[0]}")
+        raise DataError(f"{source.name} has no usable row; the first one: {bad_rows.examples[0]}")
     if documents.count == 0:
         raise DataError(
-            f"{source.name} has nothing to train on: {documents.empty} empty and {bad_rows.count} malformed documents"
+            f"{source.name} has nothing that bears loss: "
+            f"{documents.empty} empty and {bad_rows.count} malformed documents"
             + (f", e.g. {bad_rows.examples[0]}" if bad_rows.examples else "")
         )
     documents.finish()

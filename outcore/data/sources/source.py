@@ -90,7 +90,7 @@ def open_source(settings: DataSettings, *, evaluation: bool = False) -> Source:
 def _file_source(path: Path, settings: DataSettings) -> Source:
     suffix = plain_suffix(path)
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty: nothing to train on")
+        raise DataError(f"{path} is empty: there is nothing to read")
     if suffix in READERS:
         return FilesSource([path], path, is_text=False)
     if suffix in settings.text_extensions:
