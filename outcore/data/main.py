@@ -44,7 +44,6 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         **same_named(DataSettings, args),
         "eval_fraction": 0.0,
         "format": args.data_format,
-        "packing": "off",
         "train_on_prompt": args.train_on_prompt == "true",
         "train_on_last_turn": args.train_on_last_turn == "true",
         "max_train_samples": args.max_rows,

@@ -36,9 +36,16 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
         "marks what the assistant writes itself", "(from text)",
     ):  # fmt: skip
         assert words in said, said
-    assert said.count("document ") == 4
+    assert said.count("document ") == 4 and "rows: 1 to train on, 0 to evaluate, of 1024 tokens, packed" in said
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<span class="l" title="' in page and "🙂" in page and "&lt;</span>" in page and "<script" not in page
+
+
+def test_rows_may_be_shown_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6)
+    assert outcore([*shown(tmp_path), "--packing", "off"]) == 0
+    assert "rows: 6 to train on" in capsys.readouterr().out
 
 
 def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -35,6 +35,12 @@ def data_flags() -> argparse.ArgumentParser:
     p.add_argument("--dataset_config", help="configuration of a hub data set")
     p.add_argument("--dataset_split", default="train")
     p.add_argument("--long_rows", choices=FIELDS["long_rows"].choices, default="keep_start")
+    p.add_argument(
+        "--packing",
+        choices=FIELDS["packing"].choices,
+        default="auto",
+        help="auto packs, as training does where the model can",
+    )
     p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
     p.add_argument("--train_on_prompt", choices=("true", "false"), default="false")
     p.add_argument("--train_on_last_turn", choices=("true", "false"), default="false")
