@@ -159,6 +159,12 @@ def test_plot_of_few_and_many_points(tmp_path: Path, num_steps: int) -> None:
     assert [file.name for file in png.parent.iterdir()] == ["loss.png"]
 
 
+def test_a_title_in_any_script_is_drawn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", [2.0, 1.0])
+    assert plot_loss(path, tmp_path / "loss.png", title="模型 training 訓練 🙂 costs $x^{$") is True
+    assert not [str(warning.message) for warning in recwarn]
+
+
 def test_plot_of_nothing_says_so(tmp_path: Path) -> None:
     path = write_run(tmp_path / "metrics.jsonl", [None])
     assert plot_loss(path, tmp_path / "loss.png") is False and not (tmp_path / "loss.png").exists()

@@ -16,6 +16,12 @@ from outcore.common import replacing
 from outcore.monitor.metrics.reader import Metrics, numbers, read_metrics
 
 MAX_POINTS = 4000
+FONTS = (
+    "DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Source Han Sans SC",
+    "Droid Sans Fallback", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic",
+    "PingFang SC",
+)  # fmt: skip
+"""Fonts of the title, where they are installed: matplotlib's own first, which has no Chinese, Japanese or Korean."""
 RAW_COLOUR, SMOOTH_COLOUR, EVAL_COLOUR, RATE_COLOUR = "#9ec5f4", "#1f5fbf", "#d9480f", "#868e96"
 
 
@@ -136,7 +142,8 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
     if broken and limits is not None:
         at = [limits[1] - 0.03 * (limits[1] - limits[0])] * len(broken)
         axes.plot(broken, at, "x", color="#c92a2a", markersize=8, label="loss not finite", zorder=6)
-    axes.set_title(f"{title}\n{_summary(losses, smoothed, evals)}", loc="left", fontsize=11)
+    words, fonts = _drawable(f"{title}\n{_summary(losses, smoothed, evals)}")
+    axes.set_title(words, loc="left", fontsize=11, family=fonts, parse_math=False)
     axes.set_ylabel("loss (nats per token)")
     axes.grid(True, color="#e9ecef")
     axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
@@ -155,6 +162,16 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
     for each in figure.axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _drawable(text: str) -> tuple[str, list[str]]:
+    """The text with a box for every letter that no installed font has, and the fonts to draw it with."""
+    from matplotlib.font_manager import findfont, fontManager, get_font
+
+    installed = fontManager.get_font_names()
+    fonts = [name for name in FONTS if name in installed]
+    known = {ord("\n")}.union(*(get_font(findfont(name)).get_charmap() for name in fonts))
+    return "".join(letter if ord(letter) in known else "□" for letter in text), fonts
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
