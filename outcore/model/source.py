@@ -182,15 +182,16 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
 @cache
 def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
     """The configuration that transformers reads from the file's header (some seconds, so once for a file as it is),
-    with a `quantization_config` that names the type that most of its weights have."""
+    with a `quantization_config` that names the type that most of its weights have, and those of embedding and head."""
     import gguf
     from transformers import AutoConfig
 
     try:
         counts: Counter[str] = Counter()
         reader = gguf.GGUFReader(file)
+        kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in reader.tensors}
         for tensor in reader.tensors:
-            counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
+            counts[kinds[tensor.name]] += int(tensor.n_elements)
         config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
         for key, name in GGUF_SIZES.items():  # transformers leaves these at the defaults of some model types
             field = next((field for full, field in reader.fields.items() if full.endswith(key)), None)
@@ -201,7 +202,9 @@ def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
             f"{file} cannot be read as a GGUF file with a model that is known: {error}. "
             "If it is cut off, download it again"
         ) from error
-    config.quantization_config = {"quant_method": "gguf", "format": counts.most_common(1)[0][0]}
+    embedding = kinds.get("token_embd.weight", "")
+    ends = [embedding, kinds.get("output.weight", embedding)]
+    config.quantization_config = {"quant_method": "gguf", "format": counts.most_common(1)[0][0], "ends": ends}
     return config
 
 

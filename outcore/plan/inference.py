@@ -257,7 +257,8 @@ def plan_inference(
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
     itemsize = 4 if precision == "fp32" else 2
     kv_itemsize = itemsize if kv_format == "same" else 1 + 4 / shape.head_dim
-    needs = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize)
+    sizes: dict[str, Any] = {"itemsize": itemsize, "kv_itemsize": kv_itemsize, "on_gpu": not hardware.is_cpu}
+    needs = needs_of(shape, **sizes)
     if context is not None and shape.max_positions is not None and context > shape.max_positions:
         raise ValueError(f"context is {context}, but the model knows {shape.max_positions} positions.")
     if context is None and shape.max_positions is not None:
@@ -276,7 +277,7 @@ def plan_inference(
     def apart() -> InferenceNeeds | None:
         if not shape.is_moe:
             return None
-        found = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize, experts_apart=True)
+        found = needs_of(shape, experts_apart=True, **sizes)
         return replace(found, num_snapshots=needs.num_snapshots)
 
     is_asked = None if expert_cache_gib is None else expert_cache_gib > 0

@@ -7,7 +7,9 @@ from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import packed_size
 
 
-def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_apart: bool = False) -> InferenceNeeds:
+def needs_of(
+    shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_apart: bool = False, on_gpu: bool = True
+) -> InferenceNeeds:
     """What is to be placed, counted from the shape. `experts_apart`: a layer's experts are a part of their own."""
     saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
     in_experts = shape.expert_params if experts_apart and shape.is_moe else (0,) * shape.num_layers
@@ -25,7 +27,8 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_ap
     else:
         ends = {"embedding": shape.embedding_params, "head": shape.head_params}
     first, *last = (
-        PartSize(name, params * itemsize, False, is_rows=name == "embedding") for name, params in ends.items()
+        _end(shape, name, params * itemsize, kind, itemsize, on_gpu)
+        for (name, params), kind in zip(ends.items(), shape.packed_ends)
     )
     windows = [window for window, _ in shape.windows] or [None]
     attentions = tuple(
@@ -47,6 +50,18 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_ap
         (first, *layers, *last), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize, state_bytes=states
     )
     return needs.with_experts(sizes)
+
+
+def _end(shape: ModelShape, name: str, size_bytes: int, kind: str, itemsize: int, on_gpu: bool) -> PartSize:
+    """Embedding or head, its matrix in the packed format `kind` if it is in one."""
+    if not kind:
+        return PartSize(name, size_bytes, False, is_rows=name == "embedding")
+    from outcore.flow.weights import InPlaceProducts  # torch, which sizes of other models do not wait for
+
+    numel = shape.head_weight_numel
+    expanded = min(numel, InPlaceProducts.EXPANDED_NUMEL) if on_gpu else numel
+    saved = numel * itemsize - packed_size(kind).of(numel)
+    return PartSize(name, size_bytes - saved, False, expanded * itemsize, is_rows=name == "embedding")
 
 
 def state_bytes_of(shape: ModelShape, itemsize: int) -> int:

@@ -175,12 +175,14 @@ def _shape(args: PlanConfig) -> ModelShape:
 def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     from outcore.plan.inference import DoesNotFit, plan_inference, to_json, words_of
 
+    published, ends = _published(args)
+    shape = replace(shape, packed_ends=ends)
     asked = {
         "preset": args.infer_preset,
         "precision": "bf16" if args.precision == "auto" else args.precision,
         "context": args.context,
         "kv_format": args.kv_format,
-        "quantize": _published(args) or args.infer_quantize,
+        "quantize": published or args.infer_quantize,
         "cpu_tokens": args.cpu_tokens,
         "expert_cache_gib": args.expert_cache_gib,
         "cpu_rates": known_rates(hardware),
@@ -197,18 +199,18 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     return 0
 
 
-def _published(args: PlanConfig) -> str | None:
-    """Format in which the checkpoint has most of its weights; None for 16 bits."""
+def _published(args: PlanConfig) -> tuple[str, tuple[str, str]]:
+    """Formats in which the checkpoint has most of its weights, and embedding and head; '' for 16 bits."""
     from outcore.model import PRESETS
 
     name = _place(args)
     if name in PRESETS:
-        return None
-    from outcore.formats.checkpoint import usual_format
+        return "", ("", "")
+    from outcore.formats.checkpoint import formats_of_ends, usual_format
     from outcore.model.facts import quantization_of
 
     packed = quantization_of(named_config(name, args.trust_remote_code))
-    return None if packed is None else usual_format(packed)
+    return ("", ("", "")) if packed is None else (usual_format(packed) or "", formats_of_ends(packed))
 
 
 def _place(args: PlanConfig) -> str:

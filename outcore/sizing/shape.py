@@ -78,6 +78,8 @@ class ModelShape:
     """(elements, columns) of each matrix of the layers that a packed base packs, in turn."""
     quantize: str = ""
     """Format that the frozen base is packed in at home; '': 16 or 32 bits."""
+    packed_ends: tuple[str, str] = ("", "")
+    """Formats that the matrices of embedding and head are packed in, as published; '': 16 or 32 bits."""
     windows: tuple[tuple[int | None, int], ...] = ()
     """(tokens that a token sees, itself included; layers that are so); None: all before it. (): all layers see all."""
     stays_eager: bool = False

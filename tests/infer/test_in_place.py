@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outcore import cli
 from outcore.flow import discover_units
 from outcore.flow.weights import HandOver
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, packed_format
@@ -247,6 +249,21 @@ def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypa
         assert forecast.against_plan(opened).plan is not None and known_rates(here) == {"nf4": rates}
     finally:
         opened.close()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_file_is_planned_as_it_is_packed(tmp_path, capsys, is_tied):
+    """Embedding and head, too."""
+    pytest.importorskip("gguf")
+    from tests.formats.test_gguf import folder_of
+
+    folder = folder_of(tmp_path, vocab_size=2000, tie_word_embeddings=is_tied)
+    file = write_gguf(folder, tmp_path / "model.gguf", "q4_k")
+    opened = open_engine(str(file), InferSettings(context=64, device="cpu", ram_gib=1, precision="bf16"))
+    held = sum(part.size_bytes for part in opened.placement.parts)
+    opened.close()
+    assert cli.main(["plan", "--infer", str(file), "--machine", "rtx4070-laptop", "--json"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["bytes"].values()) == pytest.approx(held, rel=0.02)
 
 
 def test_what_does_nothing_is_refused():

@@ -5,6 +5,7 @@ from outcore.formats.checkpoint.index import (
     GGUF,
     KEPT,
     PackedCheckpoint,
+    formats_of_ends,
     method_of,
     notes_on,
     open_safetensors,

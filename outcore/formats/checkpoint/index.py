@@ -71,11 +71,21 @@ def usual_format(quantization: Mapping[str, Any]) -> str | None:
     """The format that most weights of such a checkpoint have: for sizes before its files are read. None: not packed."""
     method = method_of(quantization)
     if method == GGUF:
-        return quantization["format"] if quantization["format"].upper() in KEPT else None
+        return _kept(quantization["format"]) or None
     if method == "bitsandbytes":
         return "int8" if quantization.get("load_in_8bit") else "nf4"
     is_fp8 = method == "fp8" or quantization.get("format") in ("float-quantized", "naive-quantized")
     return "fp8_128" if is_fp8 else "mxfp4" if method == "mxfp4" else "int4_128_fp16_zero"
+
+
+def formats_of_ends(quantization: Mapping[str, Any]) -> tuple[str, str]:
+    """Formats of the matrices of embedding and head, which only GGUF files pack; '': not packed."""
+    embedding, head = quantization["ends"] if method_of(quantization) == GGUF else ("", "")
+    return _kept(embedding), _kept(head)
+
+
+def _kept(kind: str) -> str:
+    return kind if kind.upper() in KEPT else ""
 
 
 def notes_on(entries: dict[str, Entry]) -> tuple[str, ...]:
