@@ -42,6 +42,8 @@ class ExpertCounts:
     """Experts of these that no byte was read for."""
     read_bytes: int = 0
     """Bytes brought into slots, from wherever they live."""
+    for_cpu_bytes: int = 0
+    """Bytes read from a drive because the CPU was to multiply them."""
 
     @property
     def hit_rate(self) -> float | None:

@@ -57,7 +57,7 @@ class FewTokens:
         """Tells (questions that the CPU answered, seconds that it took)."""
         on_drive = {layer: part for layer, part in cache.parts.items() if homes.rest(part) is not None}
         at_once = max((min(cache.forms[layer].num_experts, most_tokens * of_token) for layer in on_drive), default=0)
-        self.drive = DriveExperts(on_drive, homes, at_once) if on_drive else None
+        self.drive = DriveExperts(on_drive, homes, at_once, cache.counts) if on_drive else None
         """Brings experts whose homes are on a drive; None: none are."""
         device = cache.memory.device
         has_gpu = device.type == "cuda"

@@ -13,6 +13,7 @@ import torch
 
 from outcore.common.errors import EngineError
 from outcore.common.quantities import round_up
+from outcore.flow.experts.cache import ExpertCounts
 from outcore.flow.experts.form import form_of
 from outcore.flow.parts import Part
 from outcore.flow.weights import WeightHomes
@@ -27,8 +28,8 @@ class DriveExperts:
     """Slots in RAM for the experts of `parts` (by layer) whose homes are not in RAM as a whole. `num_slots`: at least
     what one question may ask for."""
 
-    def __init__(self, parts: Mapping[int, Part], homes: WeightHomes, num_slots: int) -> None:
-        self._parts, self._homes = dict(parts), homes
+    def __init__(self, parts: Mapping[int, Part], homes: WeightHomes, num_slots: int, counts: ExpertCounts) -> None:
+        self._parts, self._homes, self._counts = dict(parts), homes, counts
         size_bytes = round_up(max(form_of(part).size_bytes for part in parts.values()), PAGE_BYTES)
         self.memory = torch.from_numpy(aligned_bytes(num_slots * size_bytes)).view(num_slots, size_bytes)
         """[slots, bytes of one expert]."""
@@ -36,8 +37,6 @@ class DriveExperts:
         """Places of each layer's experts, from the first slot on."""
         self.error: Exception | None = None
         """Why experts could not be read, the first time that it was so."""
-        self.read_bytes = 0
-        """Bytes read since the start."""
         self._slots = OrderedDict[tuple[int, int], int]()
         self._free = list(range(num_slots))
         for layer, part in self._parts.items():
@@ -67,15 +66,14 @@ class DriveExperts:
         slot = self._free.pop() if self._free else self._forget()
         self._slots[layer, expert] = slot
         self.of[layer].places[expert] = slot * self.memory.shape[1]
-        size_bytes = form_of(part).size_bytes
-        self.read_bytes += size_bytes
-        out = self.memory[slot, :size_bytes].view(part.layout.dtype)
+        out = self.memory[slot, : form_of(part).size_bytes].view(part.layout.dtype)
         ram, start = self._homes.ram(part), expert * len(out)
         in_ram = max(0, min(len(ram) - start, len(out)))
         out[:in_ram] = ram[start : start + in_ram]
         stored = self._homes.stored_at(part, start + in_ram)
         assert stored is not None
         store, name, offset_bytes = stored
+        self._counts.for_cpu_bytes += out[in_ram:].nbytes
         return store.submit_read(name, out[in_ram:], offset_bytes)
 
     def _forget(self) -> int:

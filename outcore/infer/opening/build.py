@@ -227,7 +227,7 @@ def open_found(
         apart,
         is_asked=None if settings.expert_cache_gib is None else is_asked,
         on_gpu=on_gpu,
-        runs_few=on_gpu and settings.expert_cache_gib is None and can_run_few(units, settings),
+        runs_few=on_gpu and settings.expert_cache_gib is None and can_run_few(units, settings, way),
     )
     if is_asked and placement.travels and placed is needs:
         raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")
@@ -267,7 +267,7 @@ def open_found(
         if settings.prefix_path is not None:
             cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
-        few, placement = open_few_tokens(units, weights, placement, in_place, settings, device, undo)
+        few, placement = open_few_tokens(units, weights, placement, in_place, settings, way, device, undo)
         passes = _runner(found, flow, cache, placement, settings, way, weights.arrival, few)
         scheduler = Scheduler(
             cache,
@@ -361,7 +361,7 @@ def _runner(
     if way != "paged":
         return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
-    if device.type == "cuda" and runs_graphs(settings) and (arrival.experts is None or few is not None):
+    if device.type == "cuda" and runs_graphs(settings, way) and (arrival.experts is None or few is not None):
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, guessed_tokens_of(settings, way))
         rows = size.graph_rows if few is None else min(few.most_tokens, size.graph_rows)
         small = SmallPasses(flow, attention, cache, device, most_rows=rows, is_on_cpu=arrival.is_on_cpu, experts=few)

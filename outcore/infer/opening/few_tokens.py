@@ -13,6 +13,7 @@ from outcore.flow.experts import FewTokens, experts_of
 from outcore.flow.weights import HandOver, InPlaceProducts
 from outcore.formats import PackedProducts, PackedSpec
 from outcore.infer.engine import InferenceEngine
+from outcore.infer.opening.check import Way
 from outcore.infer.opening.limits import runs_graphs
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights
@@ -24,7 +25,7 @@ LINKED = (0, 4, 3, 2)
 """One in so many of the experts in no slot is read by the GPU in RAM, beside the CPU, which are tried; 0: none."""
 
 
-def can_run_few(units: ModelParts, settings: InferSettings) -> bool:
+def can_run_few(units: ModelParts, settings: InferSettings, way: Way) -> bool:
     """Whether a CPU can compute the model's experts for a GPU: all are packed along what their products sum over, and
     there are kernels for them."""
     found = []
@@ -36,7 +37,7 @@ def can_run_few(units: ModelParts, settings: InferSettings) -> bool:
                 one = PackedSpec(spec.format, spec.shape[1:])
                 is_along = module is not None and spec.is_transposed == module.is_transposed
                 found.append(is_along and PackedProducts.can(one))
-    return settings.cpu_tokens != 0 and runs_graphs(settings) and bool(found) and all(found)
+    return settings.cpu_tokens != 0 and runs_graphs(settings, way) and bool(found) and all(found)
 
 
 def open_few_tokens(
@@ -45,6 +46,7 @@ def open_few_tokens(
     placement: Placement,
     in_place: InPlaceProducts | None,
     settings: InferSettings,
+    way: Way,
     device: torch.device,
     undo: ExitStack,
 ) -> tuple[FewTokens | None, Placement]:
@@ -55,8 +57,8 @@ def open_few_tokens(
         return None, placement
     with ExitStack() as own:
         try:
-            if settings.cpu_tokens == 0 or not runs_graphs(settings):
-                raise ValueError("--cpu_tokens 0" if settings.cpu_tokens == 0 else "--compile off")
+            if settings.cpu_tokens == 0 or not runs_graphs(settings, way):
+                raise ValueError("--cpu_tokens 0" if settings.cpu_tokens == 0 else "passes run without CUDA graphs")
             assert weights.chosen is not None
             hand_over = None if in_place is None else in_place.hand_over
             if hand_over is None:

@@ -69,7 +69,7 @@ class AgainstPlan:
         if (experts := opened.weights.experts) is not None:
             counts = experts.counts
             found |= {"experts_asked": counts.asked, "expert_hit_rate": counts.hit_rate}
-            found["expert_read_bytes"] = counts.read_bytes
+            found["expert_read_bytes"] = counts.read_bytes + counts.for_cpu_bytes
         if self.plan is None:
             found["why_no_forecast"] = self.why_not
         if self.forecast_s:

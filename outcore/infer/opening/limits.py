@@ -123,7 +123,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         settings.layer_buffers,
         settings.scores_only,
         guessed_tokens_of(settings, way),
-        has_graphs=way == "paged" and runs_graphs(settings),
+        has_graphs=runs_graphs(settings, way),
         expert_bytes=int(settings.expert_cache_gib * GIB) if settings.expert_cache_gib else None,
         reads_ram=device.type == "cuda" and settings.staging_bytes is None,
     )
@@ -136,10 +136,10 @@ def guessed_tokens_of(settings: InferSettings, way: Way) -> int:
     return InferenceLimits.guessed_tokens if settings.draft_tokens is None else settings.draft_tokens
 
 
-def runs_graphs(settings: InferSettings) -> bool:
-    """Whether small passes run as CUDA graphs. Where results may not depend on company, products keep one size;
-    padding to slots would change it."""
-    return settings.compile != "off" and not settings.deterministic
+def runs_graphs(settings: InferSettings, way: Way) -> bool:
+    """Whether small passes run as CUDA graphs: those of sequences that share rows. Where results may not depend on
+    company, products keep one size; padding to slots would change it."""
+    return way == "paged" and settings.compile != "off" and not settings.deterministic
 
 
 def shape_of(found: FoundModel) -> ModelShape | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from outcore.flow.experts import ExpertCounts
 from outcore.infer import Answer, InferenceEngine
 from outcore.infer.opening import OpenedModel, against_plan
 from outcore.infer.schedule import Work, rows_of
@@ -91,17 +92,22 @@ class ServeMetrics(RequestMetrics):
         gauge("prefix_pages", "Pages kept for prompts that begin alike", lambda: len(cache.index or ()))
         gauge("kept_prefix_pages", "Such pages on the drive", lambda: 0 if cache.kept is None else len(cache.kept))
         drives = [lane for name, lane in self._opened.weights.lanes.items() if name != "upload"]
+        experts = self._opened.weights.experts
+        counts = ExpertCounts() if experts is None else experts.counts
         if drives:
             under_way = "Reads of weights under way"
             gauge("drive_queue_depth", under_way, lambda: sum(lane.clock.io_under_way for lane in drives))
             so_far = "Bytes of weights read from the drives so far"
-            gauge("drive_bytes", so_far, lambda: sum(lane.stats().n_bytes for lane in drives))
-        if (experts := self._opened.weights.experts) is not None:
-            counts = experts.counts
+            gauge("drive_bytes", so_far, lambda: sum(lane.stats().n_bytes for lane in drives) + counts.for_cpu_bytes)
+        if experts is not None:
             gauge("experts_asked", "Experts that tokens chose so far, each once a layer and pass", lambda: counts.asked)
             gauge("expert_hits", "Those that were on the device", lambda: counts.hits)
             gauge("expert_hit_rate", "Share of them that were on the device", lambda: counts.hit_rate or 0.0)
-            gauge("expert_read_bytes", "Bytes of the others, read so far", lambda: counts.read_bytes)
+            gauge(
+                "expert_read_bytes",
+                "Bytes of the others, read so far",
+                lambda: counts.read_bytes + counts.for_cpu_bytes,
+            )
         weights = Gauge(
             "outcore_weight_bytes", "Bytes of weights, by where they live", ("home",), registry=self.registry
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from outcore.flow.experts import FewTokens
 from outcore.flow.weights import HandOver
 from outcore.formats import PackedProducts
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, build, few_tokens, open_engine, weights
+from outcore.infer.opening import InferSettings, against_plan, build, few_tokens, open_engine, weights
 from outcore.infer.passes import SmallPasses
 from outcore.sizing.inference import PRESETS, Placement
 from outcore.sizing.inference.experts import ExpertSize
@@ -129,7 +130,8 @@ def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, e
             few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
             assert greedy(opened) == expected
             few.check()
-            assert few.drive.read_bytes > 0
+            counts = opened.weights.experts.counts
+            assert against_plan(opened).facts()["expert_read_bytes"] - counts.read_bytes == counts.for_cpu_bytes > 0
     finally:
         opened.close()
 
@@ -192,6 +194,19 @@ def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, t
         opened.close()
 
 
+@pytest.mark.usefixtures("experts_in_ram")
+def test_sequences_that_share_no_rows_leave_experts_to_the_host(folder_of, tmp_path):  # noqa: F811
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
+    try:
+        units, settings = opened.engine.runner.flow.units, InferSettings()
+        more = opened.weights, opened.placement, None, settings, "states", torch.device("cuda"), ExitStack()
+        few, placement = few_tokens.open_few_tokens(units, *more)
+        assert few is None and opened.placement.few_tokens and not placement.few_tokens
+        assert placement.reasons[-1].endswith("chose: passes run without CUDA graphs")
+    finally:
+        opened.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "method", "quantize", "compile_choice", "dense"), GPU_CASES)
 def test_graphs_run_experts_where_they_lie(
@@ -223,7 +238,7 @@ def test_graphs_run_experts_where_they_lie(
 
     monkeypatch.setattr(build, "place_inference", placed)
     for module in (few_tokens, build):  # layers eagerly, yet in graphs
-        monkeypatch.setattr(module, "runs_graphs", lambda settings: True)
+        monkeypatch.setattr(module, "runs_graphs", lambda *_: True)
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "context": 128, "quantize": quantize}
     common |= {"expert_cache_gib": 0.0012, "compile": compile_choice}
     if family == "mixtral":  # the GPU reads none in RAM: passes are made anew
