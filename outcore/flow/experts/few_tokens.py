@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.common.deadline import after
 from outcore.common.errors import EngineError
 from outcore.flow.experts.by_pairs import first_matrix, run_pairs
 from outcore.flow.experts.cache import ExpertCache
@@ -109,10 +110,15 @@ class FewTokens:
             few.can_link = False
 
     def begin(self, tokens: int) -> None:
-        """A pass of so many tokens is about to be queued, and the one before it has run."""
+        """A pass of so many tokens is about to be queued, and the one before it has run. EngineError for what could not
+        be read, which is given up then."""
         self._chosen, self._where = self._told[:, : self._pairs].clone(), self._cache.where_now.clone()
         self._pairs = tokens * self._of_token
-        self._cache.settle(self._copies)
+        try:
+            self._cache.settle(self._copies)
+        except BaseException as error:
+            self._cache.abort(after(error))
+            raise
         self._layers.is_few = True
 
     def check(self) -> None:

@@ -161,6 +161,51 @@ def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, expert
         opened.close()
 
 
+@pytest.mark.usefixtures("experts_in_ram")
+def test_experts_that_could_not_come_into_slots_end_one_pass(folder_of, tmp_path, monkeypatch):  # noqa: F811
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4", draft_tokens=0)
+    try:
+        expected = greedy(opened)
+        with PackedProducts(2) as products:
+            with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
+            engine, cache = opened.engine, opened.weights.experts
+            adapt, submit = cache.adapt, cache._ranges.submit
+
+            def adapt_in_vain(*args):
+                with monkeypatch.context() as patch:
+                    patch.setattr(cache._ranges, "submit", lambda *a, **k: Lost(submit(*a, **k)))
+                    adapt(*args)
+
+            def answer(name):
+                sampling = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
+                [found] = engine.generate([Request(name, tuple(PROMPTS[0]), sampling)])
+                return [c.token for c in found.tokens]
+
+            assert len(PROMPTS[0]) <= engine.runner.small.experts.most_tokens
+            monkeypatch.setattr(cache, "adapt", adapt_in_vain)
+            with pytest.raises(EngineError, match="a bad sector"):
+                answer("one")
+            monkeypatch.undo()
+            assert answer("two") == expected[0][:8]
+    finally:
+        opened.close()
+
+
+class Lost:
+    """In place of an upload that fails."""
+
+    is_from_drive = True
+
+    def __init__(self, under_way):
+        self.under_way = under_way
+
+    def wait_stream(self):
+        raise EngineError("a bad sector")
+
+    def wait(self, timeout_s=None):
+        return self.under_way.wait(timeout_s)
+
+
 @pytest.mark.parametrize(
     ("family", "quantize", "why"),
     [
