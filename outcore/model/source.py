@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outcore.common.words import did_you_mean
-from outcore.model.facts import language_config
+from outcore.model.facts import gguf_header, language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GGUF = ".gguf"
-GGUF_SIZES = {".attention.key_length": "head_dim", ".expert_feed_forward_length": "moe_intermediate_size"}
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
 _WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
@@ -183,20 +183,17 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
 def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
     """The configuration that transformers reads from the file's header (some seconds, so once for a file as it is),
     with a `quantization_config` that names the type that most of its weights have, and those of embedding and head."""
-    import gguf
     from transformers import AutoConfig
 
     try:
-        counts: Counter[str] = Counter()
-        reader = gguf.GGUFReader(file)
-        kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in reader.tensors}
-        for tensor in reader.tensors:
-            counts[kinds[tensor.name]] += int(tensor.n_elements)
+        header, counts = gguf_header(file), Counter[str]()
+        kinds = {name: tensor.kind.lower() for name, tensor in header.tensors.items()}
+        for name, tensor in header.tensors.items():
+            counts[kinds[name]] += prod(tensor.shape)
         config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
-        for key, name in GGUF_SIZES.items():  # transformers leaves these at the defaults of some model types
-            field = next((field for full, field in reader.fields.items() if full.endswith(key)), None)
-            if field is not None and hasattr(config, name):
-                setattr(config, name, int(field.contents()))
+        for name, size in header.sizes.items():  # transformers leaves these at the defaults of some model types
+            if hasattr(config, name):
+                setattr(config, name, size)
     except Exception as error:  # both readers raise what they come upon
         raise ValueError(
             f"{file} cannot be read as a GGUF file with a model that is known: {error}. "

@@ -103,10 +103,13 @@ def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     write_gguf(folder_of(tmp_path), tmp_path / "model.gguf", "q8_0")
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
+    read, reader = list[str](), gguf.GGUFReader.__init__
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda self, *args: (read.append("x"), reader(self, *args))[1])
     monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda name, **_: asked.append(name))
     loaded = load_model(
         ModelSettings(model_name_or_path="model.gguf", seq_length=2), lazy=True, packed_feed=open_packed
     )
+    assert len(read) == 2, "once by transformers, once here: a header with many tokens takes seconds"
     assert not asked and loaded.config.hidden_size == named_config("model.gguf").hidden_size == 256
 
 
