@@ -145,6 +145,17 @@ def test_stop_request_catches_and_restores() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_torchruns_copy_of_a_ctrl_c_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wanted() and stop.exit_code == 130
+        monkeypatch.setattr("outcore.train.process.stop_request.PASSED_ON_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_closed_terminal_asks_to_stop_and_takes_the_screen_with_it(tmp_path: Path) -> None:
     ends = multiprocessing.get_context("fork").Pipe(duplex=False)
 

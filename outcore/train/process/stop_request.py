@@ -2,19 +2,25 @@
 
 SIGHUP is what a closed terminal or a dropped ssh sends: the screen may be gone with it, so output that fails from then
 on goes nowhere instead of ending the run. Under nohup it stays ignored. A second Ctrl-C stops at once; the last
-checkpoint is still intact. After the last step there is nothing to save: the export is finished and the run ends with
+checkpoint is still intact. torchrun passes on to its ranks a Ctrl-C that the terminal has sent them already: that is no
+second one. After the last step there is nothing to save: the export is finished and the run ends with
 0. With several ranks all agree before stopping."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from outcore.common.output import drop_output
+
+PASSED_ON_S = 2.0
+"""Within this time of the first signal, SIGINT under torchrun is a copy of the terminal's; it takes milliseconds."""
 
 
 class StopRequest:
@@ -26,6 +32,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self.finishing = "finishing this step, then saving"
         """What is still done when one comes."""
+        self._came_s = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -42,10 +49,11 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        is_copy = "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._came_s < PASSED_ON_S
+        if self.signal is not None and number == signal.SIGINT and not is_copy:
             raise KeyboardInterrupt
         if self.signal is None:
-            self.signal = signal.Signals(number)
+            self.signal, self._came_s = signal.Signals(number), time.monotonic()
             words = f"\n{self.signal.name}: {self.finishing} (Ctrl-C again stops at once)\n"
             try:
                 sys.stderr.write(words)
@@ -60,8 +68,8 @@ class StopRequest:
         flag = torch.tensor(int(self.signal or 0), device=self._device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         number = int(flag)
-        if number and self.signal is None:
-            self.signal = signal.Signals(number)
+        if number and self.signal is None:  # this rank's own is on its way
+            self.signal, self._came_s = signal.Signals(number), time.monotonic()
         return number != 0
 
     @property
