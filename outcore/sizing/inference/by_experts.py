@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from outcore.sizing.inference.needs import InferenceNeeds
 from outcore.sizing.inference.placement import DoesNotFit, Placement
@@ -25,27 +24,31 @@ def place_by_experts(
     `apart` gives None for a model without such experts. DoesNotFit."""
     try:
         placed = place(needs)
-        spills = on_gpu and is_asked is None and placed.bytes_at("nvme") > 0
-        found = apart() if placed.travels and (is_asked or runs_few or spills) else None
-        if found is None:
-            return placed, needs
-        placed_apart = place(found)
-        if is_asked:
-            return placed_apart, found
-        if spills:
-            reason = "experts come as tokens choose them: of those on the drive no more is read than that"
-            return placed_apart.because(reason), found
-        if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
-            return placed, needs
-        reason = (
-            f"experts come as tokens choose them, because passes of up to {placed_apart.few_tokens} tokens are "
-            "computed where they lie (--expert_cache_gib 0: they come with their layers)"
-        )
-        return placed_apart.because(reason), found
     except DoesNotFit:
         found = apart() if on_gpu else None
         if found is None:
             raise
-        placed = place(found)
         reason = "experts come as tokens choose them, because whole layers do not fit the GPU"
-        return replace(placed, reasons=(*placed.reasons, reason)), found
+        return place(found).because(reason), found
+    spills = on_gpu and is_asked is None and placed.bytes_at("nvme") > 0
+    found = apart() if placed.travels and (is_asked or runs_few or spills) else None
+    if found is None:
+        return placed, needs
+    try:
+        placed_apart = place(found)
+    except DoesNotFit:
+        if is_asked:
+            raise
+        return placed, needs
+    if is_asked:
+        return placed_apart, found
+    if spills:
+        reason = "experts come as tokens choose them: of those on the drive no more is read than that"
+        return placed_apart.because(reason), found
+    if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
+        return placed, needs
+    reason = (
+        f"experts come as tokens choose them, because passes of up to {placed_apart.few_tokens} tokens are "
+        "computed where they lie (--expert_cache_gib 0: they come with their layers)"
+    )
+    return placed_apart.because(reason), found
