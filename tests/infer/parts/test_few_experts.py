@@ -301,7 +301,8 @@ def test_graphs_run_experts_where_they_lie(
             found.append(greedy(opened))
             assert (sum(slot.runs for slot in small._slots.values()) > before) is is_few
             assert not small.why_not and "without CUDA graphs" not in caplog.text
-            assert any(slot.runs > 2 and slot.is_captured for slot in small._slots.values())
+            if is_few:
+                assert any(slot.runs > 2 and slot.is_captured for slot in small._slots.values())
             assert 0 < counts.hits < counts.asked
         finally:
             opened.close()
