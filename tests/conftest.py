@@ -22,6 +22,10 @@ TRACED_CASES = 2
 """Of a test with many: the others run the same lines on other models or sizes, and tracing costs a third of a test."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked `more`, too, as CI does")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
@@ -59,18 +63,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("-m") or ""
     num_cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("cover_all") is None:
-            num_cases[item.path, item.originalname] += 1
-            if num_cases[item.path, item.originalname] > TRACED_CASES:
-                item.add_marker(pytest.mark.no_cover)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        if "slow" in item.keywords and "slow" not in chosen:
-            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
-        elif "slow" in item.keywords and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
-        if "gds" in item.keywords and "gds" not in chosen:
+        elif "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
+        elif "slow" in item.keywords and "slow" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        elif isinstance(item, pytest.Function):
+            num_cases[item.path, item.originalname] += 1
+            _choose(item, num_cases[item.path, item.originalname], config.getoption("--all"))
+
+
+def _choose(item: pytest.Function, case: int, all_cases: bool) -> None:
+    """Leave out what is marked `more`, unless all are asked for; `case` counts the cases of one test from 1."""
+    more = item.get_closest_marker("more")
+    is_more = more is not None and case > more.kwargs.get("after", 0)
+    if is_more and not all_cases:
+        item.add_marker(pytest.mark.skip(reason="more of what another test holds: run with --all"))
+    if is_more or (case > TRACED_CASES and item.get_closest_marker("cover_all") is None):
+        item.add_marker(pytest.mark.no_cover)
+    if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
 def pytest_collection_finish() -> None:

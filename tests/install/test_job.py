@@ -255,7 +255,8 @@ def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: 
     assert calls.commands == [["-m", "pytest", "-k", "one"]]
     assert calls.more[0]["stdout"] is sys.stderr
     traced = ["-m", "pytest", "--cov=outcore", "--cov-report=term"]
-    for rest, expected in (([], ["--cov-fail-under=80", "-n", "3", "--dist", "worksteal"]), (["-k", "a"], ["-k", "a"])):
+    whole = ["--cov-fail-under=80", "--all", "-n", "3", "--dist", "worksteal"]
+    for rest, expected in (([], whole), (["-k", "a"], ["-k", "a"])):
         calls = Calls()
         assert run(make_job(repository, "--test", "--coverage", *(["--", *rest] if rest else []), call=calls)) == 0
         assert calls.commands == [[*traced, *expected]]
