@@ -7,7 +7,6 @@ model, so one thread owns it.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -19,17 +18,23 @@ from typing import Any
 import torch
 
 from outcore.flow.trace import moment, wait_for
-from outcore.infer.passes import DraftModel, OnScores, OnVectors, PassRunner, Texts, WaitingTexts
+from outcore.infer.passes import (
+    DraftModel,
+    OnScores,
+    OnVectors,
+    PassRunner,
+    Texts,
+    TokenChoice,
+    WaitingTexts,
+)
 from outcore.infer.requests import (
     Answer,
     Chosen,
     FinishReason,
     OnPiece,
-    Piece,
     Request,
     Sampling,
     TextStream,
-    choose,
     derived_seed,
     seed_of,
 )
@@ -62,30 +67,6 @@ class EngineCounts:
     finished: dict[str, int] = field(default_factory=dict)
     last_pass_s: float = 0.0
     last_pass_rows: int = 0
-
-
-NO_NUMBERS = (
-    "the model's logits are not numbers (NaN): weights are damaged, or too large for this precision. "
-    "Download the model again, or try --precision fp32."
-)
-
-
-def _likeliest(found: Sequence[tuple[Work, torch.Tensor]]) -> dict[int, list[int]]:
-    """For each work the likeliest token of every place, read from the device at once; {}: nobody takes it as it is."""
-    if not any(work.sequence.takes_likeliest for work, _ in found):
-        return {}
-    logits = [of_work for _, of_work in found]
-    tokens = iter((logits[0] if len(logits) == 1 else torch.cat(logits)).argmax(-1).tolist())
-    return {id(work): list(itertools.islice(tokens, len(of_work))) for work, of_work in found}
-
-
-def _lost(found: Sequence[tuple[Work, torch.Tensor]]) -> set[Running]:
-    """Sequences whose first token has no likelihoods: looked at once an answer, so that writing does not wait."""
-    first = [(work.sequence, logits[0]) for work, logits in found if not work.sequence.chosen]
-    if not first:
-        return set()
-    is_lost = torch.stack([logits for _, logits in first]).isnan().any(-1).tolist()
-    return {sequence for (sequence, _), lost in zip(first, is_lost, strict=True) if lost}
 
 
 @dataclass(eq=False)
@@ -129,7 +110,7 @@ class InferenceEngine:
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
-        self._texts = WaitingTexts()
+        self._texts = WaitingTexts(speech.vocab_size, speech.max_context)
         self._running: dict[str, list[Running]] = {}
 
     # --- from any thread
@@ -176,15 +157,7 @@ class InferenceEngine:
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
-        for number, tokens in enumerate(texts):
-            if len(tokens) < 1:
-                raise ValueError(f"text {number} has no tokens.")
-            if any(not 0 <= token < self.speech.vocab_size for token in tokens):
-                raise ValueError(f"text {number} has tokens outside the vocabulary of {self.speech.vocab_size}.")
-            if self.speech.max_context is not None and len(tokens) > self.speech.max_context:
-                raise ValueError(
-                    f"text {number} has {len(tokens)} tokens, more than the {self.speech.max_context} that fit. Cut it."
-                )
+        self._texts.check(texts)
 
     def cancel(self, name: str) -> None:
         """End a request's answers before the next pass; unknown names do no harm (it may just have ended)."""
@@ -343,22 +316,16 @@ class InferenceEngine:
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
-        alive, place, likeliest, lost = found, 0, _likeliest(found), _lost(found)
+        alive, place, choice = found, 0, TokenChoice(found, self.runner.copies.to)
         while alive:
-            known = [bool(likeliest) and work.sequence.takes_likeliest for work, _ in alive]
-            others = [pair for pair, is_known in zip(alive, known, strict=True) if not is_known]
-            drawn = iter(self._choose(others, place))
-            chosen = [
-                Chosen(likeliest[id(work)][place]) if is_known else next(drawn)
-                for (work, _), is_known in zip(alive, known, strict=True)
-            ]
+            chosen = choice.at(place, alive)
             self.verify()  # what was chosen has come, and no answer has ended by it yet
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
                 text, tokens = said.setdefault(sequence, ("", []))
-                if sequence in lost:
-                    sequence.finish, sequence.error = "error", NO_NUMBERS
+                if sequence in choice.lost:
+                    sequence.finish, sequence.error = "error", choice.NO_NUMBERS
                     continue
                 said[sequence] = (text + sequence.take(token, now_s), [*tokens, token])
                 if place < work.num_drafts and work.guesses[place] == token.token:
@@ -373,13 +340,6 @@ class InferenceEngine:
             self._settle(work, right[id(work)])
         for sequence, (text, tokens) in said.items():
             self._tell(sequence, text, tokens)
-
-    def _choose(self, found: Sequence[tuple[Work, torch.Tensor]], place: int) -> list[Chosen]:
-        """Tokens of this place, by all that was asked."""
-        if not found:
-            return []
-        rows = [work.sequence.row(place) for work, _ in found]
-        return choose(torch.stack([logits[place] for _, logits in found]), rows, self.runner.copies.to)
 
     def _settle(self, work: Work, right: int) -> None:
         sequence, counts = work.sequence, self.counts
@@ -400,44 +360,23 @@ class InferenceEngine:
         if sequence.finish is not None:
             self.scheduler.remove(sequence)
         if talk.on_piece is not None:
-            talk.on_piece(
-                Piece(
-                    sequence.request.name,
-                    sequence.choice,
-                    text,
-                    tuple(tokens),
-                    sequence.finish,
-                    sequence.stop,
-                    sequence.error,
-                )
-            )
+            talk.on_piece(sequence.piece(text, tokens))
         sequence.said += text
         if sequence.finish is not None:
             self._ended(talk, sequence)
 
     def _ended(self, talk: _Talk, sequence: Running) -> None:
-        assert sequence.finish is not None
         sequence.clock.ended_s = self._clock()
         if self.drafts is not None:
             self.drafts.forget(sequence)
-        self.counts.finished[sequence.finish] = self.counts.finished.get(sequence.finish, 0) + 1
+        answer = sequence.ended()
+        self.counts.finished[answer.finish] = self.counts.finished.get(answer.finish, 0) + 1
         self.counts.cached_tokens += sequence.cached_tokens
         talk.left -= 1
         if not talk.left:
             del self._talks[talk.request.name], self._running[talk.request.name]
         if talk.on_answer is not None:
-            talk.on_answer(
-                Answer(
-                    talk.request.name,
-                    sequence.choice,
-                    sequence.said,
-                    tuple(sequence.chosen),
-                    sequence.finish,
-                    sequence.stop,
-                    sequence.error,
-                    sequence.timings(),
-                )
-            )
+            talk.on_answer(answer)
 
     def _end_everything(self) -> None:
         for name in list(self._talks):

@@ -17,8 +17,7 @@ from outcore.infer.opening.check import kept_of_layers
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
-from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, to_json, words_of
-from outcore.plan.inference_needs import state_bytes_of
+from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, state_bytes_of, to_json, words_of
 from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     PRESETS,

@@ -13,8 +13,8 @@ from outcore.flow import discover_units
 from outcore.flow.experts import experts_apart, form_of
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
+from outcore.plan.inference import needs_of as plan_needs
 from outcore.plan.inference import plan_inference
-from outcore.plan.inference_needs import needs_of as plan_needs
 from outcore.sizing.inference import (
     DoesNotFit,
     InPlaceRates,

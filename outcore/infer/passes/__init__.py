@@ -1,5 +1,6 @@
 """Passes over all layers: work laid out in rows, run by flow."""
 
+from outcore.infer.passes.choice import TokenChoice
 from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import lay_out, lay_out_texts
@@ -22,6 +23,7 @@ __all__ = [
     "StatesRunner",
     "TextScores",
     "Texts",
+    "TokenChoice",
     "TokenScore",
     "WaitingTexts",
     "WholeRunner",

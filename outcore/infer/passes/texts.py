@@ -15,12 +15,25 @@ OnVectors = Callable[[list[torch.Tensor] | Exception], None]
 
 
 class WaitingTexts:
-    """Texts with whom to tell. What goes wrong is told to who asked, and the engine goes on."""
+    """Texts with whom to tell. What goes wrong is told to who asked, and the engine goes on. `max_tokens`: positions
+    that the model knows; None: unbounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int, max_tokens: int | None) -> None:
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self.to_score: list[tuple[Texts, int, OnScores]] = []
         """With how many likeliest tokens of each place are wanted."""
         self.to_embed: list[tuple[Texts, OnVectors]] = []
+
+    def check(self, texts: Texts) -> None:
+        """ValueError for texts that cannot be scored."""
+        limit = self._max_tokens
+        for number, tokens in enumerate(texts):
+            if len(tokens) < 1:
+                raise ValueError(f"text {number} has no tokens.")
+            if any(not 0 <= token < self._vocab_size for token in tokens):
+                raise ValueError(f"text {number} has tokens outside the vocabulary of {self._vocab_size}.")
+            if limit is not None and len(tokens) > limit:
+                raise ValueError(f"text {number} has {len(tokens)} tokens, more than the {limit} that fit. Cut it.")
 
     def run(self, runner: PassRunner) -> None:
         """Have all of them done."""

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outcore.infer.cache import SequencePages
-from outcore.infer.requests import Chosen, FinishReason, Matcher, Request, Row, TextStream, Timings
+from outcore.infer.requests import (
+    Answer,
+    Chosen,
+    FinishReason,
+    Matcher,
+    Piece,
+    Request,
+    Row,
+    TextStream,
+    Timings,
+)
 from outcore.infer.schedule.drafts import Drafter
 
 
@@ -151,3 +161,13 @@ class Sequence:
             drafted=self.drafted,
             accepted=self.accepted,
         )
+
+    def piece(self, text: str, tokens: list[Chosen]) -> Piece:
+        """Text and tokens that came just now, with how the answer stands."""
+        return Piece(self.request.name, self.choice, text, tuple(tokens), self.finish, self.stop, self.error)
+
+    def ended(self) -> Answer:
+        """The answer, which has ended."""
+        assert self.finish is not None
+        chosen, name = tuple(self.chosen), self.request.name
+        return Answer(name, self.choice, self.said, chosen, self.finish, self.stop, self.error, self.timings())

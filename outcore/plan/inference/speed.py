@@ -1,43 +1,24 @@
-"""`outcore plan --infer`: where a model would live while it answers, and how fast that would be, before anything loads.
+"""How fast a placed model answers: a pass takes the longest of what goes on at once.
 
-The placement is the engine's own rule (`outcore.sizing.inference`), on sizes counted from the config. A pass takes the
-longest of what goes on at once: weights (and keys and values in RAM) over the link, the drive, the device's memory and
-arithmetic, the host's launches; embedding and head that travel have no neighbour to hide behind. A CPU that computes
-runs Python in between, which nothing hides.
+Weights (and keys and values in RAM) over the link, the drive, the device's memory and arithmetic, the host's launches;
+embedding and head that travel have no neighbour to hide behind. A CPU that computes runs Python in between, which
+nothing hides.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from outcore.common.quantities import GB, GIB, format_gib, format_s
-from outcore.model import shape_from_config
+from outcore.common.quantities import GB
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
-from outcore.plan.inference_needs import kv_of, needs_of, state_bytes_of
+from outcore.plan.inference.needs import state_bytes_of
 from outcore.plan.terms.traffic import Pass
-from outcore.sizing.inference import (
-    PRESETS,
-    DoesNotFit,
-    InferenceLimits,
-    InferenceNeeds,
-    InPlaceRates,
-    KvSize,
-    Placement,
-    compute_in_place,
-    pairs,
-    place_by_experts,
-    place_inference,
-)
+from outcore.sizing.inference import KvSize, Placement, pairs
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.states import QUANTIZED
 
-STREAMS = (1, 8, 64, 256)
-CONTEXTS = (1024, 32768)
-PROMPT_TOKENS = 512
 COMPILED_SHARE = 0.1
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what launching a compiled
 forward takes (assumed; benchmarks/infer/forecast.py tells)."""
@@ -233,172 +214,3 @@ class InferenceRates:
         if unhidden_bytes:
             between["embedding or head"] = unhidden_bytes / (hw.h2d_gb_per_s * GB)
         return PassTime(terms, between)
-
-
-def plan_inference(
-    shape: ModelShape,
-    hardware: Hardware,
-    *,
-    preset: str = "balanced",
-    precision: str = "bf16",
-    context: int | None = None,
-    kv_format: str = "same",
-    quantize: str = "none",
-    uses_nvme: bool = True,
-    cpu_tokens: int | None = None,
-    cpu_rates: Mapping[str, InPlaceRates] | None = None,
-    expert_cache_gib: float | None = None,
-) -> InferencePlan:
-    """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format, in passes of up to `cpu_tokens`
-    (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; 0: with their layers;
-    None: a rule decides. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
-    shape = shape.packed(quantize)
-    if shape.is_encoder_decoder:
-        raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
-    itemsize = 4 if precision == "fp32" else 2
-    kv_itemsize = itemsize if kv_format == "same" else 1 + 4 / shape.head_dim
-    sizes: dict[str, Any] = {"itemsize": itemsize, "kv_itemsize": kv_itemsize, "on_gpu": not hardware.is_cpu}
-    needs = needs_of(shape, **sizes)
-    if context is not None and shape.max_positions is not None and context > shape.max_positions:
-        raise ValueError(f"context is {context}, but the model knows {shape.max_positions} positions.")
-    if context is None and shape.max_positions is not None:
-        context = min(PRESETS[preset].context_tokens, shape.max_positions)
-    limits = InferenceLimits(
-        None if hardware.is_cpu else hardware.vram_bytes - hardware.gpu_context_bytes,
-        max(0, hardware.ram_bytes - InferenceLimits.RAM_LEFT_BYTES),
-        uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
-        context,
-        expert_bytes=int(expert_cache_gib * GIB) if expert_cache_gib else None,
-        reads_ram=not hardware.is_cpu,
-    )
-    if of_one := state_bytes_of(shape, itemsize):
-        needs, limits = needs.with_snapshots(of_one, limits)
-
-    def apart() -> InferenceNeeds | None:
-        if not shape.is_moe:
-            return None
-        found = needs_of(shape, experts_apart=True, **sizes)
-        return replace(found, num_snapshots=needs.num_snapshots)
-
-    is_asked = None if expert_cache_gib is None else expert_cache_gib > 0
-    placement, placed = place_by_experts(
-        lambda asked: place_inference(asked, limits, preset),
-        needs,
-        apart,
-        is_asked=is_asked,
-        on_gpu=not hardware.is_cpu,
-        runs_few=not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize) and cpu_tokens != 0,
-    )
-    if placed is not needs:
-        placement = replace(placement, cpu_rates=(cpu_rates or {}).get(quantize), runs_few=cpu_tokens != 0)
-    if is_asked and placed is needs:
-        why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
-        raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
-    if shape.quantize and not hardware.is_cpu:
-        placement = replace(placement, packed_tokens=Placement.PACKED_ROWS[-1])
-    if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
-        travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
-        rates = (cpu_rates or {}).get(quantize)
-        if rates is not None:
-            placement = compute_in_place(placement, travel, rates, cpu_tokens)
-        elif travel and cpu_tokens != 0:
-            reason = f"layers on the CPU are not counted: no start of a model in {quantize} measured them here"
-            placement = replace(placement, reasons=(*placement.reasons, reason))
-    return InferencePlan(shape, hardware, placement, needs.kv, itemsize)
-
-
-def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:
-    """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
-    shape = shape_from_config(name, config, adapts=False)
-    return InferencePlan(shape, hardware, placement, kv_of(shape, itemsize), itemsize)
-
-
-def changes(plan: InferencePlan, **asked: Any) -> list[str]:
-    """What one change would give, where it gives at least a tenth."""
-    now, alone = plan.tokens_per_s(64, 1024), plan.tokens_per_s(1, 1024)
-    found = []
-    tried: dict[str, dict[str, Any]] = {f"--preset {name}": {"preset": name} for name in PRESETS}
-    if asked.get("quantize", "none") == "none" and plan.shape.matrices:
-        for name, size in QUANTIZED.items():
-            tried[f"--quantize {name} ({size.bits:g} bits: {size.quality})"] = {"quantize": name}
-    tried["--kv_format int8"] = {"kv_format": "int8"}
-    if asked.get("context") is None or asked["context"] > 2048:
-        tried["--context 2048"] = {"context": 2048}
-    for words, change in tried.items():
-        try:
-            other = plan_inference(plan.shape, plan.hardware, **{**asked, **change})
-        except ValueError:
-            continue
-        rate, one = other.tokens_per_s(64, 1024), other.tokens_per_s(1, 1024)
-        if rate >= 1.1 * now or ("quantize" in change and one >= 1.1 * alone):
-            size = format_gib(sum(part.size_bytes for part in other.placement.parts))
-            weights = f"{size} of weights, {one:,.1f} tokens/s at 1 answer instead of {alone:,.1f}, "
-            found.append(
-                f"{words}: {weights if 'quantize' in change else ''}{rate:,.1f} tokens/s at 64 answers instead of "
-                f"{now:,.1f}"
-            )
-    return found
-
-
-def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
-    """The plan, for people."""
-    placement = plan.placement
-    lines = [f"{plan.shape.name} on {plan.hardware.name}", *placement.lines()]
-    one = plan.decode(1, 1024)
-    terms = ", ".join(f"{name} {format_s(value)}" for name, value in {**one.terms, **one.between}.items())
-    lines.append(f"a pass for one answer: {format_s(one.seconds)} ({terms}); {one.binding} binds")
-    lengths = sorted({PROMPT_TOKENS, 8192, placement.context_tokens})
-    first = [f"{n:,} tokens {format_s(plan.first_token_s(n))}" for n in lengths if n <= placement.context_tokens]
-    lines.append(f"first word after a prompt of {', '.join(first)}")
-    for context in CONTEXTS:
-        if plan.shape.max_positions is not None and context > plan.shape.max_positions:
-            continue
-        most = plan.most_streams(context)
-        if not most:
-            lines.append(f"{context:,} tokens of context do not fit: keys and values need more room")
-            continue
-        rates = ", ".join(f"{n}: {_range(plan, n, context)}" for n in STREAMS)
-        lines.append(f"tokens/s at {context:,} tokens of context, by answers at once: {rates} (room for {most:,})")
-    if placement.experts is not None:
-        lines.append("the lower rates are those without a hit, the higher ones with all experts chosen on the device")
-    most = plan.kv.most_tokens(placement.kv_bytes, placement.chunk_tokens)
-    limits = [limit for limit in (most, plan.shape.max_positions) if limit is not None]
-    full = f"{min(limits):,} tokens" if limits else "not limited by them"
-    seen = [f"{layers} layers see {window:,} tokens only" for window, layers in plan.shape.windows if window]
-    lines.append(
-        f"keys and values: {format_gib(plan.kv.token_bytes)} a token{''.join(f' ({words})' for words in seen)}; "
-        f"the longest context is {full}"
-    )
-    if plan.shape.states is None:
-        lines.append("recurrent states are not counted: this model keeps them where they cannot be seen before it runs")
-    if not plan.hardware.is_cpu and not plan.hardware.compute_tflops:
-        lines.append("the GPU's rate is not known: passes of many tokens may take longer (--tflops)")
-    return lines + [f"change {change}" for change in changes(plan, **asked)]
-
-
-def _range(plan: InferencePlan, streams: int, context: int) -> str:
-    """Tokens a second, from no hit to nothing but hits where experts come as they are chosen."""
-    rates = [plan.tokens_per_s(streams, context, hit_rate) for hit_rate in plan.hit_rates]
-    return " to ".join(f"{rate:,.1f}" for rate in rates)
-
-
-def to_json(plan: InferencePlan) -> dict[str, Any]:
-    """The plan as data."""
-    placement, one = plan.placement, plan.decode(1, 1024)
-    return {
-        "model": plan.shape.name,
-        "machine": plan.hardware.name,
-        "preset": placement.preset.name,
-        "bytes": {home: placement.bytes_at(home) for home in ("vram", "ram", "nvme")},
-        "vram_bytes": placement.vram_bytes,
-        "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv.token_bytes},
-        "state_bytes": None if plan.shape.states is None else state_bytes_of(plan.shape, plan.itemsize),
-        "context_tokens": placement.context_tokens,
-        "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
-        "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},
-        "tokens_per_s_by_hit_rate": {str(rate): plan.tokens_per_s(1, 1024, rate) for rate in plan.hit_rates},
-        "pass": {"terms_s": {**one.terms, **one.between}, "binds": one.binding},
-    }
-
-
-__all__ = ["DoesNotFit", "InferencePlan", "changes", "plan_inference", "to_json", "words_of"]

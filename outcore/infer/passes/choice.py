@@ -1,0 +1,62 @@
+"""Tokens chosen from the logits of one pass: the likeliest of all places at once, others as each request asks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from outcore.infer.passes.runner import Found
+from outcore.infer.requests import Chosen, choose
+from outcore.infer.schedule import Sequence as Running
+
+
+class TokenChoice:
+    """Tokens that logits give, place by place: `found` has for each work a row for the token behind it, and one more
+    behind each of its guesses. `to`: brings host tensors to the device."""
+
+    NO_NUMBERS = (
+        "the model's logits are not numbers (NaN): weights are damaged, or too large for this precision. "
+        "Download the model again, or try --precision fp32."
+    )
+
+    def __init__(self, found: Found, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._to = to
+        self._likeliest = _likeliest(found)
+        self.lost = _lost(found)
+        """Sequences whose logits are no numbers."""
+
+    def at(self, place: int, works: Found) -> list[Chosen]:
+        """The tokens of this place."""
+        known = [bool(self._likeliest) and work.sequence.takes_likeliest for work, _ in works]
+        others = [pair for pair, is_known in zip(works, known, strict=True) if not is_known]
+        drawn = iter(self._drawn(place, others))
+        return [
+            Chosen(self._likeliest[id(work)][place]) if is_known else next(drawn)
+            for (work, _), is_known in zip(works, known, strict=True)
+        ]
+
+    def _drawn(self, place: int, works: Found) -> list[Chosen]:
+        if not works:
+            return []
+        rows = [work.sequence.row(place) for work, _ in works]
+        return choose(torch.stack([logits[place] for _, logits in works]), rows, self._to)
+
+
+def _likeliest(found: Found) -> dict[int, list[int]]:
+    """For each work the likeliest token of every place, read from the device at once; {}: nobody takes it as it is."""
+    if not any(work.sequence.takes_likeliest for work, _ in found):
+        return {}
+    logits = [of_work for _, of_work in found]
+    tokens = iter((logits[0] if len(logits) == 1 else torch.cat(logits)).argmax(-1).tolist())
+    return {id(work): list(itertools.islice(tokens, len(of_work))) for work, of_work in found}
+
+
+def _lost(found: Found) -> set[Running]:
+    """Sequences whose first token has no likelihoods: looked at once an answer, so that writing does not wait."""
+    first = [(work.sequence, logits[0]) for work, logits in found if not work.sequence.chosen]
+    if not first:
+        return set()
+    is_lost = torch.stack([logits for _, logits in first]).isnan().any(-1).tolist()
+    return {sequence for (sequence, _), lost in zip(first, is_lost, strict=True) if lost}
