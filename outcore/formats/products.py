@@ -197,10 +197,14 @@ class PackedProducts:
         number, seconds = self._box[ANSWERED_AT:].view(torch.int64)[0], self._box[BUSY_AT:].view(torch.float64)[0]
         return int(number) >> 32, float(seconds)
 
-    @property
-    def failed(self) -> str:
-        """Why results that the box asked for are not there, the last time that it was so; empty: it never was."""
-        code = 0 if self._box is None else int(self._box[FAILED_AT:].view(torch.int32)[0])
+    def take_failure(self) -> str:
+        """Why results that the box asked for since the last call are not there; empty: they are. While nothing is
+        asked."""
+        if self._box is None:
+            return ""
+        failed = self._box[FAILED_AT:].view(torch.int32)[:1]
+        code = int(failed)
+        failed.zero_()
         return os.strerror(code) if code else ""
 
     def close(self) -> None:

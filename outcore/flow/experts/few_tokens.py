@@ -122,11 +122,12 @@ class FewTokens:
         self._layers.is_few = True
 
     def check(self) -> None:
-        """EngineError when results of a pass that has run are not there."""
+        """EngineError when results of the pass that has run are not there."""
+        failure = self._products.take_failure()
         if self.drive is not None:
             self.drive.check()
-        if self._products.failed:
-            raise EngineError(f"the CPU could not multiply experts: {self._products.failed}")
+        if failure:
+            raise EngineError(f"the CPU could not multiply experts: {failure}")
 
     def end(self) -> None:
         """The pass is queued."""

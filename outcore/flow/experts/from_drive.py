@@ -1,7 +1,8 @@
 """Experts on a drive that the CPU is to multiply: each is read into a slot in RAM when it is needed.
 
 A thread that answers a GPU's questions asks for them (`Scattered`), and waits. Slots that were asked for least recently
-make room, as far as that is told: of what a question needs nothing is told where none of it is missing."""
+make room, as far as that is told: of what a question needs nothing is told where none of it is missing. A read that
+fails ends the pass, whose results are not there then, and the next one reads again."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ class DriveExperts:
         """[slots, bytes of one expert]."""
         self.of: dict[int, Scattered] = {}
         """Places of each layer's experts, from the first slot on."""
-        self.error: Exception | None = None
-        """Why experts could not be read, the first time that it was so."""
+        self._error: Exception | None = None
+        """Why experts of this pass could not be read, the first of them."""
+        self._unread: set[tuple[int, int]] = set()
+        """Experts whose last read failed, by layer and number."""
+        self._is_lost = False
+        """Whether the error is there to stay."""
         self._slots = OrderedDict[tuple[int, int], int]()
         self._free = list(range(num_slots))
         for layer, part in self._parts.items():
@@ -53,13 +58,30 @@ class DriveExperts:
         for key in [(layer, expert) for expert in experts]:
             if key in self._slots:
                 self._slots.move_to_end(key)
-        try:
-            for read in [self._read(layer, n) for n in experts if places[n] == Scattered.ABSENT]:
-                read.wait(TIMEOUT_S)
-        except Exception as error:  # whoever called is no Python code: `error` has it
-            self.error = self.error or error
+        if self._error is not None:  # the pass is lost already
             return errno.EIO
-        return 0
+        reads: dict[tuple[int, int], Transfer] = {}
+        for key in [(layer, n) for n in experts if places[n] == Scattered.ABSENT]:
+            try:
+                reads[key] = self._read(*key)
+            except Exception as error:  # whoever called is no Python code: `check` raises it
+                self._lose(key, error)
+        for key, read in reads.items():  # all of them: nothing may still arrive in a slot that is free again
+            try:
+                read.wait(TIMEOUT_S)
+                self._unread.discard(key)
+            except Exception as error:
+                self._is_lost |= not read.done()
+                self._lose(key, error)
+        return 0 if self._error is None else errno.EIO
+
+    def _lose(self, key: tuple[int, int], error: Exception) -> None:
+        self._error = self._error or error
+        self._is_lost |= key in self._unread
+        self._unread.add(key)
+        layer, expert = key
+        self.of[layer].places[expert] = Scattered.ABSENT
+        self._free.append(self._slots.pop(key))
 
     def _read(self, layer: int, expert: int) -> Transfer:
         part = self._parts[layer]
@@ -82,6 +104,12 @@ class DriveExperts:
         return slot
 
     def check(self) -> None:
-        """EngineError when an expert could not be read."""
-        if self.error is not None:
-            raise EngineError(f"experts could not be read from the drive: {self.error}") from self.error
+        """EngineError when an expert of the pass that has run could not be read; always, once one has failed twice in a
+        row."""
+        error = self._error
+        if error is not None:
+            self._error = error if self._is_lost else None
+            then = (
+                "It failed again: look at the drive and start again" if self._is_lost else "The next pass tries again"
+            )
+            raise EngineError(f"experts could not be read from the drive: {error}. {then}.") from error

@@ -20,7 +20,7 @@ from outcore.infer.opening import InferSettings, against_plan, build, few_tokens
 from outcore.infer.passes import SmallPasses
 from outcore.sizing.inference import PRESETS, Placement
 from outcore.sizing.inference.experts import ExpertSize
-from outcore.storage import StorageError
+from outcore.storage import StorageError, Transfer
 from tests.flow.models import needs
 from tests.infer.models import SCARCE, AsksHere, off_device, prompts_of
 from tests.infer.parts.test_experts import folder_of  # noqa: F401
@@ -136,27 +136,49 @@ def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, e
         opened.close()
 
 
-def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, experts_live, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("at_once", [True, False], ids=["refused", "lost"])
+def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, experts_live, monkeypatch, at_once):  # noqa: F811
+    """The next pass reads again, and tells the same as ever; a drive that fails twice in a row is given up."""
     experts_live(0.0)
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
+    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4", draft_tokens=0)
+    store, told = opened.weights.homes.store, []
+    read, error = store.submit_read, StorageError("read", path=tmp_path, reason="the drive is gone")
+
+    def fails(name, out, *args, **kwargs):
+        if "experts" not in name:
+            return read(name, out, *args, **kwargs)
+        if at_once:
+            raise error
+        read(name, out, *args, **kwargs).wait()
+        out.view(torch.uint8).fill_(255)  # what must not be taken for the expert
+        lost = Transfer(out.nbytes, name)
+        lost.finish(error)
+        return lost
+
+    def answer(name):
+        request = Request(name, tuple(PROMPTS[0]), Sampling(temperature=0, max_tokens=6, ignore_eos=True))
+        [found] = opened.engine.generate([request], on_piece=told.append)
+        return [c.token for c in found.tokens]
+
+    def refuse(name):
+        with pytest.raises(EngineError, match=r"experts could not be read.*the drive is gone"):
+            answer(name)
+
     try:
+        expected = greedy(opened)[0][:6]
         with PackedProducts(2) as products:
             few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
-            opened.engine.verify = few.check
-            store, told = opened.weights.homes.store, []
-            read = store.submit_read
-
-            def refused(name, *args, **kwargs):
-                if "experts" in name:
-                    raise StorageError("read", path=tmp_path, reason="the drive is gone")
-                return read(name, *args, **kwargs)
-
-            monkeypatch.setattr(store, "submit_read", refused)
-            request = Request("a", tuple(PROMPTS[0]), Sampling(temperature=0, max_tokens=3, ignore_eos=True))
-            with pytest.raises(EngineError, match=r"experts could not be read.*the drive is gone"):
-                list(opened.engine.generate([request], on_piece=told.append))
+            opened.engine.verify, few.adapts = few.check, False
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "submit_read", fails)
+                refuse("one")
             assert not any(piece.tokens for piece in told)
-            monkeypatch.undo()
+            assert answer("two") == expected
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "submit_read", fails)
+                refuse("three")
+                refuse("four")
+            refuse("five")
     finally:
         opened.close()
 
