@@ -42,6 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     args = export_flags().parse_args(argv)
     try:
         if args.gguf is not None:
+            vain = [f"--{name}" for name in ("checkpoint_dir", "last", "merge", "adapter") if getattr(args, name)]
+            if vain:
+                raise CheckpointError(
+                    f"{' and '.join(vain)} would do nothing beside --gguf, which packs a whole model's folder. "
+                    "Leave it out, or export the checkpoint to a folder first (--out DIR) and then that with --gguf."
+                )
             source = model_folder(args.run)
             target = args.out or default_file(source, args.gguf)
             file = write_gguf(source, target, args.gguf, overwrite=args.overwrite)
@@ -49,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.overwrite:
             raise CheckpointError("--overwrite goes with --gguf; no folder is replaced: give another with --out.")
-        checkpoint = find_checkpoint(args.run, args.checkpoint_dir, last=args.last)
+        checkpoint = find_checkpoint(args.run, args.checkpoint_dir or Path("checkpoints"), last=args.last)
         run = checkpoint.path.absolute().parent.name
         merged = "-merged" if args.merge else ""
         target = args.out or Path("final_model") / f"{run}-step-{checkpoint.step}{merged}"

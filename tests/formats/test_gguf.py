@@ -86,6 +86,9 @@ def test_the_command_writes_beside_the_model(
     assert (folder / "llama-q4_k.gguf").is_file() and "llama-q4_k.gguf" in capsys.readouterr().out
     assert main([str(tmp_path), "--gguf", "f16", "--out", str(tmp_path / "x.gguf")]) == 1
     assert "holds no model (config.json and safetensors)" in capsys.readouterr().err
+    for flags in (["--merge"], ["--adapter"], ["--last"], ["--checkpoint_dir", "."]):
+        assert main(["llama", "--gguf", "q8_0", *flags]) == 1
+        assert f"{flags[0]} would do nothing beside --gguf" in capsys.readouterr().err
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,7 +276,7 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
 
 
 def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
-    lines = iter(["Hello", "x" * 2000, "And now?", "/stats"])
+    lines = iter(["Hello", "x" * 2000, *["And now?"] * 5, "/reset", *["And now?"] * 5, "/stats"])
 
     def read(prompt=""):
         try:
@@ -288,6 +288,7 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
     assert cli.main(["chat", str(tiny_folder[0]), *SMALL, "--temperature", "0"]) == 0
     said = capsys.readouterr()
     assert "this message is left out" in said.err and "tokens at" in said.out
+    assert said.err.count("oldest turns are left out") == 2, "once a conversation"
 
 
 @pytest.mark.parametrize("shape", ["plain", "/v1/completions"])

@@ -79,6 +79,8 @@ def test_experts_come_alone_where_a_drive_has_some():
     assert seconds.between["CPU"] > missed / (laptop.drive_read_gb_per_s * 1e9)
     brought = plan_inference(shape, scarce, quantize="nf4", preset="throughput", cpu_tokens=0)
     assert brought.placement.experts is not None and "CPU" not in brought.decode(1, 1024).between
+    more_bytes = brought.placement.bytes_at("ram") - plan.placement.bytes_at("ram")
+    assert more_bytes >= 0.9 * plan.placement.experts.question_bytes > 0, "nobody asks the CPU"
     whole = plan_inference(shape, scarce, quantize="nf4", preset="throughput", expert_cache_gib=0)
     assert whole.placement.experts is None and whole.decode(1, 1024).seconds > brought.decode(1, 1024).seconds
 

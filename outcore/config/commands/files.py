@@ -67,7 +67,7 @@ def export_flags() -> argparse.ArgumentParser:
         prog="outcore export", description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained."
     )
     parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
-    parser.add_argument("--checkpoint_dir", type=Path, default=Path("checkpoints"), help="where runs are looked for")
+    parser.add_argument("--checkpoint_dir", type=Path, help="where runs are looked for (default: checkpoints)")
     parser.add_argument("--last", action="store_true", help="the newest checkpoint, though another was better")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="LoRA: the base model with the adapter merged in")

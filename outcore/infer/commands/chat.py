@@ -51,7 +51,7 @@ class Conversation:
         self.sampling = sampling_from(opened, fields)(0).fitting(context // 2, context)
         self.messages: list[dict[str, str]] = []
         self.last: Answer | None = None
-        self._turn = 0
+        self._turn, self._is_cut = 0, False
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda rest: print(HELP),
             "/reset": lambda rest: self._reset(self.system),
@@ -129,22 +129,21 @@ class Conversation:
         ).rstrip()
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """Tokens of the conversation; its oldest turns are left out when it outgrows the context, and that is said."""
+        """Tokens of the conversation; its oldest turns are left out when it outgrows the context: said once."""
         limit = self.opened.engine.max_tokens
-        room, dropped = limit - self.sampling.max_tokens, 0
+        room = limit - self.sampling.max_tokens
         while True:
             ids = self.prompts.of_messages(messages)
             first = 1 if messages[0]["role"] == "system" else 0
             if len(ids) <= room or len(messages) <= first + 1:
-                break
+                return ids
             del messages[first : first + 2]
-            dropped += 1
-        if dropped:
-            say(f"({dropped} oldest turns left out: the context is {limit:,} tokens)")
-        return ids
+            if not self._is_cut:
+                say(f"(from here on the oldest turns are left out: the context is {limit:,} tokens)")
+            self._is_cut = True
 
     def _reset(self, system: str | None) -> None:
-        self.system, self.messages = system or None, []
+        self.system, self.messages, self._is_cut = system or None, [], False
         say("(a new conversation)")
 
     def _save(self, name: str) -> None:

@@ -227,7 +227,7 @@ def open_found(
         apart,
         is_asked=None if settings.expert_cache_gib is None else is_asked,
         on_gpu=on_gpu,
-        runs_few=on_gpu and settings.expert_cache_gib is None and can_run_few(units, settings, way),
+        runs_few=on_gpu and limits.runs_few and settings.expert_cache_gib is None and can_run_few(units),
     )
     if is_asked and placement.travels and placed is needs:
         raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")
@@ -278,12 +278,15 @@ def open_found(
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, placement, progress)
+        small = passes.small if isinstance(passes, PagedRunner) else None
         if placement.cpu_parts and settings.cpu_tokens is None:
             placement = try_in_place(engine, weights.arrival, units, placement)
             progress(placement.reasons[-1])
-        if few is not None and isinstance(passes, PagedRunner) and passes.small is not None:
+            if small is not None:  # graphs of what was tried keep memory
+                small.forget()
+        if few is not None and small is not None:
             engine.verify = few.check
-            placement = try_few_tokens(engine, few, passes.small, placement)
+            placement = try_few_tokens(engine, few, small, placement)
         if placement.experts is not None and device.type == "cuda":
             progress(placement.reasons[-1])
         engine.waited_s = weights.arrival.waited_s

@@ -25,7 +25,7 @@ LINKED = (0, 4, 3, 2)
 """One in so many of the experts in no slot is read by the GPU in RAM, beside the CPU, which are tried; 0: none."""
 
 
-def can_run_few(units: ModelParts, settings: InferSettings, way: Way) -> bool:
+def can_run_few(units: ModelParts) -> bool:
     """Whether a CPU can compute the model's experts for a GPU: all are packed along what their products sum over, and
     there are kernels for them."""
     found = []
@@ -37,7 +37,7 @@ def can_run_few(units: ModelParts, settings: InferSettings, way: Way) -> bool:
                 one = PackedSpec(spec.format, spec.shape[1:])
                 is_along = module is not None and spec.is_transposed == module.is_transposed
                 found.append(is_along and PackedProducts.can(one))
-    return settings.cpu_tokens != 0 and runs_graphs(settings, way) and bool(found) and all(found)
+    return bool(found) and all(found)
 
 
 def open_few_tokens(
@@ -90,12 +90,14 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
         few.every = every
         own_s[every] = min(engine.pass_s(1) for _ in range(2))
     few.every = min(own_s, key=lambda every: own_s[every])
-    if few.can_link and not few.every:
-        few.unlink()
-        small.forget()
     few.is_on = False
     host_s = engine.pass_s(1)
     few.is_on, few.adapts = is_worth_it(own_s[few.every], host_s), True
+    is_linked_in_vain = few.can_link and not few.every
+    if is_linked_in_vain:
+        few.unlink()
+    if is_linked_in_vain or not few.is_on:  # graphs of the way that lost keep memory
+        small.forget()
     who = "their experts where they lie, GPU and CPU at once" if few.is_on else "experts that the host brings"
     tried = ", ".join(
         f"{format_s(seconds)} {f'with one in {every} over the link' if every else 'with all others on the CPU'}"

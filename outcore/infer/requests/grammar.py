@@ -19,6 +19,9 @@ TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 MASK_THREADS = 4
 """Answers whose masks are computed at a time; the package works without Python's lock."""
 
+BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
+"""Blanks between the parts of a JSON text, as llama.cpp allows them: a small model may write nothing else for ever."""
+
 
 class Grammar:
     """One form, compiled for one model."""
@@ -97,10 +100,9 @@ class Grammars:
 
         kind = wanted["type"]
         try:
-            if kind == "json_object":
-                text = LLMatcher.grammar_from_json_schema('{"type": "object"}')
-            elif kind == "json_schema":
-                text = LLMatcher.grammar_from_json_schema(json.dumps(_schema_of(wanted)))
+            if kind in ("json_object", "json_schema"):
+                schema = {"type": "object"} if kind == "json_object" else _schema_of(wanted)
+                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": BLANKS})
             elif kind == "regex":
                 text = LLMatcher.grammar_from_regex(_text_of(wanted, "pattern"))
             else:

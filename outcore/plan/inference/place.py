@@ -60,6 +60,7 @@ def plan_inference(
         context,
         expert_bytes=int(expert_cache_gib * GIB) if expert_cache_gib else None,
         reads_ram=not hardware.is_cpu,
+        runs_few=cpu_tokens != 0,
     )
     if of_one := state_bytes_of(shape, itemsize):
         needs, limits = needs.with_snapshots(of_one, limits)
@@ -77,10 +78,10 @@ def plan_inference(
         apart,
         is_asked=is_asked,
         on_gpu=not hardware.is_cpu,
-        runs_few=not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize) and cpu_tokens != 0,
+        runs_few=limits.runs_few and not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize),
     )
     if placed is not needs:
-        placement = replace(placement, cpu_rates=(cpu_rates or {}).get(quantize), runs_few=cpu_tokens != 0)
+        placement = replace(placement, cpu_rates=(cpu_rates or {}).get(quantize))
     if is_asked and placed is needs:
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")

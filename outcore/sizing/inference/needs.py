@@ -164,3 +164,5 @@ class InferenceLimits:
     """Memory for experts as they are chosen; None: what is left on the device."""
     reads_ram: bool = False
     """Whether the device reads page-locked RAM, rows of an embedding that need not come whole then."""
+    runs_few: bool = True
+    """Whether a CPU may compute experts for a GPU."""

@@ -183,8 +183,9 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
         sequences = min(sequences, fit)
     # What is asked for; where everything lives is filled in.
     asked = Placement(
-        rule, (), "ram", 0, context, sequences, pass_tokens, chunk, limits.num_buffers, experts=needs.experts
-    )
+        rule, (), "ram", 0, context, sequences, pass_tokens, chunk, limits.num_buffers,
+        experts=needs.experts, runs_few=limits.runs_few,
+    )  # fmt: skip
     placed = (_on_cpu if limits.vram_bytes is None else _on_gpu)(needs, limits, asked)
     return replace(placed, reasons=(*placed.reasons, *reasons))
 

@@ -39,6 +39,25 @@ def test_masks_of_guesses_are_those_after_taking_them(grammars):
     assert behind.is_complete and not ahead.is_complete
 
 
+@pytest.mark.parametrize(
+    ("text", "allows"),
+    [
+        ('{"a":1,"b":[]}', True),
+        ('{"a": 1, "b": ["x", "y"]}', True),
+        ('{\n\n    "a": 1,\n\t"b": [\n        "x"\n    ]\n}', True),
+        ('{"a":  1', False),
+        ("{\n\n\n", False),
+        ("{\n" + 21 * " ", False),
+    ],
+)
+def test_blanks_in_json_are_few(grammars, text, allows):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}
+    tokens = grammars[0](text, add_special_tokens=False)["input_ids"]
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": schema}}):
+        count = grammars[1].of(form).matcher().count_allowed(tokens)
+        assert (count == len(tokens)) is allows
+
+
 def test_masks_are_worked_out_during_the_pass_and_guesses_change_no_text(grammars, monkeypatch):
     form = grammars[1].of({"type": "regex", "pattern": "(abc|abd){8}"})
     seen: list[int] = []
