@@ -65,7 +65,8 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
     if only := _only_streamed(shape, request, hardware):
         if stream is None or request.engine == "deepspeed":
             cannot = f", and it cannot take this run: {refusal}" if refusal else ""
-            raise ValueError(f"{only}{cannot}. Leave {only.split()[0]} out.")
+            instead = "Take a checkpoint in 16 bits" if shape.is_published_packed else f"Leave {only.split()[0]} out"
+            raise ValueError(f"{only}{cannot}. {instead}.")
         open_plans = [stream]
     elif request.engine != "deepspeed" and stream is not None:
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
@@ -77,7 +78,8 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
 def _only_streamed(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str:
     """What of this run DeepSpeed does not have, in words; ValueError for what Muon does not do."""
     if shape.quantize:
-        return f"quantize {shape.quantize}: only the streaming engine keeps a packed base"
+        name = "the checkpoint's" if shape.is_published_packed else "quantize"
+        return f"{name} {shape.quantize}: only the streaming engine keeps a packed base"
     if request.optimizer != "muon":
         return ""
     why = {

@@ -95,9 +95,9 @@ def answer_to(args: PlanConfig) -> Asked:
     """The plan of a training run by its flags. ValueError for what cannot be planned."""
     check_undecided(args)
     hardware, shape = _hardware(args), _shape(args)
-    request = _request(args)
+    request = _request(args, hardware)
     if args.lora_r:
-        shape = shape.with_lora(args.lora_r).packed(args.quantize)
+        shape = shape.with_lora(args.lora_r).packed(args.quantize, published=_published(args)[0])
     answer = choose_or_change(shape, request, hardware)
     advice = advise(shape, request, hardware, answer.plan)
     if answer.plan.uses_drive and (
@@ -179,7 +179,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     shape = replace(shape, packed_ends=ends)
     asked = {
         "preset": args.infer_preset,
-        "precision": "bf16" if args.precision == "auto" else args.precision,
+        "precision": _precision(args, hardware),
         "context": args.context,
         "kv_format": args.kv_format,
         "quantize": published or args.infer_quantize,
@@ -229,7 +229,13 @@ def _name(model: str) -> str:
     return SHORT_NAMES.get(model.lower(), model)
 
 
-def _request(config: PlanConfig) -> RunRequest:
+def _precision(config: PlanConfig, hardware: Hardware) -> Any:
+    """bf16, or fp32 on a CPU, as a run and a start choose."""
+    usual = "fp32" if hardware.is_cpu else "bf16"
+    return usual if config.precision == "auto" else config.precision
+
+
+def _request(config: PlanConfig, hardware: Hardware) -> RunRequest:
     micro = config.per_device_train_batch_size
     return RunRequest(
         seq_length=config.seq_length,
@@ -239,7 +245,7 @@ def _request(config: PlanConfig) -> RunRequest:
         zero_stage=config.zero_stage,
         state_format=None if config.state_format == "auto" else config.state_format,
         optimizer=config.optimizer,
-        precision="bf16" if config.precision == "auto" else config.precision,
+        precision=_precision(config, hardware),
         activation_checkpointing=config.activation_checkpointing is not False,
         max_grad_norm=1.0 if config.max_grad_norm is None else config.max_grad_norm,
         staging_bytes=int(config.staging_gib * GIB) if config.staging_gib is not None else None,

@@ -124,6 +124,8 @@ class Plan:
     use_dora: bool = False
     quantize: str = ""
     """Format of the frozen base; '': 16 or 32 bits."""
+    is_published_packed: bool = False
+    """The checkpoint has that format, so no flag asks for it."""
     modules_to_save: tuple[str, ...] = ()
     """Targets as in `ModelShape`."""
 
@@ -227,7 +229,7 @@ class Plan:
         words += ["--use_dora"] * (self.lora_r > 0 and self.use_dora)
         if self.lora_r and self.modules_to_save:
             words.append(f"--lora_modules_to_save {','.join(self.modules_to_save)}")
-        if self.quantize:
+        if self.quantize and not self.is_published_packed:
             words.append(f"--quantize {self.quantize}")
         words.append(f"--seq_length {self.seq_length} --per_device_train_batch_size {self.micro_batch}")
         words.append(f"--gradient_accumulation_steps {self.accumulation}")

@@ -78,6 +78,8 @@ class ModelShape:
     """(elements, columns) of each matrix of the layers that a packed base packs, in turn."""
     quantize: str = ""
     """Format that the frozen base is packed in at home; '': 16 or 32 bits."""
+    is_published_packed: bool = False
+    """The checkpoint has that format, so no flag asks for it."""
     packed_ends: tuple[str, str] = ("", "")
     """Formats that the matrices of embedding and head are packed in, as published; '': 16 or 32 bits."""
     windows: tuple[tuple[int | None, int], ...] = ()
@@ -182,9 +184,11 @@ class ModelShape:
             )
         return dataclasses.replace(self, lora_r=rank)
 
-    def packed(self, quantize: str | None) -> ModelShape:
-        """Shape of this model with a frozen base in this format (none: as it is). ValueError where nothing packs."""
-        shape = dataclasses.replace(self, quantize="" if quantize in (None, "none") else quantize)
+    def packed(self, quantize: str | None, *, published: str | None = None) -> ModelShape:
+        """Shape of this model with a frozen base in this format (none: as it is). `published`: the format that the
+        checkpoint has, which it keeps. ValueError where nothing packs."""
+        quantize = published or ("" if quantize in (None, "none") else quantize)
+        shape = dataclasses.replace(self, quantize=quantize, is_published_packed=bool(published))
         if shape.quantize and not shape.saved_bytes(2):
             raise ValueError(f"quantize {quantize}: no matrix of {self.name} divides into its blocks. Leave it out.")
         return shape

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from outcore.engine.deepspeed.environment import remove_stale_builds
+import pytest
+
+from outcore.engine.deepspeed.environment import remove_stale_builds, tell_of_builds
 from outcore.machine.build_locks import remove_stale_lock, remove_stale_locks
 
 
@@ -44,3 +46,26 @@ def test_a_run_by_deepspeed_says_what_it_removed(tmp_path: Path) -> None:
     assert lock.exists() and not said
     remove_stale_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.append)
     assert not lock.exists() and len(said) == 1 and "cpu_adam" in said[0] and str(tmp_path) in said[0]
+
+
+def test_a_build_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed's own words are not shown, and the first start of two ranks was minutes of silence."""
+    builder = pytest.importorskip("deepspeed.ops.op_builder.builder").OpBuilder
+    said = []
+
+    class Builder:
+        name = "cpu_adam"
+
+        def load(self) -> None:
+            builder.jit_load(self, verbose=False)
+
+    monkeypatch.setattr(builder, "jit_load", lambda _self, verbose: said.append(capsys.readouterr().err))
+    tell_of_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path), "LOCAL_RANK": "1"})
+    Builder().load()
+    tell_of_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    Builder().load()
+    locked(tmp_path / "py311_cpu/cpu_adam").with_name("cpu_adam.so").touch()
+    Builder().load()
+    assert said[0] == said[2] == "" and f"compiles its extension cpu_adam into {tmp_path}: once" in said[1]

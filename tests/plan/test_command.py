@@ -1,5 +1,6 @@
 """The command that the planner prints, pasted into train_model.py, plans to the same values."""
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
+from outcore.formats.gguf_files import write_gguf
 from outcore.plan import Plan
 from outcore.plan import main as plan_main
 from outcore.plan.main import main
 from outcore.plan.run import forecast as forecast_module
 from outcore.train.run import main as train
 from outcore.train.run import planned
+from tests.formats.test_gguf import folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("engine", "zero_stage", "state_format", "precision", "seq_length", "micro_batch", "accumulation", "num_gpus")
@@ -111,6 +114,20 @@ def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys
     argv = ["--model", "1b", "--zero_stage", "infinity", "--engine", "deepspeed", "--nvme_offload_path", "/mnt/x"]
     assert main(argv) == 0
     assert "--nvme_offload_path /mnt/x " in capsys.readouterr().out
+
+
+def test_adapters_over_a_gguf_file_are_planned_as_the_run_holds_them(tmp_path, monkeypatch, capsys) -> None:
+    """Layers packed as published, embedding and head not; no flag asks for what the file has."""
+    pytest.importorskip("gguf")
+    folder = folder_of(tmp_path, vocab_size=2000)
+    file = write_gguf(folder, tmp_path / "model.gguf", "q4_k")
+    argv = ["--model", str(file), "--tokenizer", str(folder), "--lora_r", "4", "--seq_length", "64"]
+    Pasted(monkeypatch).check(argv, capsys)
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plan"]["quantize"] == "q4_k" and answer["plan"]["precision"] == "fp32"
+    assert f"--model_name_or_path {file}" in answer["command"] and "--quantize" not in answer["command"]
 
 
 @pytest.mark.parametrize("flag", ["--residency ram", "--offload_params cpu", "--nvme_offload_params false"])

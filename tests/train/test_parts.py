@@ -18,8 +18,9 @@ from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.common.ports import free_port
 from outcore.config import ConfigError, TrainConfig, understand
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, prepare_environment
+from outcore.machine.host import CpuInfo
 from outcore.runs import RunFolder, default_name, take_run
-from outcore.train.configure.rooms import schedule_of
+from outcore.train.configure.rooms import choose_device, schedule_of
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
@@ -51,6 +52,15 @@ def test_the_files_scheduler_is_followed_or_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             _schedule(params)
+
+
+def test_bf16_on_a_cpu_without_its_units_is_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for simd, is_slow in ((("avx", "avx2"), True), (("avx2", "avx512_bf16"), False)):
+        cpu = CpuInfo("c", 1, 1, simd, 1)
+        monkeypatch.setattr("outcore.train.configure.rooms.detect_cpu", lambda _root, cpu=cpu: cpu)
+        assert ("than with --precision fp32" in choose_device(TrainConfig(precision="bf16")).reason) is is_slow
+        assert choose_device(TrainConfig()).precision == "fp32"
 
 
 def _config(tmp_path: Path, **settings: object) -> TrainConfig:

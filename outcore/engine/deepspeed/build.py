@@ -27,6 +27,7 @@ from outcore.engine.deepspeed.environment import (
     ask_processor_once,
     prepare_environment,
     remove_stale_builds,
+    tell_of_builds,
 )
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
@@ -133,6 +134,7 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 
+    tell_of_builds(os.environ)
     deepspeed.logger.setLevel(logging.ERROR)
     if has_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -40,9 +40,38 @@ def remove_stale_builds(environ: Mapping[str, str], say: Callable[[str], None] =
     Rank 0 of each host does it; the others wait for what it then builds."""
     if environ.get("LOCAL_RANK", "0") != "0":
         return
-    root = environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    for name in remove_stale_locks(Path(root)):
+    root = _builds(environ)
+    for name in remove_stale_locks(root):
         say(f"engine: removed the lock that a killed build of DeepSpeed's {name} had left in {root}")
+
+
+def tell_of_builds(environ: Mapping[str, str]) -> None:
+    """Have DeepSpeed say on stderr before it compiles an extension that set-up did not: minutes without a word.
+
+    Rank 0 of each host says it, which compiles; the others wait for it."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    jit_load = OpBuilder.jit_load
+    if environ.get("LOCAL_RANK", "0") != "0" or hasattr(jit_load, "__wrapped__"):
+        return
+
+    @functools.wraps(jit_load)
+    def told(builder: Any, verbose: bool = True) -> Any:
+        root = _builds(environ)
+        if not any(root.glob(f"**/{builder.name}/{builder.name}*.so")):
+            print(
+                f"engine: DeepSpeed compiles its extension {builder.name} into {root}: once, one to three minutes. "
+                "python setup.py does it ahead",
+                file=sys.stderr,
+                flush=True,
+            )
+        return jit_load(builder, verbose)
+
+    OpBuilder.jit_load = told
+
+
+def _builds(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def prepare_environment(

@@ -22,7 +22,7 @@ class InferSettings:
     device: str = "auto"
     """auto: the GPU if there is one."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU, fp32 on a CPU where the weights fit RAM twice over, else bf16."""
+    """auto: bf16 on a GPU, fp32 on a CPU."""
     adapter: str | None = None
     """Folder of a LoRA adapter to put beside the model's weights."""
     quantize: str | None = None

@@ -47,7 +47,8 @@ class Said:
         if self.model in PRESETS:
             return f"--preset {self.model}"
         path = Path(self.model).expanduser()
-        flag = "--config_file" if path.is_file() else "--model_name_or_path"
+        is_weights = path.suffix.lower() == ".gguf" or not path.is_file()
+        flag = "--model_name_or_path" if is_weights else "--config_file"
         return f"{flag} {shlex.quote(self.model)}" + (" --trust_remote_code" if self.trust_remote_code else "")
 
 

@@ -17,6 +17,7 @@ from outcore.config import RunSettings
 from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
 from outcore.model import ModelSettings, on_targets, resolve_source, shape_from_config
+from outcore.model.facts import quantization_of
 from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.gpus import BesideOne, beside_one
 from outcore.plan.answer.show import show
@@ -66,8 +67,8 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     lora, targets = settings.lora, settings.lora.target_modules
     targets = () if isinstance(targets, str) else targets  # a string: auto
     shape = on_targets(shape, config, targets, lora.use_dora, lora.modules_to_save)
-    published = getattr(config, "quantization_config", None)
-    shape = shape.with_lora(settings.lora.r).packed(usual_format(published) if published else settings.quantize)
+    published = quantization_of(config)
+    shape = shape.with_lora(settings.lora.r).packed(settings.quantize, published=published and usual_format(published))
     return replace(shape, stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 

@@ -86,6 +86,7 @@ class Case(Generic[Layout]):
             use_dora=shape.use_dora,
             modules_to_save=shape.modules_to_save,
             quantize=shape.quantize,
+            is_published_packed=shape.is_published_packed,
             parts=parts,
             tiers=(
                 TierUse("vram", used("vram"), hardware.vram_bytes),

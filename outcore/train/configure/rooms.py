@@ -13,6 +13,7 @@ import torch
 from outcore.common.classes import same_named
 from outcore.common.words import names_of
 from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
+from outcore.machine import detect_cpu
 from outcore.model import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
 
@@ -20,6 +21,8 @@ EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
 TINY_SEQ_LENGTH = 256
 DEFAULT_SEQ_LENGTH = 1024
+BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""What CPUs that multiply in bf16 say of themselves, on x86 and on ARM."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ def choose_device(config: TrainConfig) -> ComputeDevice:
         raise ConfigError("precision fp16 needs a GPU: on the CPU use --precision bf16 or fp32.")
     if config.precision == "auto":
         return ComputeDevice(False, "fp32", f"{words} in fp32 (fastest there for small models)")
-    return ComputeDevice(False, config.precision, f"{words} in {config.precision}, as asked")
+    slow = config.precision == "bf16" and not BF16_UNITS.intersection(detect_cpu(Path("/")).simd)
+    but = "; this CPU has no bf16 units, so its products take several times longer than with --precision fp32"
+    return ComputeDevice(False, config.precision, f"{words} in {config.precision}, as asked{but * slow}")
 
 
 def lora_alpha(config: TrainConfig) -> float:
