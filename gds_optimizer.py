@@ -21,6 +21,6 @@ from outcore.install.bootstrap import ensure_environment  # noqa: E402
 
 if __name__ == "__main__":
     ensure_environment(__file__)
-    from outcore.probe.main import main
+    from outcore.probe.command import main
 
     sys.exit(main(sys.argv[1:], ROOT))

@@ -17,6 +17,6 @@ from outcore.install.bootstrap import ensure_environment  # noqa: E402
 
 if __name__ == "__main__":
     ensure_environment(__file__)
-    from outcore.performance.main import main
+    from outcore.performance.command import main
 
     sys.exit(main(sys.argv[1:], ROOT))

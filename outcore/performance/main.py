@@ -1,4 +1,4 @@
-"""What `performance_test.py` calls: look at the machine, try the run, compare, judge, report; the exit code.
+"""The test: look at the machine, try the run, compare, judge, report; the exit code.
 
 Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage, 130 interrupted."""
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from outcore.common.files import nearest_existing, write_atomic
 from outcore.common.quantities import GB, format_s
-from outcore.config import ConfigError, TrainConfig
+from outcore.config import TrainConfig
 from outcore.machine import Machine, detect_machine
 from outcore.performance.against_plan import compare, project
 from outcore.performance.findings import Check, Findings
@@ -31,7 +31,6 @@ from outcore.performance.page import render
 from outcore.performance.show import show
 from outcore.performance.steps import measured_steps, median_of
 from outcore.plan import MEASURED_PROFILE, differs
-from outcore.train.configure import parse_config
 
 TRIAL_TIMEOUT_S = 900.0
 """Loading and compiling a large model takes minutes; what takes longer hangs."""
@@ -54,33 +53,9 @@ EFFORTS = {"default": Effort(8, 60.0, 40 * GB), "quick": Effort(3, 20.0, 4 * GB)
 """Default: under three minutes with models that load in one; quick: the least that says something."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Our own few flags; everything else is train_model.py's."""
-    own = argparse.ArgumentParser(
-        prog="performance_test.py",
-        description="Before a long run: will it fit, how fast will it be, is this machine healthy. Takes the same "
-        "flags as train_model.py (train_model.py --help lists them).",
-        allow_abbrev=False,
-        epilog="Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage.",
-    )
-    own.add_argument("--quick", action="store_true", help="three steps; a checkpoint only below 4 GB")
-    own.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of 8 (--quick: 3)")
-    own.add_argument("--report", type=Path, metavar="DIR", help="where the report goes [log_dir]")
-    own.add_argument("--no_probe", action="store_true", help="do not measure links when they were never measured")
-    return own
-
-
-def main(argv: Sequence[str], root: Path) -> int:
-    """The whole test. `root`: the repository."""
+def run_test(config: TrainConfig, argv: Sequence[str], flags: list[str], root: Path, args: argparse.Namespace) -> int:
+    """The whole test. `flags`: those of `argv` that are train_model.py's; `args`: our own; `root`: the repository."""
     started_s = time.monotonic()
-    args, flags = parser().parse_known_args(list(argv))
-    try:
-        if args.steps is not None and args.steps < 1:
-            raise ConfigError(f"steps: must be at least 1, got {args.steps}.")
-        config = parse_config(flags)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     reports = args.report or Path(config.log_dir).expanduser()
     try:
         test = PerformanceTest(config, tuple(argv), flags, root, reports, args)

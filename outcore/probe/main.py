@@ -1,4 +1,4 @@
-"""What `gds_optimizer.py` calls: options, the run, what is printed and written, and the exit code."""
+"""All of the probe: options, the run, what is printed and written, and the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `gds_optimizer.py`: parsed and checked before anything is measured."""
+"""What the command line of `gds_optimizer.py` asks for: checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from outcore.common.quantities import GIB, MIB
 from outcore.probe.bench.budget import EFFORTS, ProbeEffort
 from outcore.probe.bench.drive_file import TestPathError, check_directory
 from outcore.probe.bench.lanes import ProbeStaging
+from outcore.probe.command import parser
 from outcore.probe.report.config_file import ConfigFileError, ProbeConfig, read_config
-
-DESCRIPTION = """\
-Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
-builds the staging buffer, measures every link, and recommends settings. Writes logs/gds_report.json,
-logs/gds_report.png and logs/machine_profile.json (for the planner)."""
-
-EPILOG = """\
-Exit codes: 0 done, 2 usage or unusable path or configuration, 130 interrupted (Ctrl-C), 143 terminated."""
 
 
 class UsageError(ValueError):
@@ -48,7 +41,7 @@ def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
     """Options from the command line; `root` is the repository (default place of the configuration).
 
     Raises `UsageError`; argparse itself exits with code 2 for an unknown flag."""
-    args = _parser(root).parse_args(list(argv))
+    args = parser(root).parse_args(list(argv))
     config_path = Path(args.config)
     try:
         config = read_config(config_path)
@@ -82,42 +75,6 @@ def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
     )
 
 
-def _parser(root: Path) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gds_optimizer.py",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="the main figures only, under 20 s")
-    effort.add_argument("--full", action="store_true", help="the whole grid of settings, about 8 minutes")
-    parser.add_argument(
-        "--path",
-        action="append",
-        metavar="DIR",
-        help="directory on a drive to measure; repeat for several (default: nvme_path of the configuration, else here)",
-    )
-    parser.add_argument("--apply", action="store_true", help="write the recommended settings into the configuration")
-    parser.add_argument("--create", action="store_true", help="with --apply: make the configuration if it is missing")
-    parser.add_argument("--json", action="store_true", help="print the report on stdout, everything else on stderr")
-    parser.add_argument(
-        "--config", default=str(root / "deepspeed_config.json"), metavar="FILE", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--logs",
-        default="logs",
-        metavar="DIR",
-        help="where the report goes and the planner looks; default: %(default)s",
-    )
-    parser.add_argument(
-        "--staging-gib", type=_positive, metavar="GIB", help="staging memory to build, instead of the file's"
-    )
-    parser.add_argument("--file-mib", type=_positive, metavar="MIB", help="size of the test file, per directory")
-    parser.add_argument("--seconds", type=_positive, metavar="S", help="time for the measurements")
-    return parser
-
-
 def _paths(named: list[str] | None, config: ProbeConfig, notes: list[str]) -> tuple[list[Path], bool]:
     if named:
         unique = list(dict.fromkeys(Path(path).expanduser().absolute() for path in named))
@@ -137,13 +94,3 @@ def _effort(args: argparse.Namespace) -> ProbeEffort:
     if args.seconds is not None:
         effort = replace(effort, total_s=float(args.seconds))
     return effort
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value

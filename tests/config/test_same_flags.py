@@ -10,7 +10,7 @@ import pytest
 from outcore.config import FIELDS, Field
 from outcore.config.commands import chat_flags, evaluate_flags, generate_flags, score_flags
 from outcore.config.spec import fields_of
-from outcore.performance.main import parser as performance_parser
+from outcore.performance.command import parser as performance_parser
 from outcore.plan.fields import PlanConfig, parse_plan
 from tests.forked import ROOT
 
@@ -73,11 +73,12 @@ for name in COMMANDS:
 
 SCRIPT = """
 import runpy, sys
-sys.argv = ["train_model.py", "--no_such_flag"]
-try:
-    runpy.run_path("train_model.py", run_name="__main__")
-except SystemExit as left:
-    print(left.code, "torch" in sys.modules)
+for script in ("train_model.py", "performance_test.py", "gds_optimizer.py"):
+    sys.argv = [script, "--no_such_flag"]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        print(left.code, "torch" in sys.modules)
 """
 
 
@@ -86,4 +87,4 @@ def test_a_mistyped_flag_is_refused_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", REFUSED], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert "error: unknown flag --no_such_flag" in done.stderr and done.stdout == "2 False\n", done.stderr
+    assert done.stderr.count("--no_such_flag") >= 3 and done.stdout == "2 False\n" * 3, done.stderr

@@ -53,7 +53,7 @@ def parse_script(path: Path, args: list[str]) -> None:
     if name == "train_model.py":
         parse_config([arg for arg in args if arg != "--help"])
     elif name == "performance_test.py":
-        from outcore.performance.main import parser
+        from outcore.performance.command import parser
 
         parse_config(parser().parse_known_args(args)[1])
     elif name == "setup.py":

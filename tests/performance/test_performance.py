@@ -15,10 +15,11 @@ from outcore.common.quantities import GB, GIB
 from outcore.performance import health
 from outcore.performance import main as main_module
 from outcore.performance.against_plan import compare, project
+from outcore.performance.command import main
 from outcore.performance.findings import Check, ComparedRow, Findings, Projection, Regression, Verdict
 from outcore.performance.history import compared, last_report
 from outcore.performance.judge import judge
-from outcore.performance.main import PerformanceTest, main, write
+from outcore.performance.main import PerformanceTest, write
 from outcore.performance.page import render
 from outcore.performance.trial import TrialRun
 from outcore.train.configure import parse_config
@@ -281,4 +282,3 @@ def test_the_profile_is_measured_only_where_there_is_none(tmp_path: Path, monkey
     assert test._has_profile(machine()) and not test._has_profile(machine(cpu_name="another"))
     (tmp_path / "machine_profile.json").write_text("{")
     assert not test._has_profile(machine())
-    assert isinstance(main_module.parser(), argparse.ArgumentParser)
