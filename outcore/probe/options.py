@@ -11,7 +11,7 @@ from outcore.common.quantities import GIB, MIB
 from outcore.probe.bench.budget import EFFORTS, ProbeEffort
 from outcore.probe.bench.drive_file import TestPathError, check_directory
 from outcore.probe.bench.lanes import ProbeStaging
-from outcore.probe.command import parser
+from outcore.probe.flags import parser
 from outcore.probe.report.config_file import ConfigFileError, ProbeConfig, read_config
 
 
