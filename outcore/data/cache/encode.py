@@ -177,7 +177,7 @@ class DocumentEncoder:
 
     def _chats(self, examples: Sequence[Any], notices: Counter[str] | None) -> list[np.ndarray | RowError]:
         if self.encoder_decoder:
-            return [self._source_and_target(example) for example in examples]
+            return [self._source_and_target(example, notices) for example in examples]
         found: list[np.ndarray | RowError] = []
         for encoded in self.chat.encode_many(examples):
             if isinstance(encoded, RowError):
@@ -189,11 +189,13 @@ class DocumentEncoder:
             found.append(np.where(encoded.has_loss, ids, ids | NO_LOSS).astype(np.uint32))
         return found
 
-    def _source_and_target(self, example: ChatExample) -> np.ndarray | RowError:
+    def _source_and_target(self, example: ChatExample, notices: Counter[str] | None) -> np.ndarray | RowError:
         try:
-            source, target = self.chat.split_last_turn(example)
+            source, target, said = self.chat.split_last_turn(example)
         except RowError as error:
             return error
+        if notices is not None:
+            notices.update(said)
         return np.concatenate([self._ended(_checked(source)) | NO_LOSS, self._ended(_checked(target))])
 
 

@@ -30,7 +30,7 @@ from outcore.data.cache.lock import open_or_build
 from outcore.data.rows import ChatExample, shaped_records
 from outcore.data.sources import BadRow, BadRows, Source, translate
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
 TELL_EVERY_S = 10.0
 LOSS_SHARES = 10

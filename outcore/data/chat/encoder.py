@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from outcore.data.chat.notices import REASONING_KEYS
 from outcore.data.chat.template import ChatTemplate
 from outcore.data.rows import ChatExample, says_something
 from outcore.data.sources import RowError, half_a_pair, is_sound
 
 ADDED_END = "the chat template writes no end of the last turn: {token!r} is added, and trained"
+SEQ2SEQ_REASONING = "reasoning of the last answer is not trained: an encoder-decoder learns an answer's words alone"
 EMPTY_ANSWER = "answers without words, reasoning and tool calls are not trained"
 
 
@@ -95,16 +97,26 @@ class ChatEncoder:
             self.template(ChatExample([]))
         return [] if self.train_on_all else [template.describe() for template in self._templates.values()]
 
-    def split_last_turn(self, example: ChatExample) -> tuple[np.ndarray, np.ndarray]:
-        """For encoder-decoder models: (ids before the last assistant turn, ids of its words)."""
+    def split_last_turn(self, example: ChatExample) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+        """For encoder-decoder models: (ids before the last assistant turn, ids of its words, what is not written)."""
         last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
         if last in example.untrained:
             raise RowError(f"message {last + 1}, the last answer, is not to be trained")
-        if not example.messages[last]["content"].strip():
+        answer = example.messages[last]
+        if answer.get("tool_calls"):
+            raise RowError(
+                f"message {last + 1}, the last answer, calls tools, and an encoder-decoder is trained on an answer's "
+                "words alone. Take a decoder-only model for it, or leave such rows out with --on_bad_row skip"
+            )
+        if not answer["content"].strip():
             raise RowError(f"message {last + 1}, the last answer, has no words: nothing to learn from")
         asked = ChatExample(example.messages[:last], example.tools, variables=example.variables)
-        prompt = self.template(example).render(asked, generation_prompt=True)
-        return self._tokenise(prompt), self._tokenise(example.messages[last]["content"])
+        template = self.template(example)
+        notices = () if self.train_on_all or not asked.messages else tuple(template.mark(asked).notices)
+        if any(answer.get(key) for key in REASONING_KEYS):
+            notices += (SEQ2SEQ_REASONING,)
+        prompt = template.render(asked, generation_prompt=True)
+        return self._tokenise(prompt), self._tokenise(answer["content"]), notices
 
     def _wanted(self, example: ChatExample) -> list[int]:
         """The assistant messages that carry loss unless they are empty."""

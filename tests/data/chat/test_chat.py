@@ -1,5 +1,7 @@
 """Shapes of rows and chat templates: what the model learns to write is exactly what the assistant wrote."""
 
+from collections import Counter
+
 import pytest
 
 from outcore.data import DataError, DataSettings, TemplateError
@@ -225,3 +227,11 @@ def test_encoder_decoder_documents():
     assert learned(tokenizer, token_ids(tokens), carries_loss(tokens)) == ["a dog<|endoftext|>"]
     chat = encoder.encode(ChatExample(TALK))
     assert learned(tokenizer, token_ids(chat), carries_loss(chat)) == ["boil jars<|endoftext|>"]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "jars"}}}
+    calling = ChatExample([*TALK[:-1], {"role": "assistant", "content": "boil jars", "tool_calls": [call]}])
+    thinking = ChatExample([*TALK[:-1], {"role": "assistant", "content": "boil jars", "reasoning_content": "hm"}])
+    notices: Counter[str] = Counter()
+    refused, thought = encoder.encode_many([calling, thinking], notices)
+    assert isinstance(refused, RowError) and "calls tools, and an encoder-decoder" in str(refused)
+    assert not isinstance(thought, RowError) and token_ids(thought).tolist() == token_ids(chat).tolist()
+    assert any("reasoning of the last answer is not trained" in notice for notice in notices)
