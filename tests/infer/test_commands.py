@@ -71,6 +71,9 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
         {"prompt": "x" * 2000},
         {"custom_id": "d", "method": "POST", "url": "/v1/embeddings", "body": {}},
         {"prompt": "The", "temprature": 1},
+        *({"prompt": "The", "n": count} for count in (0, 1.5, "2", True)),
+        {"messages": [{"role": "user", "contnet": "Hi"}]},
+        {"custom_id": "e", "method": "GET", "url": "/v1/completions", "body": {"prompt": "The"}},
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     given = [
@@ -85,7 +88,9 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert found[1]["custom_id"] == "c" and chat["object"] == "chat.completion" and len(chat["choices"]) == 2
     assert "together more than" in found[2]["error"]
     assert found[3]["response"]["status_code"] == 400 and "url" in found[3]["error"]["message"]
-    assert "temprature" in found[4]["error"] and "error" in found[5]
+    assert "temprature" in found[4]["error"] and "error" in found[-1]
+    assert all("a whole number from 1 to 128" in line["error"] for line in found[5:9])
+    assert "'user' has no content" in found[9]["error"] and "must be POST" in found[10]["error"]["message"]
     assert not (tmp_path / "out.jsonl.journal").exists()
     before = (tmp_path / "out.jsonl").read_bytes()
     assert cli.main(given) == 0 and "complete" in capsys.readouterr().err
@@ -104,6 +109,7 @@ def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys)
     before = source.read_bytes()
     assert cli.main([*given, str(source), "--overwrite"]) == 1
     assert source.read_bytes() == before and "the file of --input" in capsys.readouterr().err
+    assert cli.main([*given, str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
 
 
 def test_an_answer_of_no_said_length_takes_what_the_context_leaves(tiny_folder, tmp_path):

@@ -109,6 +109,7 @@ def test_a_job_goes_on_with_another_number_of_processes(tiny_folder, tmp_path, m
 @pytest.mark.parametrize(("more", "words"), [
     (("--num_gpus", "0"), "num_gpus is 0"), (("--num_gpus", "2", "--nvme_path", "x"), "leave out one"),
     (("--num_gpus", "2", "--device", "cuda:1"), "takes the first GPUs"),
+    (("--num_gpus", "99", "--device", "auto"), "num_gpus is 99, and torch sees"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(tmp_path, capsys, more, words):
     write_lines(tmp_path / "in.jsonl", 1)

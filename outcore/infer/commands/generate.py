@@ -69,6 +69,8 @@ def _job(args: argparse.Namespace) -> int:
         raise ValueError(f"--input {args.input} is no file.")
     if next(numbered(args.input), None) is None:
         raise ValueError(f"--input {args.input} has no lines.")
+    if args.output.is_dir():
+        raise ValueError(f"--output {args.output} is a folder. Name a file in it.")
     if args.output.exists() and args.output.samefile(args.input):
         raise ValueError("--output is the file of --input, which the answers would replace. Name another.")
     settings = settings_of(args, deterministic=True)

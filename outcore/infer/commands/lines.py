@@ -72,16 +72,19 @@ def read_line(
         ids = _prompt_of(body, prompts)
         sampling = sampling_of(body, defaults(len(ids)))
         grammar = grammars.of(body.get("response_format"))
-        request = Request(request_name or f"line-{number}", ids, sampling, int(body.get("n") or 1), 0, grammar)
+        count = 1 if body.get("n") is None else body["n"]
+        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar)
         return Line(number, shape, name, request)
     except (ValueError, TypeError) as error:
         return Line(number, shape, name, None, str(error))
 
 
 def _batch_body(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    url, body = entry.get("url"), entry.get("body")
+    url, body, method = entry.get("url"), entry.get("body"), entry.get("method", "POST")
     if url not in URLS:
         raise ValueError(f"url is {url!r}, but must be one of {', '.join(URLS)}")
+    if method != "POST":
+        raise ValueError(f"method is {method!r}, but must be POST")
     if not isinstance(body, dict):
         raise ValueError("body must be an object")
     return str(url), body

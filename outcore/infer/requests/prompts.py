@@ -67,6 +67,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"a message holds content of type {kind!r}; this model reads text only.")
         found["content"] = "".join(texts)
     elif content is None:
+        if found["role"] != "assistant":  # who may have called functions only
+            raise ValueError(f"a message of the role {found['role']!r} has no content.")
         found["content"] = ""
     elif not isinstance(content, str):
         raise ValueError("a message's content must be a text or a list of parts.")

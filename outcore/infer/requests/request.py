@@ -35,8 +35,8 @@ class Request:
         object.__setattr__(self, "prompt", tuple(self.prompt))
         if not self.prompt:
             raise ValueError("the prompt has no tokens. Give a prompt with text.")
-        if not 1 <= self.n <= 128:
-            raise ValueError(f"n is {self.n}, but must be from 1 to 128.")
+        if type(self.n) is not int or not 1 <= self.n <= 128:
+            raise ValueError(f"n is {self.n!r}, but must be a whole number from 1 to 128.")
 
 
 @dataclass(frozen=True)
