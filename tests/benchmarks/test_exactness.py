@@ -52,6 +52,7 @@ def result(folder, name, last, *, state_format=None, seed=1, **changes):
     (folder / f"{name}-seed{seed}.json").write_text(json.dumps(found | changes))
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("last", "code"), [(2.008, 0), (1.992, 0), (2.012, 1), (1.98, 1), (float("nan"), 1)])
 def test_formats_are_compared_with_fp32_of_the_same_seed(tmp_path, capsys, last, code):
     result(tmp_path, "fp32", 2.0)

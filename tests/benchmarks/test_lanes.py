@@ -37,6 +37,7 @@ def test_a_dry_run_measures_and_leaves_no_file_behind(lanes, tmp_path: Path, cap
     assert "a dry run on the CPU" in said and "drive -> GPU / min(drive read, H2D)" in said
 
 
+@pytest.mark.more
 def test_kinds_of_lanes_are_compared_round_by_round_and_leave_nothing_behind(lanes, tmp_path: Path, capsys) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     try:

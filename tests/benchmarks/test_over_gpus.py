@@ -13,6 +13,7 @@ import torch
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "infer"
 
 
+@pytest.mark.more
 def test_a_case_is_written_before_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All was written at the end: a run that was cut off in its second case had nothing of the first."""
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])

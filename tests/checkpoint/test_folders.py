@@ -298,6 +298,7 @@ for step in (1, 2, 3):
 """
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("lines", [7, 21, 33])
 def test_kill_during_save_leaves_the_last_one_whole(tmp_path: Path, lines: int) -> None:
     """Of three saves of 20 tensors each, at this tensor."""

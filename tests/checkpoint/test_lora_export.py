@@ -124,6 +124,7 @@ def streamed(kind: str, settings: StreamSettings) -> tuple[list[float], StreamEn
     return [engine.train_step(batches_of(step), LR).loss for step in range(4)], engine
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", ENDS)
 def test_adapters_on_embedding_and_head_are_streamed(kind: str, engines: list[StreamEngine], tmp_path: Path) -> None:
     reference = adapted(kind)
@@ -141,6 +142,7 @@ def test_adapters_on_embedding_and_head_are_streamed(kind: str, engines: list[St
         torch.testing.assert_close(read.eval()(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", ["embedding", "scaled and tied embedding"])
 def test_an_adapted_embedding_is_computed_in_tiles(kind: str, engines: list[StreamEngine]) -> None:
     whole, engine = streamed(kind, TINY_SETTINGS)

@@ -47,6 +47,7 @@ def save(model: Any, run: Path) -> Path:
     return save_checkpoint(run, 1, write, needed_bytes=0, keep=1)
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_what_save_pretrained_writes(kind: str, tmp_path: Path) -> None:
     """At the end of a run, in several shards; and of a checkpoint, which holds the names in memory."""

@@ -43,6 +43,7 @@ def prepared(folder: Path, **settings: Any) -> PreparedData:
     return prepare_data(DataSettings(str(folder), cache_dir=str(folder.parent / "cache"), **chosen), tiny_tokenizer())
 
 
+@pytest.mark.more
 def test_files_of_every_shape_train_two_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "data").mkdir()
     every_shape(tmp_path / "data")

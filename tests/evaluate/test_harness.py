@@ -31,6 +31,7 @@ def test_the_harness_finds_the_model_by_its_entry_point():
     assert name == "outcore" and registry.get("outcore") is OutcoreLM
 
 
+@pytest.mark.more
 def test_lm_eval_with_our_model(tiny, adapter, tmp_path, monkeypatch):
     """The real command, a task of a user's own, a preset and an adapter; its scores are those of `--model hf`."""
     rows = [{"q": f"The quick brown {n}", "a": [" fox", " dog", f" {n}"], "y": n % 3} for n in range(5)]

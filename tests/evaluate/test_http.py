@@ -132,6 +132,7 @@ def test_answers_to_others_come_in_between(server):
     wait_for(server, name, "completed")
 
 
+@pytest.mark.more
 def test_a_server_that_ends_goes_on_with_its_next_start(tiny, tmp_path, held):
     first = start(tiny, tmp_path)
     with held():

@@ -32,6 +32,7 @@ def test_parity_on_the_offline_tasks(evaluation):
     assert all(isinstance(text, str) for (text,) in texts)
 
 
+@pytest.mark.more
 def test_in_16_bits_both_are_measured_against_fp32(evaluation):
     """Rounding is the same size on both sides, also compiled; where it says nothing it is refused in words."""
     argv = [*evaluation.argv("outcore_endings", "--parity", "--hf_fp32", limit=6), "--precision", "bf16"]
@@ -183,6 +184,7 @@ def kill_and_go_on(evaluation, tmp_path, kills: int, limit: int) -> None:
     assert "questions are answered already" in log
 
 
+@pytest.mark.more
 def test_a_killed_evaluation_goes_on(evaluation, tmp_path):
     kill_and_go_on(evaluation, tmp_path, kills=1, limit=5)
 

@@ -36,6 +36,7 @@ def on_drive(folder: Path, **more: Any) -> Any:
     return replace(TINY, **{**homes, **more})
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_every_read_of_a_run_is_covered(build, stores, tmp_path: Path, states: str) -> None:
     more = {"states": states} if states == "fp32" else {"states": states, "max_grad_norm": 0.0}

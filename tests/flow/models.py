@@ -18,7 +18,7 @@ TINY_SETTINGS = StreamSettings(
 
 EAGER_ONLY = ("gemma2", "gpt_oss", "bloom", "openai-gpt")
 FAMILIES = [
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "mixtral"),
+    *("llama", "gemma2", "gpt2", "mixtral", "qwen2", "qwen3", "mistral", "gemma3_text", "phi", "gpt_neox"),
     *("qwen3_moe", "granite", "cohere", "olmo2", "opt", "bloom"),
 ]
 

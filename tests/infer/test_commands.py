@@ -156,6 +156,7 @@ def kill_and_go_on(folder, tmp_path, kills: int, count: int) -> None:
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.more
 def test_a_killed_job_goes_on(tiny_folder, tmp_path):
     kill_and_go_on(tiny_folder[0], tmp_path, kills=2, count=16)
 

@@ -23,6 +23,7 @@ def slots_used(one: TinyEngine) -> dict:
     return {size: slot.runs for size, slot in one.runner.small._slots.items()}
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_slots_say_what_transformers_says(family, monkeypatch):
     loaded = tiny_loaded(family)

@@ -66,6 +66,7 @@ def tokens_of(engine, requests):
     return {(a.request, a.choice): [c.token for c in a.tokens] for a in engine.generate(requests)}
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("strength", [0.0, 0.05, 3.0])
 def test_greedy_answers_are_the_large_models_own(pair, strength):
     one = pair(strength=strength, is_deterministic=True)

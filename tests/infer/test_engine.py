@@ -53,6 +53,7 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     assert one.scheduler.num_preempted > 0
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     "asked",
     [{"temperature": 0.9}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 3}, {"top_k": 5, "top_p": 0.9}],

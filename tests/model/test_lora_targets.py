@@ -19,6 +19,7 @@ LEFT_OUT = {
 """Architectures of which an earlier choice failed, and what peft refuses there or what is linear by its class only."""
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in LEFT_OUT])
 def test_automatic_targets_are_taken_by_peft_and_the_model(name):
     config = transformers.AutoConfig.for_model(name)

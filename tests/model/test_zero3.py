@@ -55,6 +55,7 @@ def check(results: dict[str, dict[str, float]]) -> None:
         assert result["samples_equal"], case
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_zero3_equals_plain_training(world_size):
     pytest.importorskip("deepspeed")

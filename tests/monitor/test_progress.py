@@ -145,6 +145,7 @@ def write_run(path: Path, losses: list[float | None], **more: object) -> Path:
     return path
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("num_steps", [1, 2, 12, 9000])
 def test_plot_of_few_and_many_points(tmp_path: Path, num_steps: int) -> None:
     losses: list[float | None] = [2 + 8 / step for step in range(1, num_steps + 1)]

@@ -265,6 +265,7 @@ def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(tmp_path, monkeypatch
     assert "NO-GO" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_the_trial_reads_paths_from_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").touch()

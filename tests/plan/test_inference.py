@@ -284,6 +284,7 @@ def test_keys_and_values_in_ram_come_slower_than_copies():
     assert 1.3 * copied_s < more_s < 1.7 * copied_s
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("family", "with_keys"), [("qwen3_next", 12), ("nemotron_h", 1), ("mamba2", 0)])
 def test_layers_that_keep_states_have_no_keys_and_values(family, with_keys):
     shape, laptop = shape_from_config(family, AutoConfig.for_model(family)), load_hardware("rtx4070-laptop")
@@ -294,6 +295,7 @@ def test_layers_that_keep_states_have_no_keys_and_values(family, with_keys):
     assert plan.tokens_per_s(1, 1024) > 0 and words_of(plan)
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "nemotron_h", "falcon_h1", "granitemoehybrid"])
 def test_recurrent_states_are_counted_before_opening_as_after_it(family, dtype):

@@ -88,6 +88,7 @@ def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
     assert shape.base_params == preset_shape(name).base_params
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize("name", ["tiny", "gpt2"])
 @pytest.mark.parametrize(("use_dora", "whole"), [(True, ()), (False, ("LAST", "EMBED")), (True, ("LAST",))])
 def test_lengths_and_modules_trained_whole_are_counted(name: str, use_dora: bool, whole: tuple[str, ...]) -> None:
@@ -129,6 +130,7 @@ def test_a_smaller_model_has_its_adapters_on_the_same_modules():
     assert [other.adapter_params for other in smaller] == [8 * 16 * (2048 + 2048)]
 
 
+@pytest.mark.more(after=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_stay_eager_where_the_engine_finds_random_numbers(family):
     loaded = tiny_loaded(family)

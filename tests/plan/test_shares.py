@@ -170,6 +170,7 @@ def both(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.more(after=20)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
 @pytest.mark.parametrize(("preset", "lora_r", "settings", "outcore"), [
     ("gpt2", 0, {"max_in_cpu_gb": 0.0}, {}),

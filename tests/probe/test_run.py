@@ -97,6 +97,7 @@ def test_several_paths_and_a_bad_one(tmp_path: Path, capsys: Any) -> None:
     assert "does not exist: create it" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_ctrl_c_removes_the_test_file(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "gds_optimizer.py"), "--file-mib", "64", "--path", str(tmp_path)]
     process = subprocess.Popen(

@@ -202,6 +202,7 @@ def test_when_vllm_does_not_come_up_our_own_engine_serves_with_a_warning(tmp_pat
     assert "warning: vLLM cannot serve this" in told and "out of memory" in told and "on one GPU" in told
 
 
+@pytest.mark.more
 def test_killing_the_command_takes_vllm_with_it(tmp_path, executable):
     model = model_in(tmp_path / "model")
     argv = flags_of(model, executable, "--port", "0", "--log_dir", str(tmp_path / "logs"))
@@ -278,6 +279,7 @@ def test_groups_over_several_hosts_are_refused(tmp_path, executable):
         handover(argv, ServeSettings(name="m"))
 
 
+@pytest.mark.more
 def test_environment_is_made_once_and_again_when_half_made(tmp_path):
     """A wheel of our own stands in for vllm's."""
     source = tmp_path / "vllm-1-py3-none-any.whl"

@@ -238,6 +238,7 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
             ram_only.submit(file, 0, out)
 
 
+@pytest.mark.more
 def test_a_program_that_closes_nothing_ends_cleanly(tmp_path: Path) -> None:
     file_with(tmp_path / "f", random_bytes(3 * MIB)).close()
     leave_without_closing(tmp_path / "f", "cpu")

@@ -19,6 +19,7 @@ built, build, faulty = fixtures
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(("states", "settings"), [
     ("fp32", replace(TINY, optimizer_backend="torch")), ("split8", TINY), ("fp24_m8", TINY), ("split8", IMMEDIATE),
     *(pytest.param(states, TINY, marks=pytest.mark.slow) for states in ("split", "fp32_m8")),
@@ -51,6 +52,7 @@ def test_several_threads_of_the_extension_compress(build, states):
     assert_same(trained(build(replace(settings, compress_on_nvme=False), 0.0)), expected)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("changes", "settings"), [
     ({"state_ring_slots": 1}, TINY), ({"state_ring_slots": 1}, IMMEDIATE), ({"chunk_numel": 1024}, TINY),
     pytest.param({"state_ring_slots": 2}, TINY, marks=pytest.mark.slow),
@@ -69,6 +71,7 @@ def test_states_are_striped_over_several_drives(build, tmp_path):
     assert_same(trained(engine), trained(build()))
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("states", "before", "after"), [
     ("fp32", 0.0, None), ("split8", None, 0.0), ("split8", 0.0, 0.5),
     pytest.param("split8", 0.0, None, marks=pytest.mark.slow), pytest.param("fp32", None, 0.0, marks=pytest.mark.slow),
@@ -89,6 +92,7 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
     assert_same(([], everything(other)), ([], everything(engine)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("states", ["split8", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_a_load_writes_nothing_twice(build, tmp_path, faulty, states):
     """Parameters are of several chunks here; both moments of a chunk lie together on the drive. What two parameters
@@ -157,6 +161,7 @@ def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build,
 # --- the arena of gradients
 
 
+@pytest.mark.more
 def test_a_small_arena_changes_no_bit_and_takes_less_memory(build):
     usual = build(IMMEDIATE)
     largest = max(parts_of(usual).arena[unit].nbytes for unit in parts_of(usual).units.all)

@@ -23,6 +23,7 @@ built, build, faulty = fixtures
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 @pytest.mark.parametrize(
     "plan",
@@ -66,6 +67,7 @@ def test_a_failed_update_in_the_ring_comes_out(build, monkeypatch):
     refused(EngineError, "made by the test", lambda: engine.train_step(batches_of(2), LR))
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_gradient_that_is_not_finite_reaches_no_state_of_its_unit(build, share):
     engine = build(IMMEDIATE, share)
@@ -100,6 +102,7 @@ def test_a_skipped_step_leaves_states_on_nvme_alone(build):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("states", ["fp32_m8", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_fp16_overflows_leave_states_on_nvme_as_those_in_ram(build, states):
     """Real ones: the scale is far too high at first, falls, rises again and overflows again."""

@@ -118,6 +118,7 @@ def test_a_deep_queue_costs_little_memory(file: BlockFile, monkeypatch: pytest.M
         assert sum(transfer.error is None for transfer in transfers) <= 8
 
 
+@pytest.mark.more
 def test_a_program_that_forgets_everything_still_writes_and_ends(tmp_path: Path):
     path = tmp_path / "data.bin"
     code = f"""

@@ -144,6 +144,7 @@ def run_child(folder: Path, code: str) -> tuple[int, str]:
     return run_script(script, [], os.environ, log), log.read_text()
 
 
+@pytest.mark.more
 def test_the_file_size_limit_of_a_process(tmp_path: Path):
     code, errors = run_child(
         tmp_path,

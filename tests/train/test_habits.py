@@ -91,6 +91,7 @@ def test_neftune_is_transformers_own(tmp_path: Path, corpus: Path, straight: Pat
     assert _losses(tmp_path) != pytest.approx(_train_resident(_base(base), steps), rel=1e-3)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", BOTH)
 def test_neftune_resumes_exactly_and_not_in_evaluation(tmp_path, corpus, straight, engine):
     base = straight / "export/r"
@@ -150,6 +151,7 @@ def _first_adapters(root: Path, corpus: Path, base: Path, argv: list[str]) -> di
     return {name.removeprefix("model:"): value for name, value in found.items() if name.startswith("model:")}
 
 
+@pytest.mark.more
 def test_dora_resumes_exactly_and_over_a_packed_base_starts_as_it(tmp_path, corpus, straight, seen):
     """Lengths are those of the packed weights as they are used: the first loss is that of the base in nf4."""
     base = straight / "export/r"
@@ -165,6 +167,7 @@ def test_dora_resumes_exactly_and_over_a_packed_base_starts_as_it(tmp_path, corp
     assert main(_argv(tmp_path / "dora", corpus, base, *argv, "--resume_from_checkpoint", at)) == 1
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", BOTH)
 def test_modules_trained_whole_are_pefts(tmp_path, corpus, straight, seen, engine, tied):

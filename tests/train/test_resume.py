@@ -84,6 +84,7 @@ def test_a_refused_resume_leaves_the_log_whole(tmp_path, corpus, capsys):
     assert (tmp_path / "log" / "r" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.more
 def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """Checkpoints know nothing of engine and ZeRO stage: the restored states are the same numbers."""
     start = straight / "checkpoint/r/step-00000004"
@@ -169,6 +170,7 @@ def test_a_model_without_a_finite_validation_loss_is_never_saved(tmp_path, corpu
     assert not (tmp_path / "export" / "r").exists()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("bad_step", "more", "code", "kept", "words"), [
     (2, [], 0, "134", "the loss of step 2 is inf: this model is not saved; the last checkpoint is that of step 1"),
     (4, [], 0, "1234", "step 4: validation loss "),  # it is finite: the model is good
@@ -195,6 +197,7 @@ def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
     assert sorted(p.name for p in (tmp_path / "checkpoint/r").iterdir()) == [f"step-0000000{n}" for n in kept]
 
 
+@pytest.mark.more
 def test_auto_goes_on_from_where_a_run_went_back_to(tmp_path, corpus, capsys):
     from outcore.train.loop import Trainer
 

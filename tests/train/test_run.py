@@ -97,6 +97,7 @@ def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(tmp_path,
     assert not any(drive.rglob("*")), "scratch is removed with the engine"
 
 
+@pytest.mark.more
 def test_staged_offload_leaves_nothing_on_the_drive_but_what_was_there(tmp_path: Path, corpus: Path) -> None:
     drive = tmp_path / "drive"
     (drive / "kept").mkdir(parents=True)
@@ -201,6 +202,7 @@ def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
     assert engine_of(tmp_path)["name"] == "deepspeed" and "own" in engine_of(tmp_path)["reason"]
 
 
+@pytest.mark.more
 def test_a_run_imports_no_compiler_before_it_compiles() -> None:
     """It takes more than a second, which eager runs and refused ones need not wait for."""
     code = (

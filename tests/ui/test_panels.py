@@ -61,6 +61,7 @@ def run(tmp_path):
     return write
 
 
+@pytest.mark.more
 def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with TestClient(create_app(UiSettings(), PanelsApi(Place())), base_url="http://127.0.0.1:7860") as client:

@@ -100,6 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 pytestmark = pytest.mark.timeout(1600)  # the first run on a machine compiles DeepSpeed's extensions
 
 
+@pytest.mark.more
 def test_every_configuration_passes_deepspeeds_parser(results: dict[str, Any]) -> None:
     failed = {name: parsed["error"] for name, parsed in results["parsed"].items() if "error" in parsed}
     assert failed == {}
@@ -109,6 +110,7 @@ def test_every_configuration_passes_deepspeeds_parser(results: dict[str, Any]) -
         assert results["parsed"][name] == {"train_batch_size": 8, "stage": stage}
 
 
+@pytest.mark.more
 def test_our_key_tables_are_deepspeeds(results: dict[str, Any]) -> None:
     ours = {
         "zero_optimization": keys.ZERO, "offload_param": keys.OFFLOAD_PARAM, "bf16": keys.BF16, "fp16": keys.FP16,
@@ -127,6 +129,7 @@ def trained(results: dict[str, Any], name: str) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["none", "zero2", "ram"])
 def test_trains_without_a_drive(results: dict[str, Any], name: str) -> None:
     outcome = trained(results, name)
@@ -135,10 +138,12 @@ def test_trains_without_a_drive(results: dict[str, Any], name: str) -> None:
     assert outcome["swap_file_bytes"] == 0
 
 
+@pytest.mark.more
 def test_stages_none_and_two_agree(results: dict[str, Any]) -> None:
     assert trained(results, "none")["losses"] == pytest.approx(trained(results, "zero2")["losses"], rel=5e-3)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("drive, ram", [
     ("infinity", "ram"), ("infinity_half", "ram"), ("infinity_odd", "ram_odd"), ("infinity_tied_fp32", "ram_tied_fp32"),
 ])  # fmt: skip
@@ -148,6 +153,7 @@ def test_nvme_gives_exactly_the_losses_of_ram(results: dict[str, Any], drive: st
     assert on_drive["swap_file_bytes"] > 12 * facts(EVEN if "odd" not in drive else ODD).total_params / 2
 
 
+@pytest.mark.more
 def test_unpipelined_swapping_trains(results: dict[str, Any]) -> None:
     outcome = trained(results, "infinity_serial")
     assert outcome["global_steps"] == 2 and outcome["swap_file_bytes"] > 0

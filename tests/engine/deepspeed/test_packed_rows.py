@@ -35,6 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_jobs(tmp_path_factory.mktemp("packed-rows"), jobs)[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_is_the_same_bit_for_bit(results: dict[str, Any], name: str) -> None:
     by_borders, by_masks = (passed(results, f"{name}, {way}") for way in ("borders", "masks"))
@@ -44,6 +45,7 @@ def test_training_is_the_same_bit_for_bit(results: dict[str, Any], name: str) ->
         assert by_borders[key] == by_masks[key]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "runs"), [("by the kernel", 1), ("recomputed by the kernel", 2)])
 def test_the_kernel_gets_the_documents_of_every_packed_micro_batch(results, name, runs):
     """Imitated, in two layers: one of the two micro-batches of a step is packed. Layers that are computed again in

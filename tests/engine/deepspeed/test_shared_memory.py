@@ -24,6 +24,7 @@ def test_only_this_ranks_buffer_of_this_run_is_removed(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no shared memory by name on this system")
 def test_a_killed_run_leaves_no_buffer():
     code = """

@@ -104,6 +104,7 @@ def check(found: dict[str, Any], folder: Path, run: dict[str, Any]) -> None:
             )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", list(CASES))
 def test_updates_are_those_of_gradients_that_start_at_zero(results: dict[str, Any], case: str, place: str) -> None:
@@ -111,6 +112,7 @@ def test_updates_are_those_of_gradients_that_start_at_zero(results: dict[str, An
     check(passed(results, name), results["folder"] / name, CASES[case])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", list(CASES))
 def test_where_gradients_are_does_not_change_a_bit(results: dict[str, Any], case: str) -> None:
     for place in PLACES[1:]:
@@ -118,6 +120,7 @@ def test_where_gradients_are_does_not_change_a_bit(results: dict[str, Any], case
     assert passed(results, f"{case}, all on NVMe")["moved"]["gradient_bytes"] > 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("place", PLACES[::2])
 def test_gradients_of_a_skipped_step_count_in_none(results: dict[str, Any], place: str) -> None:
     """Infinite ones are left where gradients are summed; the next step has none for these parameters."""
@@ -126,6 +129,7 @@ def test_gradients_of_a_skipped_step_count_in_none(results: dict[str, Any], plac
     assert skipped["losses"][::2] == never["losses"] and skipped["fingerprint"] == never["fingerprint"]
 
 
+@pytest.mark.more
 def test_two_ranks_agree_on_it(tmp_path: Path) -> None:
     """A scale has one element: the second rank's share of it is empty."""
     nvme = tmp_path / "nvme"

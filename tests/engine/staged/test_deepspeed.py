@@ -123,6 +123,7 @@ def test_what_only_deepspeed_does_is_left_to_it_and_said(one_rank: dict[str, Any
     assert any("bf16_master_weights_and_grads" in line for line in result["warnings"])
 
 
+@pytest.mark.more
 def test_two_ranks_train_as_one(tmp_path: Path, one_rank: dict[str, Any]) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     jobs = [

@@ -102,6 +102,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [*PAIRS, "summed in fp32"])
 def test_the_drive_does_not_change_a_bit(results: dict[str, Any], name: str) -> None:
     drive = passed(results, f"NVMe, {name}")
@@ -110,6 +111,7 @@ def test_the_drive_does_not_change_a_bit(results: dict[str, Any], name: str) -> 
     assert drive["losses"] != passed(results, "NVMe, two micro-batches")["losses"] or name == "two micro-batches"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["parameters in RAM", "part of the states in RAM", "small ones in RAM"],
 )  # fmt: skip
@@ -124,6 +126,7 @@ def test_nor_does_what_else_is_on_the_drive(results: dict[str, Any], name: str) 
         assert 0 < found["nvme_state_bytes"] < found["state_bytes"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "count"), [("one micro-batch", 1), ("two micro-batches", 2)])
 def test_each_micro_batch_writes_once_and_all_but_the_first_read(results, name, count):
     moved = passed(results, f"NVMe, {name}")["moved"]
@@ -131,6 +134,7 @@ def test_each_micro_batch_writes_once_and_all_but_the_first_read(results, name, 
     assert moved["gradient_read"] == STEPS * (count - 1) * moved["gradient_bytes"]  # nothing was read ahead in vain
 
 
+@pytest.mark.more
 def test_the_update_reads_gradients_once(results: dict[str, Any]) -> None:
     """Those of all steps; of the states at least the first step's, and no more than every step's."""
     drive = passed(results, "parameters in RAM")
@@ -139,11 +143,13 @@ def test_the_update_reads_gradients_once(results: dict[str, Any]) -> None:
     assert drive["state_bytes"] <= update_reads <= STEPS * (drive["state_bytes"] + blocks)
 
 
+@pytest.mark.more
 def test_a_checkpoint_continues_bit_by_bit(results: dict[str, Any]) -> None:
     for name in ("resumed", "resumed in RAM", "after the faults"):
         same(passed(results, name), passed(results, "RAM, two micro-batches"), trained=1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, Any], name: str) -> None:
     result = passed(results, name)
@@ -154,10 +160,12 @@ def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, A
     assert expected in message and "gradients" in message, message
 
 
+@pytest.mark.more
 def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
     assert results["left on the drive"] == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("preset", PRESETS)
 def test_mixture_of_experts_and_encoder_decoder(results: dict[str, Any], preset: str) -> None:
     drive = passed(results, f"NVMe, {preset}")
@@ -165,6 +173,7 @@ def test_mixture_of_experts_and_encoder_decoder(results: dict[str, Any], preset:
     assert drive["moved"]["gradient_bytes"] > 0 and drive["moved"]["params_on_nvme"] > 0
 
 
+@pytest.mark.more
 def test_two_ranks_keep_a_share_each(tmp_path: Path, results: dict[str, Any]) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()

@@ -71,6 +71,7 @@ def die_and_resume(
     return fell
 
 
+@pytest.mark.more
 def test_killed_in_update_save_and_gradient(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
     """With gradients on the drive, beside states and parameters; at random moments they are in RAM."""
     assert die_and_resume(tmp_path / "run", BLOWS, straight, ("--nvme_offload_gradients", "true")) == len(BLOWS)

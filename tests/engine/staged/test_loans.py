@@ -61,6 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_jobs(folder / "jobs", jobs)[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["long", "summed in fp32", "a step is skipped", "going back"])
 def test_loans_change_no_bit(results: dict[str, Any], name: str) -> None:
     same(passed(results, f"drive, {name}"), passed(results, f"RAM, {name}"))
@@ -70,6 +71,7 @@ def read_bytes(results: dict[str, Any], name: str) -> int:
     return passed(results, name)["moved"]["param_read"]
 
 
+@pytest.mark.more
 def test_with_one_micro_batch_only_the_first_step_reads_parameters(results: dict[str, Any]) -> None:
     """Later steps and evaluations find them where their gradients were."""
     assert 0 < read_bytes(results, "drive, short") == read_bytes(results, "drive, long")
@@ -80,16 +82,19 @@ def micro_batch_bytes(results: dict[str, Any]) -> int:
     return read_bytes(results, "drive, two, short") - read_bytes(results, "drive, short")
 
 
+@pytest.mark.more
 def test_with_two_micro_batches_the_second_reads_them(results: dict[str, Any]) -> None:
     later = read_bytes(results, "drive, two, long") - read_bytes(results, "drive, two, short")
     assert later == 4 * micro_batch_bytes(results) > 0  # four more steps; the evaluation reads nothing
 
 
+@pytest.mark.more
 def test_wider_sums_leave_no_memory_of_the_right_size(results: dict[str, Any]) -> None:
     more = read_bytes(results, "drive, summed in fp32") - read_bytes(results, "drive, short")
     assert more > 4.5 * micro_batch_bytes(results)  # four steps and the evaluation
 
 
+@pytest.mark.more
 def test_after_a_skipped_step_and_after_going_back_to_a_checkpoint_the_drive_is_read(results: dict[str, Any]) -> None:
     """Gradients of a skipped step are where they were; what was lent is older than the checkpoint."""
     assert not math.isfinite(passed(results, "drive, a step is skipped")["losses"][1][1])
@@ -98,6 +103,7 @@ def test_after_a_skipped_step_and_after_going_back_to_a_checkpoint_the_drive_is_
         assert more == micro_batch_bytes(results), name
 
 
+@pytest.mark.more
 def test_a_share_is_read_only_after_it_was_written(results: dict[str, Any]) -> None:
     """The update returns while shares are being written; the second micro-batch reads them."""
     same(passed(results, "drive, two, written late"), passed(results, "RAM, two"))

@@ -116,6 +116,7 @@ def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
     assert results["left on the drive"] == []
 
 
+@pytest.mark.more
 def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[str, Any]) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
@@ -156,6 +157,7 @@ def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_ar
             assert filled <= store <= filled + 4 * MIB / world_size  # the rest of the model has 1.5 MiB
 
 
+@pytest.mark.more
 def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
@@ -169,6 +171,7 @@ def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> Non
     assert passed(found, "all")["moved"]["params_on_nvme"] >= 40
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "ahead"), [pytest.param(1, True, marks=SLOW), (1, False), pytest.param(2, True, marks=SLOW)]
 )

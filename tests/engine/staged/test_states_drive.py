@@ -199,6 +199,7 @@ def test_wherever_things_live_no_bit_changes(
         run.close()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("drive", PLACES, ids=lambda places: "-".join(places) or "states")
 def test_a_flush_in_the_middle_of_an_update_changes_no_bit(tmp_path, pool, drive):
     """Kept chunks leave for the drive while those whose update waits for a gradient stay."""
@@ -227,6 +228,7 @@ def test_a_flush_in_the_middle_of_an_update_changes_no_bit(tmp_path, pool, drive
         run.close()
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("after", [0, 20])
 @pytest.mark.parametrize("drive", PLACES, ids=lambda places: "-".join(places) or "states")

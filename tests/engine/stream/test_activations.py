@@ -48,6 +48,7 @@ def run(engine, steps=3):
     return losses_of(engine, range(steps), batches_of), weights_of(engine)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("changes", [{}, {"slot_bytes": 4096, "num_slots": 1}])
 def test_results_do_not_depend_on_where_checkpoints_wait(build, drive, changes):
     on_device = run(build("device"))
@@ -157,6 +158,7 @@ def test_the_forward_waits_for_a_drive_that_falls_behind(build, drive):
     assert late and max(late) < BEHIND_LAYERS
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("kind", ["write", "read"])
 @pytest.mark.parametrize("how", ["fail", "short"])
 def test_a_failed_transfer_stops_the_step_where_it_is_taken(build, drive, tmp_path, kind, how):
@@ -189,6 +191,7 @@ def test_scratch_of_a_killed_run_is_removed_and_a_living_one_is_left_alone(tmp_p
     assert not (tmp_path / FOLDER).exists()
 
 
+@pytest.mark.more
 def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
     def taken(engine, batches) -> int:
         engine.train_step(batches, LR)

@@ -19,8 +19,9 @@ from tests.refused import refused
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(("model", "max_norm"), [
-    *(("llama", 0.5), ("llama", 0.0), ("gpt2", 0.5), ("mixtral", 0.5)),
+    *(("llama", 0.5), ("mixtral", 0.5), ("llama", 0.0), ("gpt2", 0.5)),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma3_text", 0.5), ("mixtral", 0.0))),
 ])  # fmt: skip
 def test_twenty_steps_equal_plain_adamw(build, model, max_norm):

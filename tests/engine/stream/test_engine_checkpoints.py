@@ -30,6 +30,7 @@ from tests.refused import refused
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
 def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     settings = replace(TINY, states=states, max_grad_norm=0.5)

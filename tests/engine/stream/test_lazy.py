@@ -71,6 +71,7 @@ def compare(build, settings: ModelSettings, **changes):
     return engine
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("preset", "overrides", "lora"), [
     ("llama-1b", {}, None), ("llama-1b", {"tie_word_embeddings": True}, LORA), ("tiny-moe", {}, None),
 ])  # fmt: skip
@@ -101,6 +102,7 @@ def settings_for(folder, precision="bf16", **fields) -> ModelSettings:
     )
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(("model_type", "lora"), [
     ("llama", LORA), ("gpt2", None), ("mixtral", None), ("qwen3_moe", ATTENTION_LORA), ("gemma3_text", None),
     ("bloom", None),

@@ -56,6 +56,7 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
     return losses, {name: value for name, value in homes_of(engine).items() if "lora_" in name}
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(("quantize", "preset", "precision", "changes"), [
     ("nf4", "llama-1b", "bf16", {}), ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
     ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
@@ -137,6 +138,7 @@ def published(tmp_path, preset: str, *, mixture: bool):
     return folders
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("preset", "mixture"), [("llama-1b", False), ("tiny-moe", True)])
 def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines, preset, mixture):
     packed_folder, plain_folder = published(tmp_path, preset, mixture=mixture)
@@ -182,6 +184,7 @@ def test_packed_experts_train_in_tiles_as_they_do_whole(of_loaded, tmp_path, eng
         assert (value - found[0][1][name]).norm() <= 1e-3 * found[0][1][name].norm(), name
 
 
+@pytest.mark.more
 def test_a_gguf_file_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines):
     """Its blocks stay packed; tokenizer and configuration come from the file too."""
     pytest.importorskip("gguf")

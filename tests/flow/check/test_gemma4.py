@@ -66,6 +66,7 @@ def test_large_ones_are_streamed(model_type, fields):
     assert abilities.chunked_head and abilities.isolation == "position_ids"
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize("kind", [plain_batch, padded_batch, packed_batch])
 @pytest.mark.parametrize(("model_type", "fields"), KINDS)
 def test_loss_and_gradients_equal_plain_autograd(model_type, fields, kind):
@@ -110,6 +111,7 @@ def test_inputs_of_their_own_for_layers_are_the_reason():
     assert "model.embed_tokens_per_layer" in why
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("fields", [DENSE, MIXTURE], ids=["dense", "mixture"])
 def test_an_engine_trains_as_plain_adamw(engines, fields):
     reference = tiny("gemma4_text", fields)
@@ -133,6 +135,7 @@ def test_compiled_layers_equal_eager_ones():
     torch._dynamo.reset()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("fields", [DENSE, MIXTURE], ids=["dense", "mixture"])
 def test_trained_weights_are_read_layer_by_layer(engines, tmp_path, fields):
     tiny("gemma4_text", fields, dtype=torch.bfloat16).model.save_pretrained(tmp_path)
@@ -150,6 +153,7 @@ def test_trained_weights_are_read_layer_by_layer(engines, tmp_path, fields):
     assert all(torch.equal(again.get_buffer(name), whole.model.get_buffer(name)) for name in scalars)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
 def test_of_a_published_one_the_language_model_is_streamed_when_the_rest_is_left_out(tmp_path, model_type):
     fields = {"text_config": {**PLAIN, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}}

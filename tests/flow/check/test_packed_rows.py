@@ -53,11 +53,12 @@ def results_of(loaded, settings, *, trial=False):
 
 
 CASES = {
-    **{name: {} for name in ("llama", "gemma3_text", "mistral", "gpt2", "opt", "gemma2")},
+    **{name: {} for name in ("llama", "gpt2", "gemma3_text", "mistral", "opt", "gemma2")},
     "qwen3_moe": {"output_router_logits": True},
 }
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("model_type", list(CASES))
 def test_training_is_the_same_bit_for_bit(model_type):

@@ -122,12 +122,14 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.mark.more(after=5)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_are_made_tiny_and_streamed(name):
     fields = dict(PUBLISHED[name])
     assert why_config_not_trained(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)) == ""
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize(("model_type", "reason"), [
     ("gemma3", "parameters of model.vision_tower, model.multi_modal_projector take no part in its language-model"),
     ("gemma3n_text", "it runs 3 (layers, altup_projections, altup_unembed_projections)"),
@@ -140,6 +142,7 @@ def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
     assert reason in why_config_not_trained(transformers.AutoConfig.for_model(model_type))
 
 
+@pytest.mark.more(after=1)
 @needs("glm_moe_dsa")
 @pytest.mark.parametrize("every", [1, 4])
 def test_what_a_layer_takes_from_an_earlier_one_is_found_whichever_layers_do_so(every):

@@ -137,6 +137,7 @@ def hits_of_least_recent(trace, num_slots):
     return hits
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("num_slots", [64, 120, 220])
 def test_single_tokens_hit_no_less_than_by_the_least_recently_used(num_slots):
     ours = others = 0

@@ -89,6 +89,7 @@ def test_compiled_layers_equal_eager_ones(model_type):
     assert_compiled_equals_eager(loaded)
 
 
+@pytest.mark.more
 def test_compiled_adapters_equal_eager_ones():
     compiled = assert_compiled_equals_eager(with_adapters("llama", num_hidden_layers=3))
     assert compiled.num_kinds == 1

@@ -33,6 +33,7 @@ def check_units(loaded, batches) -> None:
     assert_same_grads(mine, expected)
 
 
+@pytest.mark.more(after=12)
 @pytest.mark.parametrize("kind", [plain_batch, padded_batch, packed_batch])
 @pytest.mark.parametrize("model_type", [*FAMILIES, "ctrl", "openai-gpt"])
 def test_loss_and_gradients_equal_plain_autograd(model_type, kind):

@@ -40,6 +40,7 @@ def trained(engine) -> list[tuple[float, float]]:
     return [(r.loss, r.grad_norm) for r in (engine.train_step(batches_of(step), LR) for step in range(4))]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 def test_results_are_bit_identical_however_units_are_held(build, model, max_grad_norm):

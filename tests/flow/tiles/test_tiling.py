@@ -59,6 +59,7 @@ def gradients_of(engine, batches):
     return float(sums.ce_sum) / total, float(parts.download.norm()), found
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("model", "count"), [
     *((model, 3) for model in FAMILIES if model != "qwen3"), pytest.param("qwen3", 3, marks=pytest.mark.slow),
@@ -80,6 +81,7 @@ def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
     assert again[:2] == tiled[:2] and all(torch.equal(again[2][n], tiled[2][n]) for n in tiled[2])
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("model", [
     *("ernie4_5_moe", "jetmoe"), pytest.param("afmoe", marks=pytest.mark.slow),
     pytest.param("laguna", marks=[needs("laguna"), pytest.mark.slow]),
@@ -106,6 +108,7 @@ def test_bf16_gradients_in_tiles_are_as_close_to_fp32_as_whole_ones(build, model
     assert errors[1] < 1.25 * errors[0] < 0.1
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("model", "changes"), [
     ("llama", {"max_grad_norm": 0.5}), ("gemma2", {"max_grad_norm": 0.5, "activations": "ram"}),
     ("gpt2", {"max_grad_norm": 0.0}), ("qwen3", {"max_grad_norm": 0.5, "slot_bytes": 4096, "num_slots": 1}),
@@ -162,6 +165,7 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
         assert same((losses, found), expected), ram_bytes
 
 
+@pytest.mark.more
 def test_whole_and_tiled_layers_share_a_drive(build, tmp_path, monkeypatch):
     """Reads of whole units are queued far ahead, and must not stand before the tiles that these wait for."""
     settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=4096, num_layer_buffers=1)
@@ -254,6 +258,7 @@ def test_a_model_is_tried_in_tiles_before_anything_is_spent(build, monkeypatch):
     refused(StreamUnsupported, r"up_proj.weight.*einsum", lambda: build("llama", trial=True))
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("model", "count"), [("llama", 1), ("gpt2", 2)])
 def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build, model, count):
     whole = gradients_of(build(model, TINY), batches_of(0, count))
@@ -264,6 +269,7 @@ def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.no_cover
 def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""

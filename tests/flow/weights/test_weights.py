@@ -95,6 +95,7 @@ def test_parameters_on_nvme_take_no_memory_in_the_model(build):
     assert "NVMe" in engine.describe() and "slots of" in engine.describe()
 
 
+@pytest.mark.more
 def test_checkpoints_and_exports_are_the_same(build, tmp_path):
     files = []
     for ram_bytes in (None, 40_000):
@@ -147,6 +148,7 @@ def test_reads_go_ahead_of_the_device_buffers(build, drive):
     assert names <= ahead[0]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("how", ["fail", "short"])
 def test_a_failed_read_stops_the_step_and_nothing_hangs(build, drive, how):
     engine = build(0)

@@ -66,6 +66,7 @@ def test_many_passes_over_a_base_on_nvme_stay_the_same(fixed_order, tmp_path):
     assert again == engine_losses
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_same_path_on_this_machine(tmp_path, lora):
     """What the tests above run, without a GPU if there is none: there the losses are equal to the bit."""

@@ -31,6 +31,7 @@ def run(engine, steps=range(2)):
     return result_of(engine, steps, 2)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("model", "states"), [
     ("llama", "split8"), ("gpt2", "fp32"), pytest.param("llama", "fp32", marks=pytest.mark.slow),
     pytest.param("gpt2", "split8", marks=pytest.mark.slow),
@@ -45,6 +46,7 @@ def test_residency_changes_no_bit(build, drive, model, states):
         assert weights.ram_bytes <= changes["weight_ram_bytes"] and weights.nvme_bytes > 0
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("states", ["fp32", "split"])
 def test_updates_during_the_backward_pass(build, states):
     """Immediate updates: a layer's parameters are written back while lower layers are still at work."""
@@ -76,6 +78,7 @@ IN_LAYERS = [
 TILES = {"tiling": "on", "tile_bytes": 4096}, [({"activations": "device"}, None)]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     ("max_grad_norm", "tiles", "cases"),
     [(0.5, {}, IN_LAYERS), (0.0, {}, IN_LAYERS[::3]), (0.5, *TILES), (0.0, *TILES)],
@@ -107,6 +110,7 @@ def test_what_an_update_wrote_is_not_read_again(build, tmp_path, monkeypatch, ma
         assert layers.keys() <= {name for name, _ in reads}  # what was loaded is on the drive only
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_resumed_in_another_residency(build, tmp_path, states):
@@ -130,6 +134,7 @@ def test_resumed_in_another_residency(build, tmp_path, states):
         assert same(run(resumed, range(2, 4)), expected)
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("fault", ["fail", "short"])
 @pytest.mark.parametrize("changes", [{}, {"state_ram_bytes": 0, "max_grad_norm": 0.0}])
 def test_a_failed_write_back_stops_the_run(build, drive, fault, changes):

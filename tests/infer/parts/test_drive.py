@@ -90,6 +90,7 @@ def prompts(lengths=(60, 3, 33), seed=0):
     return [[draws.randrange(2, 200) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kv_format", ["same", "int8"])
 def test_a_model_answers_the_same_with_its_cache_on_a_drive(tiny_folder, tmp_path, kv_format):
     folder = tiny_folder[0]
@@ -99,6 +100,7 @@ def test_a_model_answers_the_same_with_its_cache_on_a_drive(tiny_folder, tmp_pat
     assert not list(tmp_path.rglob("tensors.bin"))  # nothing stays
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kv_home", ["ram", "nvme"])
 def test_beginnings_outlive_the_program(tiny_folder, tmp_path, kv_home):
     folder, more = tiny_folder[0], {"prefix_path": tmp_path / "kept", "prefix_gib": 0.01}

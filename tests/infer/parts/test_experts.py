@@ -91,15 +91,13 @@ def answers(folder, look=lambda opened: None, **settings):
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
 
-CASES = [(family, None, None, 0) for family in FAMILIES] + [
-    ("gpt_oss", "mxfp4", None, 0),
-    ("qwen3_moe", "gptq", None, 64),
-]
-CASES += [("mixtral", None, "nf4", 0), ("gpt_oss", None, "nf4", 64)]
+CASES = [("mixtral", None, "nf4", 0), ("gpt_oss", "mxfp4", None, 0), ("qwen3_moe", "gptq", None, 64)]
+CASES += [(family, None, None, 0) for family in FAMILIES] + [("gpt_oss", None, "nf4", 64)]
 CASES = [pytest.param(*case, marks=needs(case[0]), id="-".join(map(str, case))) for case in CASES]
 FORMATS = {None: set(), "nf4": {"nf4"}, "mxfp4": {"mxfp4"}, "gptq": {"int4_16_fp16_zero"}}
 
 
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize("device", [pytest.param(("cpu", 0), id="cpu"), *GPU], indirect=True)
 @pytest.mark.parametrize(("family", "method", "quantize", "cpu_tokens"), CASES)
 def test_answers_are_those_of_experts_that_come_with_their_layers(

@@ -72,11 +72,13 @@ def check(family: str, way: str, monkeypatch) -> None:
         tiny.close()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in STATES])
 def test_states_beside_pages(family, monkeypatch):
     check(family, "states", monkeypatch)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in STEPS])
 def test_prompts_in_one_piece(family, monkeypatch):
     check(family, "steps", monkeypatch)
@@ -168,6 +170,7 @@ def hybrid(tmp_path_factory):
     return folder, [greedy_by_transformers(model, prompt, COUNT) for prompt in prompts_of(4, vocab=280)]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 16, "page_tokens": 4}])
 def test_a_hybrid_model_opened_by_name(hybrid, settings):
     folder, expected = hybrid

@@ -20,6 +20,7 @@ LAPTOP = load_hardware("rtx4070-laptop")
 ADAMW = RunRequest(engine="stream")
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt2", "qwen3-30b-a3b"])
 def test_matrices_are_those_of_the_model(preset: str) -> None:
     config = preset_config(preset)

@@ -51,6 +51,7 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(tmp_path, straight, 
         assert main(["watch", run, "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_a_traced_run_is_drawn_by_name_or_folder(tmp_path, corpus, monkeypatch, capsys):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--no_export")
     assert main(["train", *argv, "--trace", "1", "--save_strategy", "no"]) == 0
@@ -98,6 +99,7 @@ def test_an_adapter_is_merged_into_its_base_from_any_folder(tmp_path, corpus, st
     AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
+@pytest.mark.more
 def test_a_packed_base_is_resumed_packed_and_its_merge_says_what_it_is(tmp_path, corpus, straight, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     common = ("--run_name", "r", "--eval_steps", "0", "--lora_r", "4", "--precision", "fp32")

@@ -54,6 +54,7 @@ def test_a_run_is_trained_longer_on_purpose(tmp_path: Path, corpus: Path, capsys
     assert "precision" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_a_cosine_of_an_older_version_is_told_of_its_new_end(tmp_path, corpus, capsys):
     """Its checkpoint says nothing of the end, which was a tenth of the peak."""
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0")

@@ -59,6 +59,7 @@ def test_a_run_that_resumes_amid_an_epoch_with_another_cut_reads_on_where_it_was
         assert sorted(rows) == whole[1] and 0 < first.rows_seen < len(dataset)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("model", "kind"), [("llama", "padded"), ("llama", "packed"), ("mixtral", "padded")])
 def test_loss_and_gradients_are_the_same_for_every_cut(build, tmp_path, model, kind):
     """In fp32 to rounding: sums come in another order. The first moments are a tenth of the gradients."""

@@ -31,9 +31,10 @@ from tests.refused import refused
 (build,) = fixtures
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = {"plain": plain_batch, "padded": padded_batch, "packed": packed_batch}
-IN_CI = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt2")
+IN_CI = ("llama", "gemma3_text", "mixtral", "qwen3", "gpt2")
 
 
+@pytest.mark.more(after=9)
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize(
     "model",
@@ -47,6 +48,7 @@ def test_gradients_equal_those_of_whole_rows(model, kind):
         assert gradient_difference(loaded, BATCHES[kind](2, 20), tile_tokens) < 2e-6
 
 
+@pytest.mark.more
 def test_compiled_tiles_give_the_same_gradients():
     loaded, batch = tiny_loaded("llama"), packed_batch(1, 32)
     objective, expected = run_units(loaded, batch)
@@ -74,6 +76,7 @@ def test_a_trial_tells_which_models_layers_can_be_cut(model, fields, words):
 TOKENS = replace(TINY, tiling="tokens", tile_bytes=1, step_tokens=(48,), row_tokens=48, packed_attention="auto")
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("case", ["full", "lora", "no clipping", "two micro-batches"])
 def test_an_engine_trains_evaluates_and_samples_as_with_whole_rows(build, case):
     def adapters(model):

@@ -15,6 +15,7 @@ from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_wi
 from tests.refused import refused
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("fault", ["killed in forward", "killed in the optimizer", "killed in save"])
 def test_a_killed_rank_ends_the_others(tmp_path, fault):
     words, died = run_ranks(2, tmp_path / "ranks", train_with_fault, fault=fault, drive=str(tmp_path))

@@ -48,6 +48,7 @@ def pair(tmp_path_factory):
     return ranks
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOWLY else case for case in SAME_BITS]
 )
@@ -67,6 +68,7 @@ def test_a_build_that_fails_at_its_end_leaves_no_thread(tmp_path):
     assert run_ranks(2, tmp_path, build_that_breaks) == [set(), set()]
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("case", NEARLY)
 def test_where_sums_come_in_another_order_results_agree(pair, case):
     alone = train_alone(**{"micro": 2, **NEARLY[case]})
@@ -77,6 +79,7 @@ def test_where_sums_come_in_another_order_results_agree(pair, case):
         assert float(off.square().mean().sqrt()) < 1e-5  # of weights that moved by 3e-3 a step
 
 
+@pytest.mark.more
 def test_states_on_nvme_are_each_ranks_own(tmp_path):
     drives = tmp_path / "drive", tmp_path / "other"
     settings = replace(SETTINGS, nvme_path=tuple(map(str, drives)), state_ram_bytes=0)

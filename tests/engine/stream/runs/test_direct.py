@@ -36,6 +36,7 @@ def train(tmp_path: Path, engines: list):
     return train
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("path", "compat"), [("kvikio", "ON"), ("gds", "OFF")])
 def test_kvikio_into_the_device_trains_to_the_same_bits(train, kvikio_double, path: str, compat: str) -> None:
     staged, lanes = train("staged")

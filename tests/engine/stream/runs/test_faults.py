@@ -145,6 +145,7 @@ STATE_FAULTS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [
     "short write", *(pytest.param(name, marks=pytest.mark.slow) for name in ("write error", "short read", "full")),
 ])  # fmt: skip
@@ -312,6 +313,7 @@ HANGS = {
 }
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("name", HANGS)
 def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: str) -> None:
     """The reason is on the screen before anything is closed; closing then ends although the drive does not."""

@@ -26,6 +26,7 @@ def torch_training(loaded, steps: int, *, max_norm: float):
     return plain_training(loaded, steps, max_norm=max_norm, optimizers=[muon, adamw_of(others)])[0]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_equals_torch_muon_and_adamw(build, max_norm):
     """Products in bf16 make of a difference in the last bit of fp32 one of 2^-8 of an update: hence the tolerance."""

@@ -36,6 +36,7 @@ def held(engine) -> int:
     return parts_of(engine).residents.num_held
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("model, dtype, changes", [
     ("llama", torch.bfloat16, {"states": "split", "max_grad_norm": 0.05}),
     ("gpt2", torch.bfloat16, {"states": "fp32", "max_grad_norm": 0.0}),
@@ -125,6 +126,7 @@ def test_a_larger_step_that_fits_leaves_them_there(build):
     assert held(engine)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("when", ["training", "evaluating"])
 def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when):
     """The allocator refuses once, in the middle of a pass."""
@@ -176,6 +178,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_state_on_the_device(build, tmp
         assert torch.equal(residents.slab(parts_of(engine).units.layer_units[1]), before)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     "changes", [{"states": "split8"}, {"tiling": "on", "tile_bytes": 1024}, {"nvme_path": "@", "state_ram_bytes": 0}]
 )

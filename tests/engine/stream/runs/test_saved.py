@@ -35,6 +35,7 @@ def num_saving(engine) -> int:
     return parts_of(engine).schedule.saved.num_layers
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("model, dtype, changes", [
     ("llama", torch.bfloat16, {"states": "split", "max_grad_norm": 0.05, "resident_bytes": ALL}),
     ("gpt2", torch.float16, {"initial_loss_scale": 64.0, "activations": "ram"}),
@@ -102,6 +103,7 @@ def test_memory_short_in_a_step_is_given_back_and_the_step_made_again(build, cap
     assert num_saving(engine) == 0 and "computed again in backward, instead of kept: memory was short" in caplog.text
 
 
+@pytest.mark.more
 def test_nothing_is_saved_in_tiles_or_where_no_step_is_told(build):
     for settings in (replace(SAVING, tiling="on", tile_bytes=1024), replace(TINY, saved_bytes=ALL), TOLD):
         engine = build("llama", settings)
