@@ -19,6 +19,7 @@ def lanes():
     return lanes
 
 
+@pytest.mark.more
 def test_a_dry_run_measures_and_leaves_no_file_behind(lanes, tmp_path: Path, capsys) -> None:
     sizes = {"size": 0.03, "pool": 0.1, "limited": 0.02}
     command = ["--path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "r.json")]

@@ -82,6 +82,7 @@ def test_greedy_answers_are_the_large_models_own(pair, strength):
     assert free.used_pages[0] == len(free.index)  # what ended holds nothing
 
 
+@pytest.mark.more
 def test_drawn_answers_are_the_same_and_have_the_large_models_distribution(pair):
     one, prompt = pair(strength=0.2, is_deterministic=True, vocab_size=8), (5, 2, 3)
     asked = {"temperature": 0.9, "top_p": 0.95}

@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.more(after=3)
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("name", CASES)
 def test_counted_bytes_hold_what_a_pass_takes(name):
     family, prompt, tokens, chunk, limits, fields = CASES[name]

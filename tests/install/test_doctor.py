@@ -168,6 +168,7 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert stopped == [1, 1]
 
 
+@pytest.mark.more
 def test_packages_of_this_environment_work(tmp_path: Path) -> None:
     """The process of its own that the doctor gives them is that of DeepSpeed's step, below."""
     check_packages(ProbeRecorder(tmp_path / "r"), "cpu")
@@ -196,6 +197,7 @@ def test_cuda_trials_fail_without_a_gpu(tmp_path: Path) -> None:
     assert not findings["cupy"]["ok"] and not findings["kvikio"]["ok"]
 
 
+@pytest.mark.more
 def test_deepspeed_takes_a_right_step_here(tmp_path: Path) -> None:
     """End to end on this environment's extensions; they are built by setup.py, never by a test."""
     environ = dict(os.environ) | extension_environment("cpu") | {"PYTHONPATH": str(REPOSITORY)}

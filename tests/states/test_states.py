@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 @pytest.mark.more(after=2)
 @pytest.mark.parametrize(("states", "settings"), [
-    ("fp32", replace(TINY, optimizer_backend="torch")), ("split8", TINY), ("fp24_m8", TINY), ("split8", IMMEDIATE),
+    ("split8", TINY), ("split8", IMMEDIATE), ("fp32", replace(TINY, optimizer_backend="torch")), ("fp24_m8", TINY),
     *(pytest.param(states, TINY, marks=pytest.mark.slow) for states in ("split", "fp32_m8")),
     *(pytest.param(s, IMMEDIATE, marks=pytest.mark.slow) for s in ("fp32", "split", "fp32_m8", "fp24_m8")),
 ])  # fmt: skip

@@ -97,16 +97,17 @@ def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(tmp_path,
     assert not any(drive.rglob("*")), "scratch is removed with the engine"
 
 
-@pytest.mark.more
-def test_staged_offload_leaves_nothing_on_the_drive_but_what_was_there(tmp_path: Path, corpus: Path) -> None:
+def test_staged_offload_trains_as_ram_does_and_leaves_nothing_on_the_drive(tmp_path: Path, corpus: Path) -> None:
     drive = tmp_path / "drive"
     (drive / "kept").mkdir(parents=True)
     (drive / "kept" / "mine.txt").write_text("mine")
-    argv = ["--engine", "deepspeed", "--zero_stage", "infinity", "--nvme_offload_path", str(drive), "--no_export"]
-    argv += ["--strict_offload", "--max_steps", "1", "--eval_steps", "0", "--save_strategy", "no"]
-    for run, more in (("planned", ["--plan"]), ("r", []), ("kept", [])):
+    argv = ["--engine", "deepspeed", "--no_export", "--max_steps", "3", "--eval_steps", "0", "--save_strategy", "no"]
+    on_nvme = ["--zero_stage", "infinity", "--nvme_offload_path", str(drive), "--strict_offload"]
+    for run, more in (("planned", [*on_nvme, "--plan"]), ("kept", on_nvme), ("ram", ["--zero_stage", "zero3"])):
         assert main(flags(tmp_path, corpus, "--run_name", run, *argv, *more)) == 0
     assert [path.name for path in drive.rglob("*")] == ["kept", "mine.txt"]
+    losses = [[line["loss"] for line in metrics(tmp_path, run) if "loss" in line] for run in ("kept", "ram")]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
 
 
 @pytest.mark.parametrize("engine", ["stream", pytest.param("deepspeed", marks=pytest.mark.slow)])

@@ -67,11 +67,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["states", "parameters", "all", "part", "part of parameters", "little staging"])
 def test_residency_does_not_change_a_bit(results: dict[str, Any], name: str) -> None:
     same(passed(results, name), passed(results, "RAM"))
 
 
+@pytest.mark.more
 def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None:
     states, everything, part = (passed(results, name) for name in ("states", "all", "part"))
     assert states["nvme_state_bytes"] == states["state_bytes"]
@@ -84,6 +86,7 @@ def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None
     assert 0 < some < everything["moved"]["params_on_nvme"]
 
 
+@pytest.mark.more
 def test_a_step_writes_every_state_once_but_for_what_the_ring_keeps(results: dict[str, Any]) -> None:
     """Exact counts are in test_states_drive.py."""
     states = passed(results, "states")
@@ -91,11 +94,13 @@ def test_a_step_writes_every_state_once_but_for_what_the_ring_keeps(results: dic
         assert states["state_bytes"] < moved <= 4 * states["state_bytes"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["RAM to NVMe", "NVMe to RAM", "after the faults"])
 def test_a_checkpoint_continues_bit_by_bit_in_the_other_residency(results: dict[str, Any], name: str) -> None:
     same(passed(results, name), passed(results, "RAM"), trained=2)
 
 
+@pytest.mark.more
 def test_checkpoints_of_both_residencies_are_the_same_files(results: dict[str, Any]) -> None:
     first, second = (Path(folder) for folder in results["checkpoints"])
     names = sorted(path.name for path in first.iterdir())
@@ -104,6 +109,7 @@ def test_checkpoints_of_both_residencies_are_the_same_files(results: dict[str, A
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+@pytest.mark.more
 def test_a_second_checkpoint_is_not_of_the_first_ones_states(results: dict[str, Any]) -> None:
     """With one chunk on the drive, the one that a save read last is the one that the next save begins with."""
     assert passed(results, "chunk, saved twice")["nvme_state_bytes"] == 128 * 64 * 10  # the embedding's
@@ -112,6 +118,7 @@ def test_a_second_checkpoint_is_not_of_the_first_ones_states(results: dict[str, 
             assert path.read_bytes() == (Path(drive) / path.name).read_bytes(), path
 
 
+@pytest.mark.more
 def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
     assert results["left on the drive"] == []
 
@@ -212,6 +219,7 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
             assert read[2] == forward * embedding + head + (forward + backward) * 2 * layer - unused
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, Any], name: str) -> None:
     result = passed(results, name)

@@ -81,7 +81,7 @@ TILES = {"tiling": "on", "tile_bytes": 4096}, [({"activations": "device"}, None)
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     ("max_grad_norm", "tiles", "cases"),
-    [(0.5, {}, IN_LAYERS), (0.0, {}, IN_LAYERS[::3]), (0.5, *TILES), (0.0, *TILES)],
+    [(0.0, {}, IN_LAYERS[::3]), (0.5, {}, IN_LAYERS), (0.5, *TILES), (0.0, *TILES)],
 )
 def test_what_an_update_wrote_is_not_read_again(build, tmp_path, monkeypatch, max_grad_norm, tiles, cases):
     """New parameters lie where the gradient was, up to the next one; on the drive, too, before they are used."""
@@ -110,7 +110,7 @@ def test_what_an_update_wrote_is_not_read_again(build, tmp_path, monkeypatch, ma
         assert layers.keys() <= {name for name, _ in reads}  # what was loaded is on the drive only
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 @pytest.mark.no_cover
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_resumed_in_another_residency(build, tmp_path, states):

@@ -67,7 +67,7 @@ def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, r
         assert not (tmp_path / "drive/outcore-scratch").exists()
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 @pytest.mark.no_cover
 @pytest.mark.parametrize("kill", [("shard", 3, "half split", "NVMe"), ("kept weights", 4, "NVMe", "lending")])
 def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
