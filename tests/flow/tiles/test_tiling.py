@@ -269,7 +269,6 @@ def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
 
-@pytest.mark.more
 @pytest.mark.no_cover
 def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
