@@ -219,8 +219,8 @@ def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
     journal.add(0, {"text": "a"})
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
     refused(OSError, r"out\.jsonl .*the same command goes on.*: free space there", lambda: journal.finish(1))
+    refused(OSError, r"out\.jsonl .*the same command goes on.*: free space there", journal.close)
     monkeypatch.undo()
-    journal.close()
     again = Journal(tmp_path / "out.jsonl", {"model": "m"})
     again.finish(1)
     assert json.loads((tmp_path / "out.jsonl").read_text()) == {"text": "a"}
@@ -250,6 +250,20 @@ def test_score(tiny_folder, tmp_path, capsys):
     assert lines[0]["logprob"] == pytest.approx(-loss * (ids.shape[1] - 1), rel=1e-4)
     summary = json.loads(capsys.readouterr().out)
     assert summary["texts"] == 2 and summary["tokens"] == sum(len(line["token_logprobs"]) for line in lines)
+
+
+def test_what_cannot_be_scored_is_refused_before_anything_is(tiny_folder, tmp_path, capsys):
+    source, output = tmp_path / "t.txt", tmp_path / "o.jsonl"
+    given = ["score", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output"]
+    for text, target, words in (
+        (b"The fox\n", source, "is the file of --input"),
+        (b"The fox\n", tmp_path, "is a folder"),
+        (b"The fox\n\xff\n", output, "line 2: is no UTF-8"),
+        (b"The fox\n" + b"x" * 2000, output, "text 1 has 2000 tokens"),
+    ):
+        source.write_bytes(text)
+        assert cli.main([*given, str(target)]) == 1 and words in capsys.readouterr().err
+        assert source.read_bytes() == text and not output.exists()
 
 
 def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeypatch):

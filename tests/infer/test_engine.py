@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
+from outcore.common.errors import EngineError
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.schedule import ScheduleLimits
@@ -36,8 +38,16 @@ def test_a_model_that_gives_no_numbers_is_an_error(tiny, temperature):
     with torch.no_grad():
         loaded.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     sampling = Sampling(temperature=temperature, max_tokens=4)
-    [answer] = tiny(loaded=loaded).engine.generate([Request("a", (1, 2, 3), sampling)])
+    engine = tiny(loaded=loaded).engine
+    [answer] = engine.generate([Request("a", (1, 2, 3), sampling)])
     assert answer.finish == "error" and "NaN" in answer.error and not answer.tokens
+    texts: list[Any] = []
+    engine.submit_texts([[1, 2, 3]], 1, texts.append)
+    engine.submit_embeddings([[1, 2, 3]], texts.append)
+    engine.step()
+    assert ["NaN" in str(told) for told in texts] == [True, True]
+    with pytest.raises(EngineError, match="NaN"):
+        engine.score([[1, 2, 3]])
 
 
 def tokens_of(engine, requests) -> dict[tuple[str, int], list[int]]:

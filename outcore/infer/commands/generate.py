@@ -9,7 +9,7 @@ from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
 from outcore.infer.commands.lines import numbered
-from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
+from outcore.infer.commands.options import check_output, sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
 from outcore.infer.opening import InferSettings, against_plan, open_engine
 from outcore.infer.requests import Prompts, Request, Sampling, sampling_of
@@ -69,10 +69,7 @@ def _job(args: argparse.Namespace) -> int:
         raise ValueError(f"--input {args.input} is no file.")
     if next(numbered(args.input), None) is None:
         raise ValueError(f"--input {args.input} has no lines.")
-    if args.output.is_dir():
-        raise ValueError(f"--output {args.output} is a folder. Name a file in it.")
-    if args.output.exists() and args.output.samefile(args.input):
-        raise ValueError("--output is the file of --input, which the answers would replace. Name another.")
+    check_output(args.output, args.input)
     settings = settings_of(args, deterministic=True)
     check_gpus(args.num_gpus, settings)
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))

@@ -27,12 +27,14 @@ class Journal:
 
     def __init__(self, output: Path, job: dict[str, Any]) -> None:
         self.output, path = output, output.with_name(f"{output.name}.journal")
+        self._phase = f"writing the answers of {output} (the same command goes on where it stopped)"
         self.done: dict[int, Place] = {}
         """Line number of the input -> place of its result in the journal."""
         self.failed: set[int] = set()
         """Numbers of lines whose result is an error, whichever process noted it."""
         try:
-            self._lines = LineJournal(path, job, lambda place, entry: self._note(place, entry[0], json.loads(entry[1])))
+            with file_errors(self._phase, path):
+                self._lines = LineJournal(path, job, lambda at, entry: self._note(at, entry[0], json.loads(entry[1])))
         except JournalHeld as error:
             raise JobError(f"{error}: another process writes {output}. Wait until it has ended.") from None
         except JournalOfAnother as error:
@@ -41,14 +43,17 @@ class Journal:
                 f"{path} belongs to a job with another input, model or settings{differs}. "
                 "Give the same command again, or another --output, or remove the journal to begin anew."
             ) from None
-        self.close = self._lines.close
         self._unsynced = 0
-        self._phase = f"writing the answers of {output} (the same command goes on where it stopped)"
+
+    def close(self) -> None:
+        """Have what was noted on the drive, and let the file go."""
+        with file_errors(self._phase, self._lines.path):
+            self._lines.close()
 
     def add(self, number: int, result: dict[str, Any]) -> None:
         """Note the result of input line `number`; a kill loses nothing, a power cut at most the last 64 KiB."""
         body = json.dumps(result, ensure_ascii=False)
-        with file_errors(self._phase):
+        with file_errors(self._phase, self._lines.path):
             [place] = self._lines.append([[number, body]])
             self._note(place, number, result)
             self._unsynced += place[1]

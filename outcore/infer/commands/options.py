@@ -50,3 +50,11 @@ def tell_plan(told: AgainstPlan, command: str) -> None:
     if words := told.words():
         say(words)
     DiagnosticLog(Path("logs/diagnostics")).note(f"{command} ended", **told.facts())
+
+
+def check_output(output: Path, source: Path) -> None:
+    """ValueError for an output that cannot be written, or would replace what is read."""
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder. Name a file in it.")
+    if output.exists() and output.samefile(source):
+        raise ValueError("--output is the file of --input, which it would replace. Name another.")

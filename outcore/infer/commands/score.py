@@ -14,7 +14,7 @@ from typing import Any
 from outcore.common.files import json_of, replacing
 from outcore.common.output import say
 from outcore.config.commands import score_flags
-from outcore.infer.commands.options import settings_of, tell_plan
+from outcore.infer.commands.options import check_output, settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
 
@@ -37,6 +37,8 @@ def _score(args: argparse.Namespace) -> int:
         raise ValueError("--token_logprobs does nothing without --output FILE.")
     if not args.input.is_file():
         raise ValueError(f"--input {args.input} is no file.")
+    if args.output is not None:
+        check_output(args.output, args.input)
     texts = list(_texts(args.input))
     if not texts:
         raise ValueError(f"--input {args.input} has no texts.")
@@ -46,6 +48,7 @@ def _score(args: argparse.Namespace) -> int:
     try:
         prompts = Prompts(opened.found.tokenizer)
         ids = [prompts.of_text(text) for text in texts]
+        opened.engine.check_texts(ids)  # all of them, before hours of work
         with nullcontext() if args.output is None else replacing(args.output) as file:
             for group in _groups(ids):
                 began = time.perf_counter()
@@ -79,10 +82,12 @@ def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
 
 def _texts(path: Path) -> Iterator[str]:
     is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
-    with open(path, encoding="utf-8-sig") as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            if any("\ud800" <= letter <= "\udfff" for letter in line):
+                raise ValueError(f"{path}, line {number}: is no UTF-8. Save the file as UTF-8.")
             if not is_json:
                 yield line.rstrip("\n")
                 continue

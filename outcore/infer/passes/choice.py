@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
 from outcore.infer.passes.runner import Found
+from outcore.infer.passes.scores import NO_NUMBERS
 from outcore.infer.requests import Chosen, choose
 from outcore.infer.schedule import Sequence as Running
 
@@ -16,16 +18,14 @@ class TokenChoice:
     """Tokens that logits give, place by place: `found` has for each work a row for the token behind it, and one more
     behind each of its guesses. `to`: brings host tensors to the device."""
 
-    NO_NUMBERS = (
-        "the model's logits are not numbers (NaN): weights are damaged, or too large for this precision. "
-        "Download the model again, or try --precision fp32."
-    )
+    NO_NUMBERS: ClassVar[str] = NO_NUMBERS
+    """Why there is no token for a sequence of `lost`."""
 
     def __init__(self, found: Found, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._to = to
         self._likeliest = _likeliest(found)
         self.lost = _lost(found)
-        """Sequences whose logits are no numbers."""
+        """Sequences whose logits are not numbers."""
 
     def at(self, place: int, works: Found) -> list[Chosen]:
         """The tokens of this place."""

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from outcore.common.errors import EngineError
 from outcore.flow import Call, Flow, Output, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
-from outcore.infer.passes.scores import Scores, TextScores
+from outcore.infer.passes.scores import NO_NUMBERS, Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model.forward import accepted_names
 from outcore.staging.pool import SmallCopies
@@ -182,4 +183,6 @@ def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list
     for number, tokens in texts:
         mean = output.hidden[0, at : at + len(tokens)].float().mean(0)
         found[number] = torch.nn.functional.normalize(mean, dim=0).cpu()
+        if found[number].isnan().any():
+            raise EngineError(NO_NUMBERS)
         at += len(tokens)

@@ -8,9 +8,15 @@ from typing import NamedTuple, overload
 
 import torch
 
+from outcore.common.errors import EngineError
 from outcore.flow import Output
 from outcore.flow.trace import Moment, moment, wait_for
 from outcore.infer.passes.rows import TextCall
+
+NO_NUMBERS = (
+    "the model's results are not numbers (NaN): weights are damaged, or too large for this precision. "
+    "Download the model again, or try --precision fp32."
+)
 
 
 class TokenScore(NamedTuple):
@@ -77,7 +83,7 @@ class Scores:
         self._coming, self._come = coming, come
 
     def all(self) -> list[TextScores]:
-        """The scores of every text, once they have come."""
+        """The scores of every text, once they have come. EngineError where they are not numbers."""
         if self._come is not None:
             wait_for(self._come, "a pass")
         for call, tensors in self._coming:
@@ -85,5 +91,7 @@ class Scores:
             for number, tokens in call.texts:
                 self._found[number] = TextScores(*(value[at + 1 : at + len(tokens)].clone() for value in tensors))
                 at += len(tokens)
+                if self._found[number].logprobs.isnan().any():
+                    raise EngineError(NO_NUMBERS)
         self._coming = []
         return self._found
