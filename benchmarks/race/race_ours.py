@@ -38,13 +38,21 @@ def random_model(options: dict[str, Any], device: str, *, with_values: bool = Tr
     with torch.device("meta"):
         model = model_class_of(config)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     real = model.to_empty(device="cpu")
-    torch.manual_seed(0)
     real.model.rotary_emb = type(real.model.rotary_emb)(config)
-    largest = max(p.numel() for p in real.parameters())
+    if with_values:
+        fill(real, device)
+    real.train()
+    return LoadedModel(real, config, model_facts(real), check_abilities(config, "sdpa"), options["shape"])
+
+
+def fill(model: torch.nn.Module, device: str) -> None:
+    """Random values from one block made on the device."""
+    torch.manual_seed(0)
+    largest = max(p.numel() for p in model.parameters())
     block = torch.randn(min(FILL_VALUES, largest), device=device, dtype=torch.bfloat16).mul_(0.02).cpu()
     turn = 0
     with torch.no_grad():
-        for name, p in real.named_parameters() if with_values else ():
+        for name, p in model.named_parameters():
             if p.dim() > 1:
                 for piece in p.view(-1).split(len(block)):
                     turn = (turn + FILL_STEP) % len(block)
@@ -53,8 +61,6 @@ def random_model(options: dict[str, Any], device: str, *, with_values: bool = Tr
                     piece[head:].copy_(block[: len(piece) - head])
             else:
                 p.fill_(1.0 if "norm" in name else 0.0)
-    real.train()
-    return LoadedModel(real, config, model_facts(real), check_abilities(config, "sdpa"), options["shape"])
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Liger's kernels beside torch.compile and plain transformers: one layer, and the head with its loss.
 
-    python benchmarks/race/liger.py [--shape 1.2b] [--tokens 4096] [--out liger.json]      (a GPU, liger-kernel)
+    python benchmarks/liger.py [--shape 1.2b] [--tokens 4096] [--out liger.json]      (a GPU, liger-kernel)
 
 A micro-batch's forward and backward with gradients of all weights, captured as a CUDA graph, so that only the device's
 time counts; variants take turns, medians of `--rounds`. Liger's head waits for the device in its forward, so it cannot
@@ -21,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "race"))
 
 import torch
 import torch.nn.functional as F
