@@ -286,5 +286,5 @@ def failure_of(answer: Answer) -> ApiError | None:
 
 def _param_of(message: str, body: Mapping[str, Any]) -> str | None:
     """The field that a message begins with."""
-    word = message.split(" ", 1)[0]
+    word = message.split(" ", 1)[0].removesuffix(":")
     return word if word in body else None

@@ -205,9 +205,10 @@ def test_batches(openai, client):
     assert batch.status == "completed"
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (7, 6, 1)
     lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
-    assert [line["custom_id"] for line in lines] == [*map(str, range(6)), "bad"]
-    texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines[:6]}
-    assert len(texts) == 1 and lines[6]["response"]["status_code"] == 400
+    assert [line["custom_id"] for line in lines] == [*map(str, range(6))]
+    texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+    [failed] = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    assert len(texts) == 1 and failed["custom_id"] == "bad" and failed["response"]["status_code"] == 400
     assert made.id in [b.id for b in client.batches.list()]
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(made.id)
@@ -228,18 +229,21 @@ def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):
     made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     batch = wait_for_batch(client, made.id)
     found = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
-    for long in found[:2]:
-        assert long["error"]["message"] == "max_tokens is 65, but this server gives at most 64."
-    assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found[2:]] == [64, 64]
+    for line in client.files.content(batch.error_file_id).text.splitlines():
+        assert json.loads(line)["error"]["message"] == "max_tokens is 65, but this server gives at most 64."
+    assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found] == [64, 64]
 
 
-def test_a_batch_that_is_cancelled_keeps_what_was_answered(client, server):
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(openai, client, server):
     file = client.files.create(file=("in.jsonl", batch_lines(300)), purpose="batch")
     with held(server.service.opened.engine):
         made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        with pytest.raises(openai.ConflictError, match="reads this file"):
+            client.files.delete(file.id)
         batch = client.batches.cancel(made.id)
-    assert batch.status == "cancelled"
-    lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert batch.status == "cancelled" and client.files.delete(file.id).deleted
+    files = [name for name in (batch.output_file_id, batch.error_file_id) if name]
+    lines = [json.loads(line) for name in files for line in client.files.content(name).text.splitlines()]
     assert len(lines) == 301 and any(line["error"] and line["error"]["message"] == "cancelled" for line in lines)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from outcore.infer.requests.sampling import Sampling
+from outcore.infer.requests.sampling import MAX_TOP_LOGPROBS, Sampling
 
 PLAIN = tuple(f.name for f in fields(Sampling) if f.name not in ("stop", "logprobs", "logit_bias", "stop_token_ids"))
 RENAMED = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
@@ -72,8 +72,8 @@ def _bias(value: Any) -> dict[int, float]:
 def _logprobs(given: Mapping[str, Any]) -> dict[str, int]:
     """logprobs is a number for completions; for chats a flag, with top_logprobs beside it."""
     wanted, top = given.get("logprobs"), given.get("top_logprobs")
-    if top is not None and (isinstance(top, bool) or not isinstance(top, int)):
-        raise ValueError("top_logprobs must be a whole number.")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+        raise ValueError(f"top_logprobs is {top!r}, but must be a whole number from 0 to {MAX_TOP_LOGPROBS}.")
     if wanted is None or wanted is False:
         if top:
             raise ValueError("top_logprobs needs logprobs: true.")

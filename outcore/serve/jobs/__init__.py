@@ -42,6 +42,7 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
 
     @app.delete("/v1/files/{name}")
     async def remove(name: str) -> dict[str, Any]:
+        batches.check_free(name)
         files.remove(name)
         return {"id": name, "object": "file", "deleted": True}
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import write_json
+from outcore.common.errors import line_of
+from outcore.common.journal import is_held
 from outcore.infer import Answer
 from outcore.infer.commands import Journal, Line, numbered, read_line, result_of
 from outcore.serve.errors import ApiError, bad
@@ -38,9 +40,10 @@ class Batches:
         self._room = asyncio.Semaphore(max(1, service.opened.placement.max_sequences // 2))
 
     def go_on(self) -> None:
-        """Go on with jobs that a server before this one left unfinished."""
+        """Go on with jobs that a server of this model before this one left unfinished, and that no other works on."""
         for batch in self.all():
-            if batch["status"] in RUNNING:
+            is_ours = batch.get("model", self.service.name) == self.service.name
+            if batch["status"] in RUNNING and is_ours and not is_held(self._path(batch, "jsonl.journal")):
                 self._start(batch)
 
     async def stop(self) -> None:
@@ -65,6 +68,7 @@ class Batches:
             "id": f"batch-{uuid.uuid4().hex}",
             "object": "batch",
             "endpoint": endpoint,
+            "model": self.service.name,
             "errors": None,
             "input_file_id": body["input_file_id"],
             "completion_window": body.get("completion_window") or "24h",
@@ -106,7 +110,10 @@ class Batches:
             await asyncio.gather(task, return_exceptions=True)
         batch = self.get(name)
         if batch["status"] in RUNNING:
-            journal = self._journal(batch)
+            try:
+                journal = self._journal(batch)
+            except ValueError as error:
+                raise ApiError(409, str(error), param="batch_id") from error
             total = batch["request_counts"]["total"]
             for number, text in numbered(self.files.path(batch["input_file_id"])):
                 if number not in journal.done:
@@ -114,6 +121,12 @@ class Batches:
                     journal.add(number, self._result(Line(number, line.shape, line.name, None, "cancelled"), []))
             self._finish(batch, journal, total, "cancelled")
         return self.get(name)
+
+    def check_free(self, file: str) -> None:
+        """409 for a file that a job reads."""
+        for batch in self.all():
+            if batch["input_file_id"] == file and batch["status"] in RUNNING:
+                raise ApiError(409, f"{batch['id']} reads this file: cancel it, or wait for its end.", param="file_id")
 
     # --- one job
 
@@ -125,7 +138,7 @@ class Batches:
     async def _run(self, batch: dict[str, Any]) -> None:
         try:
             journal = self._journal(batch)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._fail(batch, str(error))
             return
         counts = batch["request_counts"]
@@ -151,10 +164,12 @@ class Batches:
         except asyncio.CancelledError:
             journal.close()
             raise
-        except Exception:
+        except Exception as error:
             logger.exception("%s failed", batch["id"])
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            self._fail(batch, f"the server failed: {line_of(error)}")
             journal.close()
-            self._fail(batch, "the server failed; its log says why")
 
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
         line = await asyncio.to_thread(self._line, batch, number, text)
@@ -180,18 +195,26 @@ class Batches:
         return result_of(line, answers, self.service.prompts.tokenizer, self.service.name, self.service.started_s)
 
     def _journal(self, batch: dict[str, Any]) -> Journal:
-        return Journal(self.folder / f"{batch['id']}.jsonl", {"batch": batch["id"], "model": self.service.name})
+        return Journal(self._path(batch, "jsonl"), {"batch": batch["id"], "model": self.service.name})
 
     def _finish(self, batch: dict[str, Any], journal: Journal, total: int, status: str) -> None:
         journal.finish(total)
-        output = self.files.add(journal.output.read_bytes(), f"{batch['id']}_output.jsonl", "batch_output")
+        lines = journal.output.read_bytes().splitlines(keepends=True)
+        for kind, is_failed in (("output", False), ("error", True)):
+            some = [line for number, line in enumerate(lines) if (number in journal.failed) is is_failed]
+            if some:
+                file = self.files.add(b"".join(some), f"{batch['id']}_{kind}.jsonl", "batch_output")
+                batch = batch | {f"{kind}_file_id": file.id}
         journal.output.unlink()
         stamp = "completed_at" if status == "completed" else "cancelled_at"
-        self._save(batch | {"status": status, "output_file_id": output.id, stamp: int(time.time())})
+        self._save(batch | {"status": status, stamp: int(time.time())})
 
     def _fail(self, batch: dict[str, Any], why: str) -> None:
         errors = {"object": "list", "data": [{"code": "failed", "message": why, "line": None, "param": None}]}
         self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": errors})
 
     def _save(self, batch: dict[str, Any]) -> None:
-        write_json(self.folder / f"{batch['id']}.json", batch)
+        write_json(self._path(batch, "json"), batch)
+
+    def _path(self, batch: dict[str, Any], ending: str) -> Path:
+        return self.folder / f"{batch['id']}.{ending}"
