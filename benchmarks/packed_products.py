@@ -42,7 +42,7 @@ from outcore.formats import DeviceProducts, PackedSpec, device_products, packed_
 from outcore.formats.gpu_products import LINES, ProgramTile
 from outcore.formats.products import PackedProducts
 
-FORMATS = ("nf4", "int8", "int4_128_fp16", "mxfp4", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
+FORMATS = ("nf4", "int8", "int4_128_fp16", "mxfp4", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "fp16")
 GGML_TYPES = {"q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Numbers of ggml.h."""
 GPU_FORMATS = (*FORMATS, "q4_1", "int8_64", "fp8_128")

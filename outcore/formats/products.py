@@ -1,8 +1,9 @@
-"""Products of packed weights with a few rows of activations on the CPU, where the weights are.
+"""Products of weights with a few rows of activations on the CPU, where the weights are.
 
 The C++ kernels (in the optimizer's extension) read the packed bytes once for up to 16 rows. Activations are rounded to
 16 bits with a scale for 256 columns, and NF4's code values to 14, so results are within 4e-4 of a standard deviation.
-Formats without a kernel, and machines without a compiler, expand the weight instead.
+Weights of 16 bits (`plain`) are multiplied with the activations as they are, and summed in fp32. Packed formats without
+a kernel, and machines without a compiler, expand the weight instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedSpec
+from outcore.formats.plain import Plain
 from outcore.optim import build_extension
 
 STEP = 64
@@ -26,6 +28,7 @@ BOX_BYTES, ANSWERED_AT, BUSY_AT, FAILED_AT, TASK_BITS = 192, 64, 128, 136, 20
 """products.h: Box."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
 _CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
+_CODES |= {"bf16": 10, "fp16": 11}
 """products.h: Packed."""
 _INT4_CODE = 2
 _SCALE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -89,7 +92,8 @@ _Fetch: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int32), cty
 
 
 class PackedProducts:
-    """Threads that multiply packed weights, one product at a time. `variant`: of `available_variants`, or the best.
+    """Threads that multiply packed weights and those of 16 bits, one product at a time. `variant`: of
+    `available_variants`, or the best.
     A GPU may ask for products itself (`listen`).
 
     ExtensionUnavailable without a compiler; ValueError for a variant that the processor lacks.
@@ -120,10 +124,11 @@ class PackedProducts:
         known = spec.format.name in _CODES or (
             isinstance(spec.format, Int4) and power_of_two and spec.format.block >= 32
         )
-        return known and len(spec.shape) == 2 and spec.shape[1] % max(STEP, spec.format.block) == 0
+        step = spec.format.block if isinstance(spec.format, Plain) else max(STEP, spec.format.block)
+        return known and len(spec.shape) == 2 and spec.shape[1] % step == 0
 
     def product(self, spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """x [m, columns] times the packed weight [rows, columns]: [m, rows] in fp32."""
+        """x [m, columns] times the weight [rows, columns]: [m, rows] in fp32."""
         return self.multiply(call_of(spec, spec.planes(data)), x)
 
     def multiply(self, call: CProduct, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -245,6 +250,7 @@ def stack_of(
 ) -> CStack:
     """A stack of weights, spec [weights, rows, columns], for whose rows there is a kernel: by the planes of the first
     one on the CPU and what lies in each plane between a weight and the next; `scattered` instead: they lie anywhere."""
+    assert not isinstance(spec.format, Plain), "kernels take rows that chose one weight together, rounded"
     one = PackedSpec(spec.format, spec.shape[1:], spec.is_transposed)
     strides = [*stride_bytes, 0, 0, 0]
     made = CStack(call_of(one, planes), strides[0], strides[1], strides[2], count=spec.shape[0])

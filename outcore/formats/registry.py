@@ -12,6 +12,7 @@ from outcore.formats.floats import Fp8, Mxfp4
 from outcore.formats.ggml import Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0
 from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedFormat
+from outcore.formats.plain import PLAIN_FORMATS
 
 QUANTIZE_CHOICES = ("nf4", "int8")
 """What `--quantize` packs a 16-bit model into."""
@@ -26,6 +27,7 @@ _PLAIN: dict[str, type[PackedFormat]] = {
     "q5_k": Q5_K,
     "q6_k": Q6_K,
 }
+_OF_16_BITS = {plain.name: plain for plain in PLAIN_FORMATS.values()}
 _INT4 = re.compile(r"int4_(\d+)_(fp16|bf16|fp32)(_zero)?")
 _SIZED: dict[str, type[Fp8] | type[Int8]] = {"fp8": Fp8, "int8": Int8}
 """Formats that take the columns of a block."""
@@ -37,12 +39,19 @@ def packed_format(name: str) -> PackedFormat:
     """The format of that name, the same object each time. ValueError naming the known ones."""
     if name in _PLAIN:
         return _PLAIN[name]()
+    if name in _OF_16_BITS:
+        return _OF_16_BITS[name]
     if match := _INT4.fullmatch(name):
         return Int4(int(match[1]), _SCALE_TYPES[match[2]], has_zero=bool(match[3]))
     kind, _, block = name.partition("_")
     if kind in _SIZED and block.isdecimal():
         return _SIZED[kind](int(block))
     known = ", ".join(
-        [*_PLAIN, "fp8_128, int8_64 (a number of columns)", "int4_128_fp16[_zero] (columns, type of scales)"]
+        [
+            *_PLAIN,
+            *_OF_16_BITS,
+            "fp8_128, int8_64 (a number of columns)",
+            "int4_128_fp16[_zero] (columns, type of scales)",
+        ]
     )
     raise ValueError(f"there is no packed format {name!r}. Known are {known}.")

@@ -45,6 +45,7 @@ SOURCES = (
     "api.cpp",
     "products.h",
     "product_vectors.h",
+    "plain_products.h",
     "product_kernels.cpp",
     "products.cpp",
 )

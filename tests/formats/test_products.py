@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outcore.formats import PackedSpec, Scattered, packed_format, stack_of
 from outcore.formats.products import VARIANT_NAMES, CStack, PackedProducts, available_variants
@@ -49,6 +51,47 @@ def test_rows_may_end_within_a_group(variant: str, columns: int) -> None:
             size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()
             error = (products.product(spec, data, x) - x @ spec.unpack(data).t()).abs()
             assert (error / size).max() < 4e-4, name
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(["bf16", "fp16"]),
+    st.integers(1, 150),
+    st.integers(1, 110),
+    st.integers(1, 21),
+    st.sampled_from([2.0**-20, 1.0, 100.0]),
+)
+def test_weights_of_16_bits_are_multiplied_exactly(variant, name, rows, lines, m, unit) -> None:
+    """As near as sums in fp32 are; a row of activations has the same bits whoever its neighbours are."""
+    if variant not in available_variants():
+        pytest.skip(f"this processor has no {variant}")
+    spec, x = PackedSpec(packed_format(name), (rows, 32 * lines)), torch.randn(m, 32 * lines)
+    value = unit * torch.randn(spec.shape)
+    value[0, :3] = 0
+    data = spec.pack(value)
+    weight, assembled = (
+        spec.unpack(data, torch.float64),
+        spec.assemble([spec.unpack(data).to(spec.format.planes[0].dtype)]),
+    )
+    assert torch.equal(data, assembled), "the bytes are the weight"
+    with PackedProducts(2, variant) as products:
+        found = products.product(spec, data, x)
+        size = (weight.square() @ x.double().square().t()).sqrt().t()
+        assert ((found - x.double() @ weight.t()).abs() <= 3e-6 * size).all()
+        assert torch.equal(products.product(spec, data, x[-1:]), found[-1:])
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+def test_what_is_no_number_in_16_bits_stays_so(variant: str) -> None:
+    if variant not in available_variants():
+        pytest.skip(f"this processor has no {variant}")
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        spec, value = PackedSpec(packed_format(name), (6, 32)), torch.zeros(6, 32, dtype=dtype)
+        value[:, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 65504, 6e-8, -6e-8]).to(dtype)
+        with PackedProducts(1, variant) as products:
+            found = products.product(spec, spec.assemble([value]), torch.ones(1, 32))
+        assert torch.equal(found.nan_to_num(7, 8, 9), value[None, :, 5].float().nan_to_num(7, 8, 9))
 
 
 def test_threads_change_no_bit_and_variants_little() -> None:
@@ -170,6 +213,8 @@ def test_a_box_takes_chosen_weights_where_nobody_else_does() -> None:
 def test_what_has_no_kernel_is_told() -> None:
     assert not PackedProducts.can(PackedSpec(packed_format("fp8_128"), (4, 256)))
     assert not PackedProducts.can(PackedSpec(packed_format("q8_0"), (4, 96)))  # not whole steps of 64
+    assert PackedProducts.can(PackedSpec(packed_format("bf16"), (4, 96)))
+    assert not PackedProducts.can(PackedSpec(packed_format("bf16"), (2, 4, 96)))
     assert not PackedProducts.can(PackedSpec(packed_format("nf4"), (2, 4, 64)))
     with pytest.raises(ValueError, match="this processor has no avx9"):
         PackedProducts(1, "avx9")

@@ -1,4 +1,4 @@
-// Rows of packed weights times rounded activations; compiled once per instruction set.
+// Rows of packed weights times rounded activations, and the choice among all; compiled once per instruction set.
 //
 // A format says how 128 codes come out of its bytes as words of 16 bits, in which order, and which scales they have:
 // weight = scale * code - minimum. Offsets of codes are in the words already, and so are the whole-numbered scales
@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "plain_products.h"
 #include "product_vectors.h"
 #include "products.h"
 
@@ -302,7 +303,7 @@ inline void add_minima(const Product& p, uint64_t at, int count, int from, int64
 template <class Format, int M>
 __attribute__((noinline)) void add_rest(const Product& p, int64_t row, int from, Floats* sums, Eight* taken) {
   const int64_t groups = groups_of(p.columns), stride = groups * kGroup;
-  const int16_t* x = p.x + from * stride + (groups - 1) * kGroup;
+  const int16_t* x = (const int16_t*)p.x + from * stride + (groups - 1) * kGroup;
   uint64_t at[1] = {(uint64_t)(row * p.columns + (groups - 1) * kGroup)};
   Floats parts[1][M];
   for (int m = 0; m < M; m++) parts[0][m] = no_floats();
@@ -326,7 +327,7 @@ __attribute__((noinline)) void add_rest(const Product& p, int64_t row, int from,
 template <class Format, int R, int M>
 void rows_product(const Product& p, int64_t first, int64_t stop, int from) {
   const int64_t groups = groups_of(p.columns), stride = groups * kGroup;
-  const int16_t* x = p.x + from * stride;
+  const int16_t* x = (const int16_t*)p.x + from * stride;
   const float* x_scale = p.x_scale + from * groups;
   int64_t row[R];
   uint64_t at[R];
@@ -399,6 +400,8 @@ void product_rows(const Product& p, int64_t start, int64_t stop) {
     case kQ5_K: return format_rows<QK<true>>(p, start, stop);
     case kQ4_1: return format_rows<Q4_1>(p, start, stop);
     case kQ6_K: return format_rows<Q6_K>(p, start, stop);
+    case kBf16: return plain_rows<Bf16>(p, start, stop);
+    case kFp16: return plain_rows<Fp16>(p, start, stop);
     default: return;
   }
 }

@@ -101,6 +101,11 @@ class Team {
   int run(Product product, const float* x) {
     Guard guard(running_);
     if (!has_room_for(product)) return ENOMEM;
+    if (is_plain(product)) {
+      product.x = x;
+      run_one(product);
+      return 0;
+    }
     const int32_t rows = product.m;
     for (int32_t from = 0; from < rows; from += kMostRows) {
       product.m = rows - from < kMostRows ? rows - from : kMostRows;
@@ -313,6 +318,10 @@ class Team {
     product.x = rounded_.data();
     product.x_scale = scales_.data();
     product.x_sum = sums_.data();
+    run_one(product);
+  }
+
+  void run_one(const Product& product) {
     products_[0] = product;
     num_products_ = 1;
     run_products();

@@ -1,7 +1,8 @@
-// Products of packed weights with a few rows of activations: out[m][row] = sum over columns of weight * x.
+// Products of weights with a few rows of activations: out[m][row] = sum over columns of weight * x.
 //
-// Activations are rounded to 16 bits with a scale for 256 columns; codes of weights become words, and products of words
-// are summed in int32 and scaled once for each run of columns. Weights are read once for all rows of activations.
+// Where weights are packed, activations are rounded to 16 bits with a scale for 256 columns; codes of weights become
+// words, and products of words are summed in int32 and scaled once for each run of columns. Weights of 16 bits are
+// multiplied with the activations as they are (plain_products.h). Weights are read once for all rows of activations.
 #pragma once
 #include <atomic>
 #include <stdint.h>
@@ -9,7 +10,7 @@
 namespace outcore {
 
 enum Packed : int32_t { kNf4 = 0, kInt8 = 1, kInt4 = 2, kMxfp4 = 3, kQ4_0 = 4, kQ8_0 = 5, kQ4_K = 6, kQ5_K = 7,
-                        kQ4_1 = 8, kQ6_K = 9 };
+                        kQ4_1 = 8, kQ6_K = 9, kBf16 = 10, kFp16 = 11 };
 enum ScaleType : int32_t { kScaleF32 = 0, kScaleF16 = 1, kScaleBf16 = 2 };
 
 constexpr int64_t kGroup = 256;     // columns of activations that share a scale
@@ -20,7 +21,8 @@ struct Product {
   const uint8_t* codes;   // the first plane
   const void* scale;      // the second and third, where the format has them
   const uint8_t* zero;
-  const int16_t* x;       // [m][whole groups of columns], rounded, in the format's order, zeros at the end
+  const void* x;          // int16 [m][whole groups of columns], rounded, in the format's order, zeros at the end; with
+                          // weights of 16 bits fp32 [m][columns], as given
   const float* x_scale;   // [m][groups]
   const float* x_sum;     // [m][groups][runs]: of scale * rounded activation
   float* out;             // [m][rows]
@@ -66,6 +68,7 @@ struct Box {
   static size_t task_of(uint64_t asked) { return asked & ((1u << kTaskBits) - 1); }
 };
 
+static inline bool is_plain(const Product& product) { return product.format >= kBf16; }  // weights of 16 bits
 static inline int64_t groups_of(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
 
 }  // namespace outcore
