@@ -54,6 +54,8 @@ class PackedFormat(ABC):
     block: int
     """Values along a row that share a scale."""
     planes: tuple[Plane, ...]
+    is_plain: bool = False
+    """Whether its bytes are the values: 16-bit weights as they are."""
     layout: KernelLayout | None = None
     """How the GPU's kernels see its bytes; None: they do not know it."""
 

@@ -10,7 +10,7 @@ from outcore.formats.packed import PackedFormat, Plane
 class Plain(PackedFormat):
     """16-bit numbers; a block is a cache line of them."""
 
-    block = 32
+    block, is_plain = 32, True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -24,4 +24,4 @@ class Plain(PackedFormat):
 
 
 PLAIN_FORMATS = {dtype: Plain(name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))}
-"""By the type of the weights."""
+"""Both formats, by the type of the weights."""

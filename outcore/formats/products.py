@@ -19,7 +19,6 @@ import torch
 
 from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedSpec
-from outcore.formats.plain import Plain
 from outcore.optim import build_extension
 
 STEP = 64
@@ -124,7 +123,7 @@ class PackedProducts:
         known = spec.format.name in _CODES or (
             isinstance(spec.format, Int4) and power_of_two and spec.format.block >= 32
         )
-        step = spec.format.block if isinstance(spec.format, Plain) else max(STEP, spec.format.block)
+        step = spec.format.block if spec.format.is_plain else max(STEP, spec.format.block)
         return known and len(spec.shape) == 2 and spec.shape[1] % step == 0
 
     def product(self, spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +249,7 @@ def stack_of(
 ) -> CStack:
     """A stack of weights, spec [weights, rows, columns], for whose rows there is a kernel: by the planes of the first
     one on the CPU and what lies in each plane between a weight and the next; `scattered` instead: they lie anywhere."""
-    assert not isinstance(spec.format, Plain), "kernels take rows that chose one weight together, rounded"
+    assert not spec.format.is_plain, "kernels take rows that chose one weight together, rounded"
     one = PackedSpec(spec.format, spec.shape[1:], spec.is_transposed)
     strides = [*stride_bytes, 0, 0, 0]
     made = CStack(call_of(one, planes), strides[0], strides[1], strides[2], count=spec.shape[0])

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import torch
 
-from outcore.flow import discover_units
-from outcore.flow.weights import InPlaceProducts, WeightHomes
+from outcore.flow import Call, Flow, Head, PartRunner, discover_units
+from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight, WeightHomes
+from outcore.formats import PackedProducts
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model import ModelSettings, load_model
 from outcore.staging.pool import HostMemory
 from tests.flow.models import tiny_loaded
+from tests.infer.models import AsksHere
 
 
 class Noted:
@@ -82,3 +84,37 @@ def test_small_passes_get_packed_bytes_as_they_are_and_larger_ones_values():
         views = layer.layout.home_views(slab) if is_packed else layer.layout.views(slab)
         for slot, view in zip(layer.layout.slots, views, strict=True):
             assert view.shape == ((slot.packed.size_bytes,) if slot.packed and is_packed else slot.shape)
+
+
+def test_layers_in_16_bits_are_asked_of_the_cpu_and_the_rest_lies_on_the_device():
+    loaded = load_model(ModelSettings(preset="tiny", precision="bf16", seq_length=2))
+    loaded.model.eval().requires_grad_(False)
+    units, cpu = discover_units(loaded), torch.device("cpu")
+    homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.home_numel for part in units.all}, None)
+    homes.adopt()
+    there = units.layer_units[1:]
+    call = Call({"input_ids": torch.tensor([[3, 5, 8, 13]])})
+
+    def logits(weights: ResidentWeights, in_place: InPlaceProducts | None = None) -> torch.Tensor:
+        runner = PartRunner(units, in_place=in_place)
+        weights.expect(4)
+        (found,) = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights, cpu).run([call])
+        assert found.logits is not None
+        return found.logits
+
+    expected = logits(ResidentWeights(units.all, homes, None, cpu))
+    with PackedProducts(2) as products:
+        in_place = InPlaceProducts(products, {"bf16": 8}, cpu, HandOver(products, cpu, AsksHere()))
+        assert all(map(in_place.takes_all, there)), "a graph may hold them"
+        stays = [part for part in units.all if part not in there]
+        weights = ResidentWeights(stays, homes, None, cpu, in_place, there, lambda tokens: [p.name for p in there])
+        found = logits(weights, in_place)
+        assert products.answered()[0] == 7 * len(there)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        home = homes.ram(there[0]).view(torch.uint8)
+        values = there[0].layout.views(home.view(torch.bfloat16))
+        for slot, one, value in zip(there[0].layout.slots, in_place.tensors(there[0], home), values, strict=True):
+            assert isinstance(one, PackedWeight) is (len(slot.shape) == 2)
+            assert torch.equal(one.expanded() if isinstance(one, PackedWeight) else one, value)
+        in_place.most_rows.clear()
+        assert not any(isinstance(one, PackedWeight) for one in in_place.tensors(there[0], home)), "no kernel"

@@ -34,7 +34,8 @@ from outcore.sizing.inference import (
 )
 from outcore.sizing.inference.homes import PartHome
 from outcore.staging import PinnedPool
-from tests.infer.models import off_device, prompts_of, save_tiny_model
+from tests.flow.models import tiny_loaded
+from tests.infer.models import MIXTURE, off_device, prompts_of, save_tiny_model
 from tests.refused import refused
 
 CPU = torch.device("cpu")
@@ -127,10 +128,33 @@ def test_experts_are_multiplied_by_pairs_and_one_by_one(family, tmp_path, monkey
         assert (("one", *up) in taken) is (("one", *down) in taken) is (most_pairs == 4)
 
 
+def a_part(name, *specs):
+    slots = [SimpleNamespace(packed=spec, numel=1) for spec in specs]
+    layout = SimpleNamespace(slots=slots, packed_slots=slots, home_bytes=8, numel=8)
+    return SimpleNamespace(name=name, layout=layout, owners=[[]] * len(slots), dtype=torch.float32)
+
+
+def test_layers_of_16_bits_may_move_where_kernels_have_nearly_all_of_them():
+    for family, fields, expected in (
+        ("llama", {}, {"layer 0", "layer 1"}),
+        ("llama", {"precision": "fp32"}, set()),
+        ("mixtral", {}, set()),  # stacks of experts
+    ):
+        loaded = tiny_loaded(family, dtype=torch.float32 if fields else torch.bfloat16, **MIXTURE)
+        loaded.model.requires_grad_(False)
+        units = discover_units(loaded)
+        placement: Any = SimpleNamespace(
+            parts=[SimpleNamespace(part=p.name, home="ram") for p in units.layer_units[:2]]
+        )
+        found = in_place._candidates(units, placement)
+        assert set(found) == ({p.name for p in units.layer_units[:2]} if expected else set()), family
+        tried = in_place._tried(units, found)
+        assert (tried is None) if not expected else tried.format.name == "bf16"
+
+
 def test_a_format_is_tried_on_a_matrix_of_the_layers_that_may_move():
     def part(name, *packed):
-        slots = [SimpleNamespace(packed=PackedSpec(packed_format(kind), shape)) for kind, shape in packed]
-        return SimpleNamespace(name=name, layout=SimpleNamespace(packed_slots=slots))
+        return a_part(name, *(PackedSpec(packed_format(kind), shape) for kind, shape in packed))
 
     layers = [part("moves", ("q4_k", (8, 256)), ("q6_k", (4, 256))), part("stays", ("q8_0", (64, 256))), part("none")]
     units = SimpleNamespace(layer_units=layers, all=[part("head", ("q6_k", (1000, 256))), *layers])
@@ -140,8 +164,7 @@ def test_a_format_is_tried_on_a_matrix_of_the_layers_that_may_move():
 
 def test_stacks_that_are_multiplied_together_stay_with_the_gpu():
     def part(name, *shapes):
-        slots = [SimpleNamespace(packed=SimpleNamespace(shape=shape)) for shape in shapes]
-        return SimpleNamespace(name=name, layout=SimpleNamespace(packed_slots=slots, home_bytes=8))
+        return a_part(name, *(SimpleNamespace(shape=shape) for shape in shapes))
 
     parts = [part("dense", (8, 64)), part("mixture", (8, 64), (4, 8, 64)), part("plain"), part("stays", (8, 64))]
     placement = SimpleNamespace(parts=[SimpleNamespace(part=p.name, home="ram") for p in parts[:3]])
@@ -280,23 +303,58 @@ def file_of_kernels(tmp_path_factory):
     return write_gguf(folder / "model", folder / "model.gguf", "q8_0")
 
 
+@pytest.fixture(scope="module")
+def folder_of_16_bits(tmp_path_factory):
+    """A model whose likeliest tokens are the same in fp16 and fp32."""
+    folder = tmp_path_factory.mktemp("of_16_bits")
+    save_tiny_model(folder, intermediate_size=128, seed=3)
+    return folder
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_cpu_multiplies_16_bits_as_they_are(folder_of_16_bits, monkeypatch, precision):
+    """In passes of few tokens, with the head; texts that are scored and larger passes have torch's products."""
+    multiply, asked = PackedProducts.multiply, set()
+
+    def seen(self, call, x, out=None):
+        asked.add((call.rows, len(x)))
+        return multiply(self, call, x, out)
+
+    monkeypatch.setattr(PackedProducts, "multiply", seen)
+    found = answers(folder_of_16_bits, precision=precision, cpu_tokens=8)
+    rows = {rows for rows, _ in asked}
+    assert {64, 32, 128} < rows and max(rows) > 256 and max(m for _, m in asked) <= 8
+    asked.clear()
+    plain = answers(folder_of_16_bits, precision=precision, cpu_tokens=0)
+    assert not asked and found[:2] == plain[:2]
+    assert answers(folder_of_16_bits, precision=precision, deterministic=True)[0] == plain[0] and not asked
+    measured = answers(folder_of_16_bits, precision=precision)
+    assert measured[0] == plain[0] and f"multiplied as they are: {precision} up to" in " ".join(measured[2].lines())
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("compile_choice", "link", "on_cpu"), [("auto", 1.0, 1), ("auto", 1e-3, 3), ("off", 1e-3, 3)])
-def test_the_cpu_computes_layers_for_the_gpu(file_of_kernels, monkeypatch, caplog, compile_choice, link, on_cpu):
+def test_the_cpu_computes_layers_for_the_gpu(
+    file_of_kernels, folder_of_16_bits, monkeypatch, caplog, compile_choice, link, on_cpu, precision
+):
+    """Packed ones, and those of 16 bits."""
+    model = file_of_kernels if precision == "fp32" else folder_of_16_bits
     place, multiply, listen = build.place_inference, HandOver.multiply, PackedProducts.listen
     calls, listening = [], []
     monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
     monkeypatch.setattr(HandOver, "multiply", lambda self, *args: (calls.append(1), multiply(self, *args))[1])
     monkeypatch.setattr(PackedProducts, "listen", lambda self, *args: (listening.append(self), listen(self, *args))[1])
-    common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
-    tokens, scores, placement = answers(file_of_kernels, cpu_tokens=16, **common)
+    common = {"device": "cuda", "precision": precision, "ram_gib": 1, "compile": compile_choice}
+    tokens, scores, placement = answers(model, cpu_tokens=16, **common)
     assert len(placement.on_cpu(1)) == on_cpu and placement.cpu_tokens == 16
     of_trial = 5 * 16 - 16  # replays at the start of a graph of so many, which was made by as many calls
     graphs_asked = listening[0].answered()[0] - len(calls) > of_trial
     assert graphs_asked is (compile_choice == "auto"), "without a call"
     assert "without CUDA graphs" not in caplog.text
-    expected = answers(file_of_kernels, cpu_tokens=0, **common)
+    expected = answers(model, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)

@@ -141,7 +141,7 @@ class PartRunner:
             tiles.begin_forward(unit)
         elif (long_rows := self.takes_long(hidden)) is not None:
             return long_rows.forward(index, tensors, hidden, call), []
-        elif is_in_place(unit, slab):  # the CPU computes, or the device with bytes that are there
+        elif is_in_place(slab):  # the CPU computes, or the device with bytes that are there
             if (output := self._packed(index, slab, hidden, call)) is not None:
                 return output, []
         elif self.compiled is not None and self.compiled.is_active(index):

@@ -18,8 +18,9 @@ class PartWeights:
 
     def __init__(self, tiles: TiledParts | None = None, in_place: InPlaceProducts | None = None) -> None:
         self._tiles, self.in_place = tiles, in_place
-        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """Views of the few slabs there are, by (unit, address): made once, not for every call."""
+        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        """Views of the few slabs there are, by (unit, address, whether they are bytes): made once, not for every call.
+        A CPU's home of 16 bits is a slab as well as bytes to compute with."""
         self._home_views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Views of homes, by (unit, address); packed parameters as their bytes."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -33,11 +34,11 @@ class PartWeights:
         """All parameters, in slot order."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.tensors(unit, slab)
-        key = (unit.index, slab.data_ptr())
+        key = (unit.index, slab.data_ptr(), slab.dtype)
         if key not in self._views:
-            if is_in_place(unit, slab):
+            if is_in_place(slab):
                 assert self.in_place is not None
-                self._views[key] = self.in_place.tensors(unit.layout, slab)
+                self._views[key] = self.in_place.tensors(unit, slab)
             else:
                 self._views[key] = unit.layout.views(slab)
         return self._views[key]
@@ -63,9 +64,9 @@ class PartWeights:
         return self._leaves[key]
 
 
-def is_in_place(unit: Part, slab: torch.Tensor) -> bool:
-    """Whether this is the home of a packed unit, whose weights are computed where they are."""
-    return slab.dtype == torch.uint8 and bool(unit.layout.packed_slots)
+def is_in_place(slab: torch.Tensor) -> bool:
+    """Whether these are the bytes of a unit's home, whose weights are computed where they are."""
+    return slab.dtype == torch.uint8
 
 
 def in_place(unit: Part, tensors: Any) -> AbstractContextManager[Any]:

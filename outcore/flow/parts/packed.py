@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from outcore.flow.parts.layout import Slot
 from outcore.flow.parts.shell import Owner
-from outcore.formats import PackedSpec, packed_format
+from outcore.flow.parts.units import Part
+from outcore.formats import PLAIN_FORMATS, PackedProducts, PackedSpec, packed_format
 from outcore.model import LoadedModel
 
 Packing = Callable[[str, nn.Parameter, Sequence[Owner]], PackedSpec | None]
@@ -26,6 +28,21 @@ STACKED_DIMS = 3
 def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
     """The rule for this model; `as_published`: what its checkpoint packs, and nothing else."""
     return _rule(None if as_published else loaded.quantize, loaded.packed)
+
+
+def cpu_specs(part: Part) -> list[PackedSpec | None]:
+    """What each slot's weight is to the CPU's kernels, where its bytes are: packed as it is, or a frozen 16-bit matrix
+    of linear layers as it stands; None for what goes to the device."""
+    return [_cpu_spec(part, slot, owners) for slot, owners in zip(part.layout.slots, part.owners, strict=True)]
+
+
+def _cpu_spec(part: Part, slot: Slot, owners: Sequence[Owner]) -> PackedSpec | None:
+    plain = PLAIN_FORMATS.get(part.dtype)
+    if slot.packed is not None or plain is None or slot.trainable or ADAPTER in slot.name:
+        return slot.packed
+    spec, is_linear = PackedSpec(plain, slot.shape), [type(module) is nn.Linear for module, _ in owners]
+    is_table = all(linear or isinstance(module, nn.Embedding) for linear, (module, _) in zip(is_linear, owners))
+    return spec if any(is_linear) and is_table and PackedProducts.can(spec) else None
 
 
 def saved_bytes(model: nn.Module, quantize: str) -> int:

@@ -34,9 +34,10 @@ class Expansion:
 
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
         """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
-        not expanded the bytes themselves (uint8)."""
+        not expanded, and of one that is multiplied as it is, the bytes themselves (uint8)."""
         if not self.expands(part):
-            return home.view(torch.uint8 if part.layout.packed_slots else part.layout.dtype)
+            has_bytes = part.layout.packed_slots or part.index in self.as_they_are
+            return home.view(torch.uint8 if has_bytes else part.layout.dtype)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
         part.layout.expand(home.view(torch.uint8), slab)
         return slab

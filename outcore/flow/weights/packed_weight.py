@@ -1,4 +1,5 @@
-"""Packed weights in the place of a module's parameters: few rows are multiplied by the bytes, where they are.
+"""Weights, packed or 16-bit, in the place of a module's parameters: few rows are multiplied by the bytes, where they
+are.
 
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
 transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
@@ -19,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from outcore.flow.parts import Part, SlabLayout, Slot
+from outcore.flow.parts import Part, Slot, cpu_specs
 from outcore.flow.weights.hand_over import HandOver
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, call_of, device_products, stack_of
 from outcore.staging.pool import SmallCopies
 
 
 class InPlaceProducts:
-    """What computes with packed weights where they are. `most_rows`: rows up to which the CPU's kernels are taken, by
-    name of the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU,
-    where that is a GPU; `device_tokens`: rows up to which a GPU multiplies weights that are there."""
+    """What computes with weights where they are. `most_rows`: rows up to which the CPU's kernels are taken, by name of
+    the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU, where that
+    is a GPU; `device_tokens`: tokens of a pass up to which parts on the device are multiplied as they are there."""
 
     EXPANDED_NUMEL = 1 << 27
     """Values of a large matrix that a GPU expands at a time: 256 MiB in 16 bits."""
@@ -76,9 +77,17 @@ class InPlaceProducts:
         assert self._products is not None
         return self._products.multiply_chosen(stack, x, numbers, len(numbers) // max(1, len(x))).to(x.dtype)
 
-    def takes_all(self, layout: SlabLayout) -> bool:
-        """Whether there are kernels for every packed weight of a part: then a CUDA graph can hold its work."""
-        return all(PackedProducts.can(slot.packed) for slot in layout.packed_slots if slot.packed is not None)
+    def takes_all(self, part: Part) -> bool:
+        """Whether there are kernels for every weight of a part that stays on the CPU: then a CUDA graph can hold its
+        work."""
+        return all(PackedProducts.can(spec) for spec in cpu_specs(part) if spec is not None)
+
+    def is_there(self, part: Part) -> bool:
+        """Whether a part that is on the device is multiplied as it is there: packed on a GPU, 16-bit on a CPU."""
+        return self.multiplies(part) or (self.device.type == "cpu" and any(map(self._takes_plain, cpu_specs(part))))
+
+    def _takes_plain(self, spec: PackedSpec | None) -> bool:
+        return spec is not None and spec.format.is_plain and spec.format.name in self.most_rows
 
     @staticmethod
     def multiplies(part: Part) -> bool:
@@ -113,6 +122,8 @@ class InPlaceProducts:
     def _expanded_product(self, weight: PackedWeight, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Rows times the values of the weight, on a GPU of a large one (a vocabulary's) of some of its rows after
         others."""
+        if weight.spec.format.is_plain:
+            return F.linear(rows, weight.expanded(), bias)
         spec, total = weight.spec, weight.spec.shape[0]
         step = max(1, self.expanded_numel // spec.shape[1])
         if total <= step or spec.is_transposed:
@@ -150,17 +161,16 @@ class InPlaceProducts:
         weight.followers = weight.followers or []
         return found[0]
 
-    def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
-        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM or on the device: views
-        of those that are not packed (copies where the device is another), packed weights for the rest."""
-        plain = home.view(layout.dtype)[: layout.plain_numel]
-        plain = plain if home.device == self.device else self._copies.to(plain)
-        found: list[torch.Tensor] = []
-        for slot in layout.slots:
-            if slot.packed is None:
-                found.append(plain[slot.offset : slot.end].view(slot.shape))
-            else:
-                found.append(self._weight(slot, slot.packed, layout.dtype, home))
+    def tensors(self, part: Part, home: torch.Tensor) -> list[torch.Tensor]:
+        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM or on the device:
+        weights that are computed where they are, views of the rest (copies where the device is another)."""
+        found, dtype, in_ram = list[torch.Tensor](), part.dtype, home.device.type == "cpu"
+        for slot, spec in zip(part.layout.slots, cpu_specs(part), strict=True):
+            if spec is not None and (slot.packed is not None or (in_ram and self._takes_plain(spec))):
+                found.append(self._weight(slot, spec, dtype, home))
+                continue
+            value = home.view(dtype)[slot.home_offset : slot.home_offset + slot.numel].view(slot.shape)
+            found.append(value if home.device == self.device else self._copies.to(value))
         return found
 
     def _weight(self, slot: Slot, spec: PackedSpec, dtype: torch.dtype, home: torch.Tensor) -> PackedWeight:
@@ -177,7 +187,7 @@ class InPlaceProducts:
 
 
 class PackedWeight(torch.Tensor):
-    """A parameter of which only the packed bytes exist."""
+    """A parameter of which only the bytes exist, packed or (in RAM) 16-bit."""
 
     spec: PackedSpec
     planes: list[torch.Tensor]
@@ -205,8 +215,10 @@ class PackedWeight(torch.Tensor):
         super().__init__()
 
     def expanded(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The values, in memory of their own or in `out`."""
+        """The values, in memory of their own or in `out`; 16-bit ones where they are, if that is the device."""
         device = self.products.device
+        if self.spec.format.is_plain:
+            return self.planes[0].view(self.spec.shape).to(device)
         if out is None:
             out = torch.empty(self.spec.value_shape, dtype=self.dtype, device=device)
         self.spec.expand_planes([plane.to(device) for plane in self.planes], out)

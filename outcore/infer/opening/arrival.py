@@ -17,9 +17,9 @@ from outcore.staging.pool import device_view
 
 class ResidentWeights:
     """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
-    others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and of
-    `on_cpu` (whole in RAM, they travel otherwise) those that `names` tells for a number of tokens; on a GPU also those
-    that arrive there, in passes of few tokens. `expansion`: the one that `travelling` uses."""
+    others; None: none travels. `in_place`: computes with parts where they are, those that stay on a CPU, and of
+    `on_cpu` (whole in RAM, they travel otherwise) those that `names` tells for a number of tokens; on a GPU also packed
+    ones that arrive there, in passes of few tokens. `expansion`: the one that `travelling` uses."""
 
     def __init__(
         self,
@@ -55,8 +55,7 @@ class ResidentWeights:
     def multiply_there(self, parts: Iterable[Part]) -> None:
         """Have the device multiply those of these parts as they are that it can, in passes of few tokens."""
         if self._in_place is not None:
-            can = self._in_place.multiplies
-            self._as_they_are = frozenset(part.index for part in parts if can(part))
+            self._as_they_are = frozenset(part.index for part in parts if self._in_place.is_there(part))
 
     def read_there(self, part: Part, home: torch.Tensor, device: torch.device) -> None:
         """Have the device read rows of a part that stays in page-locked RAM, where they are."""

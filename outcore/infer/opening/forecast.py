@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib, format_s
+from outcore.formats import PLAIN_FORMATS
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
 from outcore.plan import InferencePlan, load_hardware, plan_of
@@ -107,8 +108,9 @@ def against_plan(opened: OpenedModel) -> AgainstPlan:
     try:
         dtype = next(p.dtype for p in loaded.model.parameters())
         hardware, rates = load_hardware(), opened.placement.cpu_rates
-        if rates is not None and loaded.quantize is not None:
-            remember_rates(loaded.quantize, rates, hardware)
+        name = loaded.quantize or ("" if loaded.packed or dtype not in PLAIN_FORMATS else PLAIN_FORMATS[dtype].name)
+        if rates is not None and name:
+            remember_rates(name, rates, hardware)
         plan = plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize)
     except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
         return AgainstPlan(opened, None, str(error))

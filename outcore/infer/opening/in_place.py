@@ -1,5 +1,6 @@
-"""Packed weights computed where they are: a short trial of the CPU's kernels decides for how many rows, and beside a
-GPU for which layers; one of the GPU's (`trials`) up to how many tokens of a pass what is there is not expanded."""
+"""Weights computed where they are, packed or 16-bit: a short trial of the CPU's kernels decides for how many rows, and
+beside a GPU for which layers; one of the GPU's (`trials`) up to how many tokens of a pass what is there is not
+expanded."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from outcore.common.quantities import GB, MIB, format_s
 from outcore.flow import ModelParts
 from outcore.flow.experts import BY_PAIRS
 from outcore.flow.layers import GraphPool
+from outcore.flow.parts import cpu_specs
 from outcore.flow.trace import elapsed_s, has_passed, moment, wait_for
 from outcore.flow.weights import HandOver, InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, call_of
@@ -35,6 +37,8 @@ SETTLE_S = 0.05
 LINK_BYTES, LINK_COPIES = 64 * MIB, 6
 TRIALS, STEPS = 6, 6
 """Trials with whole passes of one size at most, each with a sixth of the layers more or fewer."""
+COPIED_SHARE = 1 / 16
+"""Share of a layer in 16 bits that lies on the device, too, where the CPU computes it, at most."""
 LAUNCH_S = 0.0001
 """Seconds of a layer's small kernels between its products, which compiled layers spare (assumed)."""
 
@@ -42,21 +46,23 @@ LAUNCH_S = 0.0001
 def open_in_place(
     units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device, undo: ExitStack
 ) -> tuple[InPlaceProducts | None, Placement]:
-    """(what computes with packed weights where they are, None where none is packed; the placement with that decision).
-    Embedding and head are never expanded whole, layers where no kernel multiplies them. `undo` ends its threads."""
-    specs, made = specs_of(units.all), None
-    if not specs:
-        return None, placement
-    if settings.deterministic or (device.type == "cpu" and settings.compile == "on"):
-        return InPlaceProducts(None, {}, device), placement
+    """(what computes with weights where they are, None where none is packed and nothing else does; the placement with
+    that decision). Of packed models, embedding and head are never expanded whole, layers where no kernel multiplies
+    them. `undo` ends its threads."""
+    specs, of_packed = specs_of(units.all, of_cpu=True), None
+    if any(not spec.format.is_plain for spec in specs.values()):
+        of_packed = InPlaceProducts(None, {}, device)
+    if not specs or settings.deterministic or (device.type == "cpu" and settings.compile == "on"):
+        return of_packed, placement
     if device.type == "cpu":
         made, placement = _on_cpu(specs, units, settings, placement, undo)
-        return made or InPlaceProducts(None, {}, device), placement
+        return made or of_packed, placement
     most, words = device_tokens(units, device)
     placement = replace(placement, packed_tokens=most, reasons=(*placement.reasons, *words))
     made, placement = _by_the_cpu(specs, units, settings, placement, device, undo)
-    made = made or InPlaceProducts(None, {}, device)
-    made.device_tokens = most
+    made = made or of_packed
+    if made is not None:
+        made.device_tokens = most
     return made, placement
 
 
@@ -98,7 +104,7 @@ def _products(threads: int, placement: Placement, undo: ExitStack) -> tuple[Pack
     try:
         return undo.enter_context(PackedProducts(threads)), placement
     except (ExtensionUnavailable, TimeoutError) as error:
-        why = f"the CPU has no kernels for packed weights: {error}"
+        why = f"the CPU has no kernels for these weights: {error}"
         return None, replace(placement, reasons=(*placement.reasons, why))
 
 
@@ -189,30 +195,35 @@ def _on_cpu(
         words.append(f"{name} up to {most[name]} tokens ({format_s(kernel_s)} instead of {format_s(dense_s)} for one)")
     reasons = placement.reasons
     if words:
-        reasons += (f"packed weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)
-    for config in units.grouping_configs():
-        config._experts_implementation = BY_PAIRS  # otherwise the whole stack would be expanded for every pass
-    made = InPlaceProducts(products, most, torch.device("cpu"))
+        reasons += (f"weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)
+    if any(not spec.format.is_plain for spec in specs.values()):
+        for config in units.grouping_configs():
+            config._experts_implementation = BY_PAIRS  # otherwise the whole stack would be expanded for every pass
+    plain_tokens = max((rows for name, rows in most.items() if specs[name].format.is_plain), default=0)
+    made = InPlaceProducts(products, most, torch.device("cpu"), device_tokens=plain_tokens)
     return made, replace(placement, cpu_tokens=max(most.values(), default=0), reasons=reasons)
 
 
 def _tried(units: ModelParts, candidates: Collection[str]) -> PackedSpec | None:
     """The largest matrix with a kernel of the layers that the CPU may take: a head in another format says nothing of
     them."""
-    found = specs_of(part for part in units.layer_units if part.name in candidates)
+    found = specs_of((part for part in units.layer_units if part.name in candidates), of_cpu=True)
     return max(filter(PackedProducts.can, found.values()), key=lambda s: s.size_bytes, default=None)
 
 
 def _candidates(units: ModelParts, placement: Placement) -> dict[str, int]:
-    """Bytes of layers that the CPU may take, by name: none whose experts are multiplied together."""
+    """Bytes of layers that the CPU may take, by name: none whose experts are multiplied together, or of whose 16 bits
+    more than norms and biases would have to lie on the device, too."""
     travels = {home.part for home in placement.parts if home.home == "ram"}
-    deepest = 2 if units.grouping_configs() else 3
-    shapes = {p.name: [len(s.packed.shape) for s in p.layout.packed_slots if s.packed] for p in units.layer_units}
-    return {
-        p.name: p.layout.home_bytes
-        for p in units.layer_units
-        if p.name in travels and 0 < max(shapes[p.name], default=0) <= deepest
-    }
+    deepest, found = 2 if units.grouping_configs() else 3, dict[str, int]()
+    for part in units.layer_units:
+        specs, layout = cpu_specs(part), part.layout
+        shapes = [len(spec.shape) for spec in specs if spec is not None]
+        left = sum(slot.numel for slot, spec in zip(layout.slots, specs, strict=True) if spec is None)
+        is_small = bool(layout.packed_slots) or left <= layout.numel * COPIED_SHARE
+        if part.name in travels and 0 < max(shapes, default=0) <= deepest and is_small:
+            found[part.name] = layout.home_bytes
+    return found
 
 
 def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -> tuple[int, float, float]:
@@ -220,13 +231,14 @@ def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -
     spec, copies = _copies(spec, CPU_TRIAL_BYTES)
     trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
     weights = [PackedWeight(spec, spec.planes(data), dtype, trial) for data in copies]
-    values = weights[0].expanded()
-    expand_s = least_s(lambda number: weights[number % len(weights)].expanded(values), 2)
+    is_plain = spec.format.is_plain
+    values = [weight.expanded() for weight in (weights if is_plain else weights[:1])]
+    expand_s = 0.0 if is_plain else least_s(lambda number: weights[number % len(weights)].expanded(values[0]), 2)
     best, firsts = 0, (0.0, 0.0)
     for rows in ROWS:
         x = torch.randn(rows, spec.shape[1]).to(dtype)
         kernel_s = least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
-        dense_s = expand_s + least_s(lambda number, x=x: linear(x, values), 2)
+        dense_s = expand_s + least_s(lambda number, x=x: linear(x, values[number % len(values)]), 2)
         firsts = firsts if rows > 1 else (kernel_s, dense_s)
         if kernel_s >= dense_s:
             break
@@ -235,8 +247,8 @@ def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -
 
 
 def _rates(products: PackedProducts, spec: PackedSpec, device: torch.device) -> tuple[dict[int, float], float]:
-    """(packed GB a second of the CPU by rows, GB a second of the link), each while the other is busy: a product after
-    the other for as long as copies are under way."""
+    """(GB of weights a second of the CPU by rows, GB a second of the link), each while the other is busy: a product
+    after the other for as long as copies are under way."""
     spec, copies = _copies(spec, TRIAL_BYTES)
     calls = [call_of(spec, spec.planes(data)) for data in copies]
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
@@ -287,5 +299,5 @@ def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) ->
         graph.replay()
         torch.cuda.synchronize(trial.device)
 
-    matrices = max(len(part.layout.packed_slots) for part in units.layer_units)
+    matrices = max(sum(spec is not None for spec in cpu_specs(part)) for part in units.layer_units)
     return matrices * least_s(replayed, 4) / count + LAUNCH_S

@@ -65,7 +65,7 @@ class InferSettings:
     compile: CompileChoice = "auto"
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     cpu_tokens: int | None = None
-    """Tokens up to which packed weights in RAM are multiplied by the CPU as they are; 0: never. None: measured."""
+    """Tokens up to which weights in RAM are multiplied by the CPU as they are; 0: never. None: measured."""
     expert_cache_gib: float | None = None
     """Memory of the device for a mixture's experts, which come as they are chosen; 0: they travel with their layers,
     which is better where passes of many tokens touch nearly all of them. None: a rule decides."""

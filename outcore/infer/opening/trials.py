@@ -1,5 +1,5 @@
-"""Short trials of products with packed weights, before a model is opened: of a GPU's kernels, and what other trials
-share."""
+"""Short trials of products with weights where they are, before a model is opened: of a GPU's kernels, and what other
+trials share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from outcore.common.quantities import MIB, format_s
 from outcore.flow import ModelParts, Part
 from outcore.flow.layers import GraphPool
+from outcore.flow.parts import cpu_specs
 from outcore.flow.weights import InPlaceProducts
 from outcore.formats import DeviceProducts, PackedSpec, device_products
 from outcore.sizing.inference import Placement
@@ -84,13 +85,14 @@ def _most_device_rows(products: DeviceProducts, spec: PackedSpec, dtype: torch.d
     return best, *firsts
 
 
-def specs_of(parts: Iterable[Part]) -> dict[str, PackedSpec]:
-    """The largest matrix of each format, of a stack one."""
+def specs_of(parts: Iterable[Part], *, of_cpu: bool = False) -> dict[str, PackedSpec]:
+    """The largest matrix of each packed format, of a stack one. `of_cpu`: also of 16-bit ones that the CPU computes."""
     found: dict[str, PackedSpec] = {}
     for part in parts:
-        for slot in part.layout.packed_slots:
-            assert slot.packed is not None
-            spec = PackedSpec(slot.packed.format, slot.packed.shape[-2:])
+        for one in cpu_specs(part) if of_cpu else [slot.packed for slot in part.layout.packed_slots]:
+            if one is None:
+                continue
+            spec = PackedSpec(one.format, one.shape[-2:])
             known = found.get(spec.format.name)
             if known is None or spec.size_bytes > known.size_bytes:
                 found[spec.format.name] = spec

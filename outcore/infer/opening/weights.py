@@ -129,7 +129,7 @@ def open_weights(
     rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> OpenedWeights:
     """Give every part its home; `undo` closes what was opened. `scratch`: on the drives, where weights spill to them.
-    `in_place`: computes with packed parts where they are. `share`: homes in RAM are one copy for all its processes,
+    `in_place`: computes with parts where they are. `share`: homes in RAM are one copy for all its processes,
     which call this at once. `rows`: from `open_rows`. EngineError where a drive has no room."""
     home_of = {home.part: home for home in placement.parts}
     in_vram = [part for part in units.all if home_of[part.name].home == "vram"]
@@ -183,8 +183,7 @@ def open_weights(
         )
     on_cpu = [part for part in travels if home_of[part.name].home == "ram"] if placement.cpu_parts else []
     arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.on_cpu, expansion)
-    if device.type == "cuda":
-        arrival.multiply_there(whole)
+    arrival.multiply_there(whole)
     for part in units.all:
         if part.name in rows:
             arrival.read_there(part, homes.ram(part), device)

@@ -254,7 +254,7 @@ class SmallPasses:
     def _has_code(self, part: Part) -> bool:
         """Whether the CPU computes it in a way that asks the device between."""
         products = self.flow.runner.weights.in_place
-        return self._is_on_cpu(part) and not (products is not None and products.takes_all(part.layout))
+        return self._is_on_cpu(part) and not (products is not None and products.takes_all(part))
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()

@@ -39,9 +39,10 @@ def plan_inference(
     cpu_rates: Mapping[str, InPlaceRates] | None = None,
     expert_cache_gib: float | None = None,
 ) -> InferencePlan:
-    """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format, in passes of up to `cpu_tokens`
-    (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; 0: with their layers;
-    None: a rule decides. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    """Place and time. `cpu_rates`: of layers that the CPU computes, by packed format or precision, in passes of up to
+    `cpu_tokens` (None: as many as pay). `expert_cache_gib`: memory for experts that come as they are chosen; 0: with
+    their layers; None: a rule decides. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be
+    streamed."""
     shape = shape.packed(quantize)
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
@@ -87,13 +88,14 @@ def plan_inference(
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
     if shape.quantize and not hardware.is_cpu:
         placement = replace(placement, packed_tokens=Placement.PACKED_ROWS[-1])
-    if shape.quantize and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
+    kind = quantize if shape.quantize else precision
+    if kind != "fp32" and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}
-        rates = (cpu_rates or {}).get(quantize)
+        rates = (cpu_rates or {}).get(kind)
         if rates is not None:
             placement = compute_in_place(placement, travel, rates, cpu_tokens)
         elif travel and cpu_tokens != 0:
-            reason = f"layers on the CPU are not counted: no start of a model in {quantize} measured them here"
+            reason = f"layers on the CPU are not counted: no start of a model in {kind} measured them here"
             placement = replace(placement, reasons=(*placement.reasons, reason))
     return InferencePlan(shape, hardware, placement, needs.kv, itemsize)
 

@@ -1,4 +1,4 @@
-"""What starts of packed models measured of this machine's CPU beside its link, kept where ratios of forecasts are: the
+"""What starts of models measured of this machine's CPU beside its link, kept where ratios of forecasts are: the
 probe has no such trial, and a plan made before a model opens counts layers on the CPU by the last start's."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from outcore.sizing.inference import InPlaceRates
 
 
 def remember_rates(name: str, rates: InPlaceRates, hardware: Hardware, path: Path = LEARNED) -> None:
-    """Keep what was measured with the packed format of this name."""
+    """Keep what was measured with the packed format, or in the precision, of this name."""
     known = known_of(hardware, path)
     known.setdefault("rates", {})[name] = asdict(rates)
     keep(known, path)
 
 
 def known_rates(hardware: Hardware, path: Path = LEARNED) -> Mapping[str, InPlaceRates]:
-    """Rates by the name of the packed format; {} where no start on this machine measured any."""
+    """Rates by the name of the packed format or precision; {} where no start on this machine measured any."""
     found = known_of(hardware, path).get("rates", {})
     return {
         name: InPlaceRates(

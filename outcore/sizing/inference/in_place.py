@@ -18,7 +18,7 @@ from outcore.sizing.inference.rates import InPlaceRates
 def compute_in_place(
     placement: Placement, candidates: Mapping[str, int], rates: InPlaceRates, most_tokens: int | None = None
 ) -> Placement:
-    """The placement with some of `candidates` (travelling packed layers that are whole in RAM, in order, with their
+    """The placement with some of `candidates` (travelling layers that are whole in RAM, in order, with their
     bytes) on the CPU in passes of few tokens. `most_tokens`: the user's threshold; None: the measured one, 0: none."""
     if not candidates or most_tokens == 0:
         return placement

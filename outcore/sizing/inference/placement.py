@@ -59,7 +59,7 @@ class Placement:
     cpu_parts: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Parts that travel, but are computed by the CPU where they are, by the most tokens of such a pass."""
     cpu_tokens: int = 0
-    """Tokens of a pass up to which the CPU computes with packed weights as they are."""
+    """Tokens of a pass up to which the CPU computes with weights as they are."""
     cpu_rates: InPlaceRates | None = None
     packed_tokens: int = 0
     """Tokens of a pass up to which a GPU multiplies packed weights as they are; those of larger ones are expanded."""

@@ -1,4 +1,4 @@
-"""What a trial at the start measures of packed weights that the CPU computes where they are."""
+"""What a trial at the start measures of weights that the CPU computes where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InPlaceRates:
     """Share of a pass's time without the CPU that it may take at most with it; otherwise no layer goes there."""
 
     cpu_gb_per_s: Mapping[int, float]
-    """Packed bytes a second of the CPU's kernels, by tokens of a pass."""
+    """GB of weights a second of the CPU's kernels, by tokens of a pass."""
     link_gb_per_s: float
     part_s: float
     """Hand-overs of one layer: its activations to the CPU and back, once for each matrix, and its launches."""
@@ -28,7 +28,7 @@ class InPlaceRates:
         return tuple(names[(2 * n + 1) * len(names) // (2 * count)] for n in range(count))
 
     def gb_per_s(self, tokens: float) -> float:
-        """Packed GB a second of the CPU in a pass of so many tokens."""
+        """GB of weights a second of the CPU in a pass of so many tokens."""
         tried = min((n for n in self.cpu_gb_per_s if n >= tokens), default=max(self.cpu_gb_per_s))
         return self.cpu_gb_per_s[tried]
 

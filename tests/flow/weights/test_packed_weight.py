@@ -38,6 +38,19 @@ def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
     assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
 
 
+def test_16_bits_are_never_copied_on_their_device(weight_of):
+    with PackedProducts(2) as products:
+        spec, x = PackedSpec(packed_format("bf16"), (40, 96)), torch.randn(9, 96, dtype=torch.bfloat16)
+        data = spec.pack(torch.randn(40, 96))
+        weight = PackedWeight(spec, spec.planes(data), torch.bfloat16, InPlaceProducts(products, {"bf16": 8}, CPU))
+        value = weight.expanded()
+        assert value.data_ptr() == data.data_ptr() and value.dtype == torch.bfloat16
+        assert torch.equal(linear(x, weight), linear(x, value)), "more rows than the kernels are for"
+        exact = x[:3].double() @ value.double().t()
+        assert torch.equal(linear(x[:3], weight), exact.bfloat16())
+        assert torch.equal(embedding(torch.tensor([3, 0]), weight), value[[3, 0]])
+
+
 def test_a_vocabulary_is_expanded_some_rows_at_a_time_and_tokens_choose_theirs(weight_of):
     weight, bias, x = weight_of((90, 128)), torch.randn(90), torch.randn(9, 128)
     value = weight.expanded()
