@@ -14,7 +14,7 @@ import pytest
 
 from tests.bad_inputs.cases import CASES
 from tests.bad_inputs.table import TABLE, cell, escaped
-from tests.bad_inputs.world import LEAVES, REPOSITORY, Case, NotHere, Shared, World, run_case
+from tests.bad_inputs.world import LEAVES, REPOSITORY, TWO_HOSTS, Case, NotHere, Shared, World, run_case
 
 ALIKE = 0.6
 """How alike the table's words and the program's must be: messages quote libraries, which differ by version."""
@@ -37,7 +37,10 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.cover_all
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=pytest.mark.more if case.program == TWO_HOSTS else ()) for case in CASES],
+)
 def test_the_person_reads_what_helps(case: Case, tmp_path: Path, shared: Shared) -> None:
     try:
         outcome = run_case(case, tmp_path, shared)

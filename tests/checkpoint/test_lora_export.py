@@ -57,6 +57,7 @@ def trained(kind: str) -> tuple[Any, set[str]]:
     return adapted.eval(), set(buffers)
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_export_computes_the_same(kind: str, tmp_path: Path) -> None:
     model, buffers = trained(kind)

@@ -178,23 +178,31 @@ def test_ctrl_c_is_one_line_and_a_job_says_what_is_kept(tiny_folder, tmp_path, c
 
 
 def test_what_a_failed_pass_ended_is_asked_again(tiny_folder, tmp_path, capsys, monkeypatch):
+    """And only that: the line that was answered before is not."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "a", "temprature": 1}\n{"prompt": "The", "max_tokens": 3}\n')
+    lines = [{"prompt": "a", "temprature": 1}, *({"prompt": said, "max_tokens": 3} for said in ("The", "fox"))]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output", str(output)]
-
-    def fails(*_args):
-        raise RuntimeError("out of memory")
+    given += ["--max_sequences", "1"]
 
     def open_to_fail(*args):
         opened = open_engine(*args)
+        run, passes = opened.engine.runner.run, []
+
+        def fails(*args, **more):
+            passes.append(1)
+            if len(passes) > 3:
+                raise RuntimeError("out of memory")
+            return run(*args, **more)
+
         opened.engine.runner.run = fails
         return opened
 
     monkeypatch.setattr("outcore.infer.commands.generate.open_engine", open_to_fail)
     assert cli.main(given) == 1 and not output.exists() and "out of memory" in capsys.readouterr().err
     monkeypatch.undo()
-    assert cli.main(given) == 1 and "(1 from before, 1 failed)" in capsys.readouterr().err
-    assert ["error" in json.loads(line) for line in output.read_text().splitlines()] == [True, False]
+    assert cli.main(given) == 1 and "(2 from before, 1 failed), 3 tokens" in capsys.readouterr().err
+    assert ["error" in json.loads(line) for line in output.read_text().splitlines()] == [True, False, False]
 
 
 def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):

@@ -60,6 +60,7 @@ def answers(folder, count=10, **settings):
         opened.close()
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}], ids=["kernels", "expanded"])
@@ -98,6 +99,7 @@ def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
     assert measured[0] == tokens and "multiplied as they are: q8_0" in " ".join(measured[2].lines())
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_are_multiplied_by_pairs_and_one_by_one(family, tmp_path, monkeypatch):
@@ -274,6 +276,7 @@ def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypa
         opened.close()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_file_is_planned_as_it_is_packed(tmp_path, capsys, is_tied):
     """Embedding and head, too."""

@@ -55,6 +55,7 @@ def head_of(loaded: Any) -> torch.nn.Linear:
     return head
 
 
+@pytest.mark.more(after=6)
 @pytest.mark.parametrize("model_type", list(MODELS))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_whole_head(model_type: str, checkpointing: bool) -> None:

@@ -91,6 +91,7 @@ def test_adapters_on_named_modules(capsys):
     assert by_default["lora_targets"] == [] and by_default["trainable_params"] > 5 * named
 
 
+@pytest.mark.more
 def test_pictures(tmp_path, capsys):
     bars, curves = tmp_path / "new folder" / "bars.png", tmp_path / "curves.png"
     assert main(["--model", "llama-70b", "--png", str(bars), "--json", *LAPTOP]) == 1

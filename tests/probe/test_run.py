@@ -225,6 +225,7 @@ def test_when_the_time_is_up_lanes_are_measured_all_the_same(tmp_path: Path) -> 
     assert found.link_rates()["drive_to_gpu"] and found.latency is not None
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kvikio_works", [True, False])
 def test_the_stages_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvikio_works: bool) -> None:
     """The orchestration of a GPU machine, with host memory in the GPU's place."""

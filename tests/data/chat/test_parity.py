@@ -68,6 +68,7 @@ def difference(name: str, tokenizer: Any, ours: tuple, theirs: tuple, pattern: s
     return f"{pattern}\n  ours   {mine}\n  theirs {other}"
 
 
+@pytest.mark.more(after=8)
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - NO_COPY_IN_TRL))
 def test_same_tokens_and_labels_as_trl(name: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -159,6 +160,7 @@ OPENS_THE_THOUGHT = {"nemotron_3_nano", "nemotron_3_super", "qwen3_8"}
 trains it. Here it is trained in both."""
 
 
+@pytest.mark.more(after=4)
 @pytest.mark.parametrize("name", SHAPE_FAMILIES)
 def test_same_labels_for_every_shape_that_trl_knows(name: str) -> None:
     tokenizer = tokenizer_of(name)

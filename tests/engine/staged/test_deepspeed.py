@@ -52,6 +52,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_jobs(folder, jobs)[0]
 
 
+@pytest.mark.more
 def test_losses_and_norms_are_those_of_stock_deepspeed(one_rank: dict[str, Any]) -> None:
     for ours, stock, tolerance in (
         ("split", "stock", 5e-3),
@@ -84,11 +85,13 @@ def test_a_norm_needs_little_memory_beside_the_gradient() -> None:
     assert seen.wide == NORM_NUMEL and float(norm) == pytest.approx(0.5 * math.sqrt(gradient.numel()), rel=1e-12)
 
 
+@pytest.mark.more
 def test_formats_and_homes_do_not_change_a_bit(one_rank: dict[str, Any]) -> None:
     for name in ("fp32 states", "parameters on the device"):
         same(passed(one_rank, name), passed(one_rank, "split"))
 
 
+@pytest.mark.more
 def test_a_resumed_run_continues_bit_by_bit_in_any_format(one_rank: dict[str, Any]) -> None:
     split = passed(one_rank, "split")
     resumed = passed(one_rank, "resumed")
@@ -97,18 +100,21 @@ def test_a_resumed_run_continues_bit_by_bit_in_any_format(one_rank: dict[str, An
     same(passed(one_rank, "resumed in another format"), split, trained=2)
 
 
+@pytest.mark.more
 def test_stock_deepspeed_resumes_our_checkpoint(one_rank: dict[str, Any]) -> None:
     theirs = passed(one_rank, "resumed by stock")
     for (loss, _), (ours, _) in zip(theirs["losses"], passed(one_rank, "split")["losses"][2:], strict=True):
         assert loss == pytest.approx(ours, rel=5e-3)
 
 
+@pytest.mark.more
 def test_8_bit_moments_train(one_rank: dict[str, Any]) -> None:
     eight, exact = passed(one_rank, "8-bit"), passed(one_rank, "split")
     assert eight["losses"][0] == exact["losses"][0] and eight["losses"] != exact["losses"]
     assert eight["losses"][-1][0] == pytest.approx(exact["losses"][-1][0], rel=0.02)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", ["four chunks", "stage 1"])
 @pytest.mark.parametrize("head", CHUNKED)
 def test_chunks_of_the_head_do_not_change_training(one_rank: dict[str, Any], head: str, case: str) -> None:
@@ -117,6 +123,7 @@ def test_chunks_of_the_head_do_not_change_training(one_rank: dict[str, Any], hea
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.more
 def test_what_only_deepspeed_does_is_left_to_it_and_said(one_rank: dict[str, Any]) -> None:
     result = passed(one_rank, "only stock")
     assert not result["staged"] and result["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"

@@ -158,7 +158,7 @@ def test_the_forward_waits_for_a_drive_that_falls_behind(build, drive):
     assert late and max(late) < BEHIND_LAYERS
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", ["write", "read"])
 @pytest.mark.parametrize("how", ["fail", "short"])
 def test_a_failed_transfer_stops_the_step_where_it_is_taken(build, drive, tmp_path, kind, how):

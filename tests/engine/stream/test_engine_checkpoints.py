@@ -50,6 +50,7 @@ def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     assert same((losses_of(resumed, range(3, 6)), weights_of(resumed)), (on, weights_of(engine)))
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("before", ["fp32", "split8"])
 def test_masters_of_24_bits_begin_with_the_parameters_of_the_checkpoint(build, tmp_path, before):
     engine = build("llama", replace(TINY, states=before), dtype=torch.bfloat16)

@@ -235,6 +235,7 @@ HALF = {
 """No mixture of experts: in 16 bits a router's choice between two equals is a matter of rounding."""
 
 
+@pytest.mark.more
 @settings(max_examples=5, **FAST)
 @training_cases()
 def test_fp32_training_is_plain_pytorch(model, chosen, steps, held_out):

@@ -165,6 +165,7 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(of_loaded, tm
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", [pytest.param("gpt_oss", marks=needs("gpt_oss"))])
 def test_packed_experts_train_in_tiles_as_they_do_whole(of_loaded, tmp_path, engines, model):
     """Experts as published in MXFP4, the other way round than their parameters: one by one, in runs of their rows."""

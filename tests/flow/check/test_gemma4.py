@@ -58,6 +58,7 @@ def tiny(model_type, fields, **changes):
     return loaded
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("model_type", "fields"), KINDS)
 def test_large_ones_are_streamed(model_type, fields):
     config = config_of(model_type, fields)

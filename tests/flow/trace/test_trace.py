@@ -74,6 +74,7 @@ def overlap(a: list[Slice], b: list[Slice]) -> bool:
     return any(one.begin_s < other.end_s and other.begin_s < one.end_s for one in a for other in b)
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("changes", [{}, {"max_grad_norm": 0.0}, {"activations": "ram"}, {"activations": "nvme"}])
 def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
     if "nvme" in changes.values():

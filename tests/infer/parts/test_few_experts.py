@@ -99,6 +99,7 @@ def with_few_tokens(opened, hand_over):
     return few
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(("family", "method", "quantize"), CASES)
 @pytest.mark.usefixtures("experts_in_ram")
 def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, family, method, quantize):  # noqa: F811
@@ -120,6 +121,7 @@ def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, 
         opened.close()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("share_in_ram", [0.0, 0.4])
 def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, experts_live, share_in_ram):  # noqa: F811
     experts_live(share_in_ram)
@@ -245,6 +247,7 @@ def test_what_cannot_run_so_is_told(folder_of, tmp_path, family, quantize, why):
         opened.close()
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("experts_in_ram")
 def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, tmp_path):  # noqa: F811
     opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")

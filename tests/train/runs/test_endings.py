@@ -97,7 +97,7 @@ def test_a_damaged_line_of_the_log_is_said_with_its_file(tmp_path, corpus, strai
     assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 4, 5, 6]
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 @pytest.mark.parametrize("saves", ["1", "0"])
 def test_a_block_that_the_drive_changed_names_the_checkpoint_to_go_back_to(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str

@@ -39,7 +39,6 @@ def _take_names(root: str, times: int, names: Any, everybody: Any) -> None:
     everybody.wait(240)  # its locks are held while the others still look for names
 
 
-@pytest.mark.more
 def test_default_names_are_taken_once(tmp_path: Path) -> None:
     context = fork_server()
     names, everybody = context.Queue(), context.Barrier(3)

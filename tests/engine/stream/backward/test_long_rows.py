@@ -34,7 +34,7 @@ BATCHES = {"plain": plain_batch, "padded": padded_batch, "packed": packed_batch}
 IN_CI = ("llama", "gemma3_text", "mixtral", "qwen3", "gpt2")
 
 
-@pytest.mark.more(after=9)
+@pytest.mark.more(after=3)
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize(
     "model",
@@ -76,7 +76,7 @@ def test_a_trial_tells_which_models_layers_can_be_cut(model, fields, words):
 TOKENS = replace(TINY, tiling="tokens", tile_bytes=1, step_tokens=(48,), row_tokens=48, packed_attention="auto")
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("case", ["full", "lora", "no clipping", "two micro-batches"])
 def test_an_engine_trains_evaluates_and_samples_as_with_whole_rows(build, case):
     def adapters(model):

@@ -160,6 +160,7 @@ def test_a_drive_that_fails_under_the_optimizer(job: Job, name: str) -> None:
         job.resumes(**fields)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("where", [PartRunner, BackwardRunner])
 def test_gpu_memory_that_runs_out_in_mid_step(job: Job, where: type) -> None:
     original = where.layer
