@@ -1,5 +1,6 @@
 """`outcore export`: a checkpoint becomes a model that transformers loads, whole or not at all."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def save(model: Any, run: Path, step: int, max_shard_bytes: int = 1 << 30) -> Pa
 def test_an_export_loads_with_the_same_weights(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
     model = tiny(tie_word_embeddings=tied)
     save(model, tmp_path / "run", 3, max_shard_bytes)
+    shards = [path.stat().st_size for path in sorted((tmp_path / "run").rglob("model-*"))]
+    assert all(size + following > max_shard_bytes for size, following in itertools.pairwise(shards)), "filled in turn"
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert ("model.safetensors" in files) == (max_shard_bytes > 8000)
