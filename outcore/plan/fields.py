@@ -62,7 +62,7 @@ class InferFields:
     kv_format: Literal["same", "int8"] = "same"
     """How keys and values are kept."""
     cpu_tokens: int | None = setting(None, least=0)
-    """Tokens of a pass up to which the CPU may compute packed layers, at the rates of this machine's last start."""
+    """Tokens of a pass up to which the CPU may compute layers in RAM, at the rates of this machine's last start."""
     expert_cache_gib: float | None = setting(None, least=0)
     """Memory of the device for a mixture's experts, which come as they are chosen; 0: with their layers."""
 

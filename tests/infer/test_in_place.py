@@ -262,16 +262,17 @@ def test_the_trial_of_the_link_takes_its_memory_from_a_pool_and_gives_it_back(mo
     assert pool.capacity_bytes == 0
 
 
-def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "settings"), [("nf4", {"quantize": "nf4"}), ("bf16", {"precision": "bf16"})])
+def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypatch, name, settings):
     monkeypatch.chdir(tmp_path)
     here, rates = load_hardware("rtx4070-laptop"), InPlaceRates({1: 40.0, 128: 1.0}, 20.0, 1e-3)
     monkeypatch.setattr(forecast, "load_hardware", lambda: here)
-    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128, quantize="nf4"))
+    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128, **settings))
     try:
         forecast.against_plan(opened)
         assert known_rates(here) == {}
         opened.placement = dataclasses.replace(opened.placement, cpu_rates=rates)
-        assert forecast.against_plan(opened).plan is not None and known_rates(here) == {"nf4": rates}
+        assert forecast.against_plan(opened).plan is not None and known_rates(here) == {name: rates}
     finally:
         opened.close()
 

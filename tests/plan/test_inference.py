@@ -230,14 +230,16 @@ def place_of(plan) -> Placement:
     return dataclasses.replace(plan.placement, reasons=plan.placement.reasons[:-1])
 
 
-def test_layers_on_the_cpu_are_counted():
+@pytest.mark.parametrize(("name", "quantize", "kind"), [("llama-70b", "nf4", "nf4"), ("llama-8b", "none", "bf16")])
+def test_layers_on_the_cpu_are_counted(name, quantize, kind):
+    """Packed, or in 16 bits."""
     laptop = load_hardware("rtx4070-laptop")
-    plan = plan_inference(resolve_shape("llama-70b"), laptop, preset="latency", quantize="nf4")
+    plan = plan_inference(resolve_shape(name), laptop, preset="latency", quantize=quantize)
     layers = [home for home in plan.placement.parts if home.part.startswith("layer")]
     travel = {home.part: home.size_bytes for home in layers if home.home == "ram"}
     rates = InPlaceRates({1: 2 * laptop.h2d_gb_per_s, 2: 1e-3}, laptop.h2d_gb_per_s, 1e-3)
-    asked: dict[str, Any] = {"preset": "latency", "quantize": "nf4"}
-    shared = plan_inference(plan.shape, laptop, **asked, cpu_rates={"nf4": rates})
+    asked: dict[str, Any] = {"preset": "latency", "quantize": quantize}
+    shared = plan_inference(plan.shape, laptop, **asked, cpu_rates={kind: rates})
     assert shared.placement == compute_in_place(place_of(plan), travel, rates)
     names = shared.placement.on_cpu(1)
     alone, together = plan.decode(1, 10), shared.decode(1, 10)
@@ -245,7 +247,7 @@ def test_layers_on_the_cpu_are_counted():
     assert together.terms["CPU"] == rates.cpu_s(len(names), shared.placement.size_of(names), 1)
     assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
     assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms
-    none = plan_inference(plan.shape, laptop, **asked, cpu_rates={"nf4": rates}, cpu_tokens=0)
+    none = plan_inference(plan.shape, laptop, **asked, cpu_rates={kind: rates}, cpu_tokens=0)
     assert none.placement == dataclasses.replace(place_of(plan), runs_few=False) and "not counted" not in "\n".join(
         words_of(none)
     )

@@ -73,7 +73,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefetch", type=int, help="layers brought ahead of the one that computes: buffers less one")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
     group.add_argument(
-        "--cpu_tokens", type=int, help="tokens up to which the CPU multiplies packed weights as they are"
+        "--cpu_tokens", type=int, help="tokens up to which the CPU multiplies weights in RAM as they are"
     )
     group.add_argument(
         "--expert_cache_gib",

@@ -22,7 +22,7 @@ NUMBERS = (
     ("vram_gib", None, "device memory to stay within, GiB"),
     ("ram_gib", None, "RAM for weights, keys and values, GiB"),
     ("num_layer_buffers", None, "travelling layers on the device at a time; empty: 3"),
-    ("cpu_tokens", None, "tokens up to which the CPU multiplies packed weights as they are; 0: never"),
+    ("cpu_tokens", None, "tokens up to which the CPU multiplies weights in RAM as they are; 0: never"),
     ("draft_tokens", None, "guessed tokens of a pass; 0: none"),
 )
 CHOICES = (
