@@ -67,8 +67,9 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     lora, targets = settings.lora, settings.lora.target_modules
     targets = () if isinstance(targets, str) else targets  # a string: auto
     shape = on_targets(shape, config, targets, lora.use_dora, lora.modules_to_save)
-    published = quantization_of(config)
-    shape = shape.with_lora(settings.lora.r).packed(settings.quantize, published=published and usual_format(published))
+    packed = quantization_of(config)
+    published = usual_format(packed) if packed else None
+    shape = shape.with_lora(settings.lora.r).packed(settings.quantize, published=published)
     return replace(shape, stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
