@@ -65,7 +65,7 @@ def check_stage_of_stream(engine: str | None, zero_stage: str | None) -> None:
     if engine == "stream" and zero_stage in BELOW_ZERO3:
         raise ConfigError(
             f"engine stream and zero_stage {zero_stage} contradict each other: the streaming engine offloads every "
-            "state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, --engine auto or --zero_stage 3."
+            "state (it is ZeRO-Infinity by layers). Use --engine deepspeed, --engine auto or --zero_stage 3."
         )
 
 

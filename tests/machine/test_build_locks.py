@@ -1,5 +1,6 @@
 """Locks that killed builds of C++ extensions leave: removed when nobody builds, and only then."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -68,4 +69,9 @@ def test_a_build_is_said_before_it_begins(
     Builder().load()
     locked(tmp_path / "py311_cpu/cpu_adam").with_name("cpu_adam.so").touch()
     Builder().load()
+    monkeypatch.setattr("outcore.engine.deepspeed.environment.LOADING_S", 0.01)
+    monkeypatch.setattr(builder, "jit_load", lambda _self, verbose: time.sleep(0.2))
+    tell_of_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    Builder().load()
+    assert "compiles its extension cpu_adam" in capsys.readouterr().err, "what is there is compiled again"
     assert said[0] == said[2] == "" and f"compiles its extension cpu_adam into {tmp_path}: once" in said[1]

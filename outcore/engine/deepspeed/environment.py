@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from outcore.machine import remove_stale_locks
 GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
 """Holds the process that became a group of one by itself, and its port: a child that inherits the variables as they are
 is another group, with a port, and a buffer in shared memory that is named by it, of its own."""
+
+LOADING_S = 8.0
+"""Loading an extension that is built takes less, also on a busy machine."""
 
 
 def extensions_dir() -> Path:
@@ -55,17 +59,27 @@ def tell_of_builds(environ: Mapping[str, str]) -> None:
     if environ.get("LOCAL_RANK", "0") != "0" or hasattr(jit_load, "__wrapped__"):
         return
 
+    def tell(builder: Any) -> None:
+        print(
+            f"engine: DeepSpeed compiles its extension {builder.name} into {_builds(environ)}: once, one to three "
+            "minutes. python setup.py does it ahead",
+            file=sys.stderr,
+            flush=True,
+        )
+
     @functools.wraps(jit_load)
     def told(builder: Any, verbose: bool = True) -> Any:
-        root = _builds(environ)
-        if not any(root.glob(f"**/{builder.name}/{builder.name}*.so")):
-            print(
-                f"engine: DeepSpeed compiles its extension {builder.name} into {root}: once, one to three minutes. "
-                "python setup.py does it ahead",
-                file=sys.stderr,
-                flush=True,
-            )
-        return jit_load(builder, verbose)
+        is_there = any(_builds(environ).glob(f"**/{builder.name}/{builder.name}*.so"))
+        # What is there may be of another folder, torch or CPU: only the wait tells that it is compiled again.
+        timer = threading.Timer(LOADING_S, tell, (builder,))
+        if is_there:
+            timer.start()
+        else:
+            tell(builder)
+        try:
+            return jit_load(builder, verbose)
+        finally:
+            timer.cancel()
 
     OpBuilder.jit_load = told
 
