@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.data import BatchStream, DataError, EvalStream
+from outcore.data.layout import MixedRows
 from tests.data.layout.test_packing import dataset_of
 from tests.refused import refused
 
@@ -134,3 +135,14 @@ def test_resume_is_hindered_only_by_what_changes_the_training_rows(tmp_path):
         resumed = BatchStream(prepare_data(replace(settings, **other), tiny_tokenizer()).train, 2)
         with pytest.raises(DataError, match="changed since the checkpoint"):
             resumed.load_state_dict(state)
+
+
+def test_a_mixture_takes_of_each_source_by_its_weight_and_in_an_order_of_its_own():
+    part = rows(7)
+    mixed = MixedRows((part, part), (0.55, 1.4))
+    found = [[document.tolist() for document in mixed.documents_of(row)] for row in range(len(mixed))]
+    assert mixed.taken == (4, 10)
+    first, second = found[:4], found[4:]
+    assert all(first.count(row) == 1 for row in first) and first != second[:4]
+    everything = [[document.tolist() for document in part.documents_of(row)] for row in range(len(part))]
+    assert sorted(second.count(row) for row in everything) == [1, 1, 1, 1, 2, 2, 2]
