@@ -92,6 +92,9 @@ def test_what_is_no_number_in_16_bits_stays_so(variant: str) -> None:
         with PackedProducts(1, variant) as products:
             found = products.product(spec, spec.assemble([value]), torch.ones(1, 32))
         assert torch.equal(found.nan_to_num(7, 8, 9), value[None, :, 5].float().nan_to_num(7, 8, 9))
+    spec, value = PackedSpec(packed_format("bf16"), (1, 32)), torch.full((1, 32), 1e-39).bfloat16()
+    with PackedProducts(1, variant) as products:
+        assert products.product(spec, spec.assemble([value]), torch.full((1, 32), 1e38)).item() == 0  # denormals
 
 
 def test_threads_change_no_bit_and_variants_little() -> None:

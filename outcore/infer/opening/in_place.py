@@ -274,7 +274,7 @@ def _rates(products: PackedProducts, spec: PackedSpec, device: torch.device) -> 
 def _copies(spec: PackedSpec, most_bytes: int) -> tuple[PackedSpec, list[torch.Tensor]]:
     spec = part_of(spec, most_bytes)
     count = num_copies(spec)
-    data = torch.arange(spec.size_bytes, dtype=torch.int32).remainder_(97).to(torch.uint8)
+    data = torch.arange(spec.size_bytes, dtype=torch.int32).remainder_(23).add_(48).to(torch.uint8)  # no denormals
     copies = [data.clone() for _ in range(count)]
     time.sleep(SETTLE_S)
     return spec, copies

@@ -5,12 +5,13 @@
 // the latter the widening of weights. Where there are more rows of activations, some columns of some rows of weights
 // stay in the second cache for all of them, and come from memory once; so many columns of kWide rows of activations stay
 // in the first one. Sums of kSpan columns are added up in order whatever the other rows are, so none of them changes a
-// bit of a result.
+// bit of a result. Denormals of fp32, which 16-bit weights seldom are, count as zeros.
 #pragma once
 #include <stdint.h>
 
 #include "product_vectors.h"
 #include "products.h"
+#include "threads.h"
 
 namespace outcore {
 namespace {
@@ -130,6 +131,7 @@ inline void add_some(const Product& p, int64_t count, int64_t first, int64_t end
 
 template <class Kind>
 void plain_rows(const Product& p, int64_t start, int64_t stop) {
+  FloatMode flushing(FloatMode::kFlushes);
   const int64_t band = p.m > kWide ? kBand : kTall;
   for (int64_t first = start; first < stop; first += band) {
     const int64_t end = first + band < stop ? first + band : stop;
