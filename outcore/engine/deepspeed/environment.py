@@ -81,7 +81,7 @@ def tell_of_builds(environ: Mapping[str, str]) -> None:
         finally:
             timer.cancel()
 
-    OpBuilder.jit_load = told
+    OpBuilder.jit_load = told  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _builds(environ: Mapping[str, str]) -> Path:
