@@ -88,7 +88,7 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert found[1]["custom_id"] == "c" and chat["object"] == "chat.completion" and len(chat["choices"]) == 2
     assert "together more than" in found[2]["error"]
     assert found[3]["response"]["status_code"] == 400 and "url" in found[3]["error"]["message"]
-    assert "temprature" in found[4]["error"] and "error" in found[-1]
+    assert "temprature" in found[4]["error"] and "the line is no JSON" in found[-1]["error"]
     assert all("a whole number from 1 to 128" in line["error"] for line in found[5:9])
     assert "'user' has no content" in found[9]["error"] and "must be POST" in found[10]["error"]["message"]
     assert not (tmp_path / "out.jsonl.journal").exists()

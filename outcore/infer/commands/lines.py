@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def read_line(
         count = 1 if body.get("n") is None else body["n"]
         request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar)
         return Line(number, shape, name, request)
+    except JSONDecodeError as error:
+        return Line(number, shape, name, None, f'the line is no JSON ({error}); it should be {{"prompt": "..."}}')
     except (ValueError, TypeError) as error:
         return Line(number, shape, name, None, str(error))
 
