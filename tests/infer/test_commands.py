@@ -316,7 +316,7 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", read)
     assert cli.main(["chat", str(tiny_folder[0]), *SMALL, "--temperature", "0"]) == 0
     said = capsys.readouterr()
-    assert "this message is left out" in said.err and "tokens at" in said.out
+    assert "this message alone takes 2,0" in said.err and "tokens at" in said.out
     assert said.err.count("oldest turns are left out") == 2, "once a conversation"
 
 

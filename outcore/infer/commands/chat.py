@@ -129,18 +129,18 @@ class Conversation:
         ).rstrip()
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """Tokens of the conversation; its oldest turns are left out when it outgrows the context: said once."""
-        limit = self.opened.engine.max_tokens
-        room = limit - self.sampling.max_tokens
-        while True:
-            ids = self.prompts.of_messages(messages)
-            first = 1 if messages[0]["role"] == "system" else 0
-            if len(ids) <= room or len(messages) <= first + 1:
-                return ids
+        """Tokens of the conversation; its oldest turns are left out when it outgrows the context: said once. ValueError
+        for a message that alone does."""
+        limit, count = self.opened.engine.max_tokens, len(messages)
+        room, first = limit - self.sampling.max_tokens, 1 if messages[0]["role"] == "system" else 0
+        while len(ids := self.prompts.of_messages(messages)) > room and len(messages) > first + 1:
             del messages[first : first + 2]
-            if not self._is_cut:
-                say(f"(from here on the oldest turns are left out: the context is {limit:,} tokens)")
+        if len(ids) >= limit:
+            raise ValueError(f"(left out: this message alone takes {len(ids):,} of the context's {limit:,} tokens)")
+        if len(messages) < count and not self._is_cut:
+            say(f"(from here on the oldest turns are left out: the context is {limit:,} tokens)")
             self._is_cut = True
+        return ids
 
     def _reset(self, system: str | None) -> None:
         self.system, self.messages, self._is_cut = system or None, [], False
