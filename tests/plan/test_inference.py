@@ -159,6 +159,7 @@ def test_the_command(model, capsys):
         assert word in text
     assert cli.main(["plan", "--infer", "--model", model, "--machine", "rtx4070-laptop", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert ("32768" in found["tokens_per_s"]) is ("32,768 tokens of context do not fit" not in text)
     rates = found["tokens_per_s"]["1024"]
     assert rates["1"] < rates["8"] <= rates["64"] <= rates["256"]
     assert found["bytes"]["vram"] + found["bytes"]["ram"] + found["bytes"]["nvme"] > 15 * 10**9

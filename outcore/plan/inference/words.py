@@ -86,7 +86,7 @@ def _range(plan: InferencePlan, streams: int, context: int) -> str:
 
 
 def to_json(plan: InferencePlan) -> dict[str, Any]:
-    """The plan as data."""
+    """The plan as data, without what does not fit."""
     placement, one = plan.placement, plan.decode(1, 1024)
     return {
         "model": plan.shape.name,
@@ -97,8 +97,14 @@ def to_json(plan: InferencePlan) -> dict[str, Any]:
         "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv.token_bytes},
         "state_bytes": None if plan.shape.states is None else state_bytes_of(plan.shape, plan.itemsize),
         "context_tokens": placement.context_tokens,
-        "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
-        "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},
+        "first_token_s": {
+            str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192) if n <= placement.context_tokens
+        },
+        "tokens_per_s": {
+            str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS}
+            for c in CONTEXTS
+            if plan.most_streams(c) and c <= (plan.shape.max_positions or c)
+        },
         "tokens_per_s_by_hit_rate": {str(rate): plan.tokens_per_s(1, 1024, rate) for rate in plan.hit_rates},
         "pass": {"terms_s": {**one.terms, **one.between}, "binds": one.binding},
     }

@@ -303,7 +303,8 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
         raise DoesNotFit(
             f"this needs {format_gib(least)} of VRAM beside keys and values ({format_gib(work)} for a pass of "
             f"{asked.pass_tokens:,} tokens, {format_gib(buffers)} for {num_buffers} layers, {format_gib(max(ends))} "
-            f"for embedding or head), you have {format_gib(total)}: lower --chunk_tokens or --num_layer_buffers."
+            f"for embedding or head), you have {format_gib(max(0, total))}: "
+            "lower --chunk_tokens or --num_layer_buffers."
         )
     one = needs.kv.sequence_bytes(context, chunk)
     wanted = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
