@@ -184,3 +184,5 @@ def test_the_paired_test_of_a_metric_that_is_no_share():
     (found,) = compare([score], documents([1.0, 3.0, 5.0]), [score | {"value": 3.0}], documents([2.0, 5.0, 9.0]))
     assert (found.unit, found.difference, found.better, found.worse) == ("%", 50.0, 0, 3)
     assert found.p_value == pytest.approx(0.00815, rel=2e-3)
+    for mine, theirs in ((None, 3.0), (2.0, None)):  # a metric that had no value is not compared
+        assert not compare([score | {"value": mine}], [], [score | {"value": theirs}], [])

@@ -70,6 +70,7 @@ def test_metrics_tell_how_often_experts_were_there(tmp_path):
     opened = open_engine(str(tmp_path / "model"), settings)
     try:
         made, counts = ServeMetrics(opened), opened.weights.experts.counts
+        assert type(counts)().hit_rate is None, "nothing was asked for"
         sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
         list(opened.engine.generate([Request("one", (5, 6, 7), sampling)]))
         page = made.page().decode()
