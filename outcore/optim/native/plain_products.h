@@ -1,5 +1,5 @@
-// Rows of 16-bit weights times fp32 activations, which are taken as they are: each product is exact in fp32, and fp32
-// sums it.
+// Rows of 16-bit weights times fp32 activations, which are taken as they are. The product with one that came from 16
+// bits is exact in fp32, and fp32 sums it.
 //
 // kTall rows of weights are multiplied with kWide rows of activations at once: the former share loads of activations,
 // the latter the widening of weights. Where there are more rows of activations, some columns of some rows of weights
