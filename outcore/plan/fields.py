@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from outcore.config import ConfigError, TrainConfig, parse, setting
+from outcore.config import ConfigError, TrainConfig, fields_of, parse, setting
 
 PROG = "outcore plan"
 DESCRIPTION = (
@@ -67,6 +67,15 @@ class InferFields:
     """Memory of the device for a mixture's experts, which come as they are chosen; 0: with their layers."""
 
 
+WITH_INFER = frozenset(
+    {
+        *("model_name_or_path", "preset", "config_file", "trust_remote_code", "precision", "ram_budget_gib"),
+        *("machine", "nominal", "vram_gib", "ram_gib", "nvme_free_gb", "tflops", "json"),
+    }
+)
+"""Fields of a training run, of machine and output that say something beside `--infer`."""
+
+
 @dataclass(frozen=True)
 class OutputFields:
     """Output."""
@@ -99,6 +108,7 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
             if (arg.partition("=")[0] == "--preset" and value in MODES) or arg.partition("=")[0] == "--quantize":
                 args[i] = "--infer_" + arg.removeprefix("--")
     config = parse(args, PlanConfig, PROG, DESCRIPTION)
+    _check_idle(config)
     if config.lora_r == 0 and config.lora_target_modules != "auto":
         raise ConfigError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
     if config.model_module is not None:
@@ -109,3 +119,22 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
             "python train_model.py --plan with the same flags."
         )
     return config
+
+
+def _check_idle(config: PlanConfig) -> None:
+    """ConfigError for a setting that would change nothing, with or without `--infer`."""
+    rows = fields_of(PlanConfig)
+    said = [name for name, row in rows.items() if getattr(config, name) != row.default]
+    answers = {name for name, row in rows.items() if row.group == fields_of(InferFields)["infer"].group}
+    if config.infer is None:
+        if idle := next((name for name in said if name in answers), None):
+            raise ConfigError(f"{idle.removeprefix('infer_')} is about answers: add --infer, or leave it out.")
+        return
+    if idle := next((name for name in said if name not in answers | WITH_INFER), None):
+        raise ConfigError(
+            f"{idle} changes nothing beside --infer, which plans answers of a model and no training: leave it out, or "
+            "leave out --infer."
+        )
+    named = [name for name in ("model_name_or_path", "preset", "config_file") if name in said]
+    if config.infer != NAMED_ELSEWHERE and named:
+        raise ConfigError(f"--infer {config.infer} names a model, and {named[0]} another. Leave out one.")

@@ -206,6 +206,22 @@ def test_the_command_refuses(capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--infer llama-8b --lora_r 4", "lora_r changes nothing beside --infer"),
+        ("--infer llama-8b --seq_length 64", "seq_length changes nothing"),
+        ("--infer llama-8b --png f.png", "png changes nothing"),
+        ("--infer llama-8b --num_gpus 2", "num_gpus changes nothing"),
+        ("--infer llama-8b --model llama-1b", "names a model, and model_name_or_path another"),
+        ("--model llama-8b --cpu_tokens 4", "cpu_tokens is about answers"),
+    ],
+)
+def test_a_flag_that_would_change_nothing_is_refused(given, words, capsys):
+    assert cli.main(["plan", *given.split(), "--machine", "rtx4070-laptop"]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_attention_is_counted_where_contexts_are_long():
     shape = resolve_shape("llama-8b")
     plan = plan_inference(shape, load_hardware("rtx4070-laptop"), context=100_000)
