@@ -8,17 +8,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from outcore.infer import Answer, Piece, Request
+from outcore.infer import Piece, Request
+from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError, Parsed
 from outcore.infer.commands import of_chat
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, takes_tools
 from outcore.serve.service import Service, failure_of, reason_of
 
-FIELDS = frozenset(
-    {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "response_format"}
-)
+FIELDS = CHAT_FIELDS | {"response_format"}
 UNSUPPORTED: dict[str, Any] = {
     "audio": None,
     "modalities": ["text"],
@@ -38,48 +36,16 @@ class ChatCall:
         self.service = service
         service.check_model(fields)
         self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
-        messages, tools = fields.get("messages"), _tools_of(fields, service)
-        if not isinstance(messages, list) or not messages:
-            raise bad("messages must be a list of at least one message.", "messages")
-        more = fields.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict):
-            raise bad("chat_template_kwargs must be an object.", "chat_template_kwargs")
-        if "chat_template" in more:  # a program of the client's, which nothing stops
-            raise bad("chat_template_kwargs are variables of the model's own template.", "chat_template_kwargs")
-        if tools:
-            more = {**more, "tools": tools}
         try:
-            prompt = service.prompts.text_of(messages, **more)
-        except (ValueError, TypeError) as error:
-            raise bad(str(error), "messages") from error
-        ids = tuple(service.prompts.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        self.request: Request = service.request_of(fields, ids, service.new_name("chatcmpl"))
-        self._template = getattr(service.prompts.tokenizer, "response_template", None)
-        self._prompt, self._tools = prompt, tools
-        if self._template is not None:
-            self.request = replace(self.request, keeps_special=True)
-        self._marks = marks_of(service.prompts.tokenizer, with_tools=bool(tools))
-        self._begins_in: Mode = "reasoning" if prompt.rstrip().endswith("<think>") else "content"
+            self.chat = Chat(service.prompts, fields)
+        except ChatError as error:
+            raise bad(str(error), error.field, error.code) from error
+        request = service.request_of(fields, self.chat.ids, service.new_name("chatcmpl"))
+        self.request: Request = replace(request, keeps_special=self.chat.keeps_special)
 
-    def parser(self, choice: int) -> AnswerParser | TemplateParser:
-        """What tells an answer's parts apart."""
-        name = f"{self.request.name}-{choice}"
-        if self._template is not None:
-            return TemplateParser(name, self._template, self._prompt, self._tools)
-        return AnswerParser(name, self._marks, self._begins_in)
-
-
-def _tools_of(fields: dict[str, Any], service: Service) -> list[Any]:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice", "auto")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise bad("tools must be a list of functions.", "tools")
-    if choice not in ("auto", "none", None):
-        raise bad("tool_choice must be auto or none; this server does not force a call.", "tool_choice")
-    if not tools or choice == "none":
-        return []
-    if not takes_tools(service.prompts.tokenizer):
-        raise bad("This model's chat template knows no tools.", "tools", "unsupported_parameter")
-    return tools
+    def name_of(self, choice: int) -> str:
+        """Name of an answer, by which its calls of tools are told apart from others'."""
+        return f"{self.request.name}-{choice}"
 
 
 async def whole(call: ChatCall) -> dict[str, Any]:
@@ -87,16 +53,12 @@ async def whole(call: ChatCall) -> dict[str, Any]:
     answers = await call.service.answers(call.request, ENDPOINT)
     choices = []
     for answer in answers:
-        parser = call.parser(answer.choice)
-        parser.add(answer.text)
-        parser.finish()
-        message: dict[str, Any] = {"role": "assistant", **_said(parser.whole)}
-        message.setdefault("content", None if parser.whole.tool_calls else "")
+        parts = call.chat.parts_of(call.name_of(answer.choice), answer.text)
         choices.append(
             {
                 "index": answer.choice,
-                "message": message,
-                "finish_reason": _reason(answer, parser.whole),
+                "message": parts.message(),
+                "finish_reason": parts.finish(reason_of(answer)),
                 "logprobs": of_chat(call.service.prompts.tokenizer, answer.tokens),
             }
         )
@@ -107,7 +69,7 @@ async def whole(call: ChatCall) -> dict[str, Any]:
 async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events, ending with [DONE]."""
     frame = call.service.frame(call.request.name, "chat.completion.chunk")
-    parsers = [call.parser(i) for i in range(call.request.n)]
+    parsers = [call.chat.parser(call.name_of(i)) for i in range(call.request.n)]
     calls_told = [0] * call.request.n
     cached = written = 0
 
@@ -119,10 +81,10 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
         return {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
 
     def delta_of(choice: int, new: Parsed) -> dict[str, Any]:
-        delta = _said(new)
-        for one in delta.get("tool_calls", []):
-            one["index"] = calls_told[choice]
-            calls_told[choice] += 1
+        delta = new.fields()
+        if new.tool_calls:
+            delta["tool_calls"] = [{"index": calls_told[choice] + i, **one} for i, one in enumerate(new.tool_calls)]
+            calls_told[choice] += len(new.tool_calls)
         return delta
 
     for choice in range(call.request.n):
@@ -142,25 +104,8 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
             cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)
             if delta := delta_of(item.choice, parser.finish()):
                 yield chunk(item.choice, delta, None)
-            yield chunk(item.choice, {}, _reason(item, parser.whole))
+            yield chunk(item.choice, {}, parser.whole.finish(reason_of(item)))
     if call.with_usage:
         usage = usage_of(len(call.request.prompt), written, cached)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
     yield {"data": "[DONE]"}
-
-
-def _said(parsed: Parsed) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if parsed.content:
-        found["content"] = parsed.content
-    if parsed.reasoning:
-        found["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        found["tool_calls"] = [dict(one) for one in parsed.tool_calls]
-    return found
-
-
-def _reason(answer: Answer, parsed: Parsed) -> str:
-    if parsed.tool_calls and answer.finish == "stop":
-        return "tool_calls"
-    return reason_of(answer)

@@ -16,7 +16,7 @@ from outcore.serve.errors import bad
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset({"prompt", "echo", "response_format"})
-UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1}
+UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1, "top_logprobs": None}
 ENDPOINT, KIND = "/v1/completions", "text_completion"
 MAX_PROMPTS = 2048
 
@@ -30,6 +30,8 @@ class CompletionCall:
         service.check_model(fields)
         self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
         self.echo = flag(fields, "echo")
+        if isinstance(fields.get("logprobs"), bool):
+            raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
         self.prompts = texts_of(fields.get("prompt"), "prompt", service)
         fields.setdefault("max_tokens", 16)
         self.only_scores = fields.get("max_tokens") == 0

@@ -6,12 +6,13 @@ import base64
 import struct
 from typing import Any
 
+from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError
 from outcore.serve.body import sorted_out
 from outcore.serve.completions import texts_of
 from outcore.serve.errors import bad
 from outcore.serve.service import Service
 
-FIELDS = frozenset({"prompt", "messages", "tokens", "add_special_tokens"})
+FIELDS = CHAT_FIELDS | {"prompt", "tokens", "add_special_tokens"}
 
 
 def models(service: Service) -> dict[str, Any]:
@@ -34,16 +35,16 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
         raise bad("Give either prompt or messages.", "prompt")
     try:
         if messages is not None:
-            if not isinstance(messages, list):
-                raise ValueError("messages must be a list.")
-            ids = list(service.prompts.of_messages(messages))
+            ids = list(Chat(service.prompts, fields).ids)
         elif isinstance(prompt, str):
             special = fields.get("add_special_tokens", True) is not False
             ids = list(service.prompts.tokenizer(prompt, add_special_tokens=special)["input_ids"])
         else:
             raise ValueError("prompt must be a text.")
+    except ChatError as error:
+        raise bad(str(error), error.field, error.code) from error
     except ValueError as error:
-        raise bad(str(error), "prompt" if messages is None else "messages") from error
+        raise bad(str(error), "prompt") from error
     return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
 
 

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from outcore.infer import Answer, Piece
+from outcore.infer.chats import Parsed
 from outcore.serve.body import flag, sorted_out
 from outcore.serve.chat import ChatCall
 from outcore.serve.errors import bad
-from outcore.serve.parsing import Parsed
 from outcore.serve.service import Service, failure_of
 
 FIELDS = frozenset(
@@ -34,6 +34,8 @@ UNSUPPORTED: dict[str, Any] = {
     "background": False,
     "prompt": None,
     "n": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
 }
 ENDPOINT = "/v1/responses"
 
@@ -104,10 +106,8 @@ def _form_of(text: Any) -> dict[str, Any] | None:
 async def whole(call: ResponseCall) -> dict[str, Any]:
     """The answer at once."""
     (answer,) = await call.service.answers(call.chat.request, ENDPOINT, call.name)
-    parser = call.chat.parser(0)
-    parser.add(answer.text)
-    parser.finish()
-    return _response(call, _items(call, parser.whole), answer)
+    parts = call.chat.chat.parts_of(call.chat.name_of(0), answer.text)
+    return _response(call, _items(call, parts), answer)
 
 
 async def events(call: ResponseCall) -> AsyncGenerator[dict[str, str], None]:
@@ -125,7 +125,7 @@ async def events(call: ResponseCall) -> AsyncGenerator[dict[str, str], None]:
     yield event("response.in_progress", response=_response(call, [], None))
     yield event("response.output_item.added", output_index=0, item=_message(call, "", "in_progress"))
     yield event("response.content_part.added", part=_part(""), **place)
-    parser = call.chat.parser(0)
+    parser = call.chat.chat.parser(call.chat.name_of(0))
     async with aclosing(call.service.stream(call.chat.request, ENDPOINT, call.name)) as items:
         async for item in items:
             new = parser.add(item.text) if isinstance(item, Piece) else parser.finish()

@@ -62,6 +62,10 @@ BAD = [
     (CHAT, {"messages": HI, "logit_bias": {"99999": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": HI, "seed": -5}, 400, "seed"), (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "logprobs"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 50}, 400, "logprobs"),
+    (CHAT, {"messages": HI, "logprobs": 3}, 400, "true or false"),
+    (TEXT, {"prompt": "Hi", "logprobs": True}, 400, "for chats"),
+    (TEXT, {"prompt": "Hi", "logprobs": 1, "top_logprobs": 2}, 400, "top_logprobs"),
+    ("/v1/responses", {"input": "Hi", "top_logprobs": 2}, 400, "top_logprobs is not supported"),
     (CHAT, {"messages": HI, "presence_penalty": 9}, 400, "presence_penalty"),
     (CHAT, {"messages": HI, "stream": "yes"}, 400, "stream"),
     (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, 400, "stream_options"),
@@ -102,6 +106,12 @@ def test_bad_requests(server, path, body, status, word):
     assert found == status and word in reply["error"]["message"]
     assert set(reply["error"]) == {"message", "type", "param", "code"}
     assert found != 429 or int(headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "xml"}, {"type": "regex", "pattern": "(("}])
+def test_an_error_about_the_form_names_its_field(server, form):
+    error = post(server, CHAT, {"messages": HI, "response_format": form})[2]["error"]
+    assert error["param"] == "response_format" and error["code"] is None
 
 
 @pytest.mark.parametrize("raw, status", [(b"", 400), (b"{", 400), (b"[]", 400), (b"{" + b" " * 200_000 + b"}", 413)])

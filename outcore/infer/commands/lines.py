@@ -1,6 +1,6 @@
 """Lines of a job's input as requests, and answers as lines: our plain shape, or OpenAI's of a batch.
 
-    {"prompt": "..."}  or  {"messages": [...]}, with sampling fields beside it
+    {"prompt": "..."}  or  {"messages": [...], "tools": [...]}, with sampling fields beside it
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
 A line that cannot be answered gets a result that says why; the job goes on."""
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.files import json_of
+from outcore.infer.chats import CHAT_FIELDS, Chat, Parsed
 from outcore.infer.commands.logprobs import of_chat, of_completion
 from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Request, Sampling, sampling_of
 
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-BESIDE = frozenset({"prompt", "messages", "model", "n", "id", "stream", "user", "metadata", "store", "response_format"})
+BESIDE = frozenset({"prompt", "model", "n", "id", "stream", "user", "metadata", "store", "response_format"})
 """Fields of a line that are not about sampling."""
 
 
@@ -33,6 +34,8 @@ class Line:
     """The line's own id, for its result."""
     request: Request | None
     error: str = ""
+    chat: Chat | None = None
+    """What reads its answers, where it has messages."""
 
 
 def numbered(source: Path) -> Iterator[tuple[int, str]]:
@@ -65,17 +68,19 @@ def read_line(
         if "body" in entry or "url" in entry:
             shape = "batch"
             shape, body = _batch_body(entry)
-        unknown = sorted(set(body) - KNOWN - BESIDE)
+        chat = None if body.get("messages") is None else Chat(prompts, body)
+        unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r}")
         if body.get("stream"):
             raise ValueError("a job's answers are not streamed: leave stream out")
-        ids = _prompt_of(body, prompts)
+        ids = _prompt_of(body, prompts, chat)
         sampling = sampling_of(body, defaults(len(ids)))
         grammar = grammars.of(body.get("response_format"))
         count = 1 if body.get("n") is None else body["n"]
-        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar)
-        return Line(number, shape, name, request)
+        keeps_special = chat is not None and chat.keeps_special
+        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar, None, keeps_special)
+        return Line(number, shape, name, request, chat=chat)
     except JSONDecodeError as error:
         return Line(number, shape, name, None, f'the line is no JSON ({error}); it should be {{"prompt": "..."}}')
     except (ValueError, TypeError) as error:
@@ -90,17 +95,17 @@ def _batch_body(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"method is {method!r}, but must be POST")
     if not isinstance(body, dict):
         raise ValueError("body must be an object")
+    if body.get(URLS[url]) is None:
+        raise ValueError(f"body must have {URLS[url]} for {url}")
     return str(url), body
 
 
-def _prompt_of(body: Mapping[str, Any], prompts: Prompts) -> tuple[int, ...]:
-    messages, prompt = body.get("messages"), body.get("prompt")
-    if (messages is None) == (prompt is None):
+def _prompt_of(body: Mapping[str, Any], prompts: Prompts, chat: Chat | None) -> tuple[int, ...]:
+    prompt = body.get("prompt")
+    if (chat is None) == (prompt is None):
         raise ValueError("a line must have either prompt or messages")
-    if messages is not None:
-        if not isinstance(messages, list):
-            raise ValueError("messages must be a list")
-        return prompts.of_messages(messages)
+    if chat is not None:
+        return chat.ids
     if isinstance(prompt, str):
         return prompts.of_text(prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
@@ -115,19 +120,22 @@ def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str,
     if failed := next((a for a in answers if a.finish in ("error", "cancelled")), None):
         return _failed(line, failed.error or "the request was cancelled")
     ordered = sorted(answers, key=lambda a: a.choice)
+    parts = [_parts_of(line, a) for a in ordered]
     usage = {"prompt_tokens": len(line.request.prompt), "completion_tokens": sum(len(a.tokens) for a in ordered)}
     usage["total_tokens"] = sum(usage.values())
     if line.shape == "plain":
-        texts = [a.text for a in ordered]
         found: dict[str, Any] = {} if line.name is None else {"id": line.name}
-        found |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
-        return found | {"finish_reason": ordered[0].finish, "usage": usage} | _token_logprobs(ordered)
+        found |= {"text": parts[0].content} if len(parts) == 1 else {"texts": [p.content for p in parts]}
+        found |= {"finish_reason": parts[0].finish(ordered[0].finish), "usage": usage}
+        found |= _beside("reasoning_content", [p.reasoning for p in parts])
+        found |= _beside("tool_calls", [p.tool_calls for p in parts])
+        return found | _token_logprobs(ordered)
     is_chat = line.shape == "/v1/chat/completions"
     of_answer = of_chat if is_chat else _of_completion
     choices = [
-        {"index": a.choice, "finish_reason": a.finish, "logprobs": of_answer(tokenizer, a.tokens)}
-        | ({"message": {"role": "assistant", "content": a.text}} if is_chat else {"text": a.text})
-        for a in ordered
+        {"index": a.choice, "finish_reason": p.finish(a.finish), "logprobs": of_answer(tokenizer, a.tokens)}
+        | ({"message": p.message()} if is_chat else {"text": a.text})
+        for a, p in zip(ordered, parts, strict=True)
     ]
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line.number}",
@@ -141,11 +149,21 @@ def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str,
     return {"id": f"batch_req_{line.number}", "custom_id": line.name, "response": response, "error": None}
 
 
+def _parts_of(line: Line, answer: Answer) -> Parsed:
+    if line.chat is None:
+        return Parsed(answer.text)
+    return line.chat.parts_of(f"{answer.request}-{answer.choice}", answer.text)
+
+
+def _beside(name: str, values: list[Any]) -> dict[str, Any]:
+    """A field of a plain result, where an answer has it; a list where there are several answers."""
+    return {name: values[0] if len(values) == 1 else values} if any(values) else {}
+
+
 def _token_logprobs(answers: Sequence[Answer]) -> dict[str, Any]:
     if not any(a.tokens and a.tokens[0].logprob is not None for a in answers):
         return {}
-    found = [[c.logprob for c in a.tokens] for a in answers]
-    return {"token_logprobs": found[0] if len(found) == 1 else found}
+    return _beside("token_logprobs", [[c.logprob for c in a.tokens] for a in answers])
 
 
 def _of_completion(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:

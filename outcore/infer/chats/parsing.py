@@ -32,6 +32,20 @@ class Parsed:
         self.tool_calls += new.tool_calls
         return new
 
+    def fields(self) -> dict[str, Any]:
+        """The parts that are there, by their names in a message."""
+        named = {"content": self.content, "reasoning_content": self.reasoning, "tool_calls": self.tool_calls}
+        return {name: part for name, part in named.items() if part}
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer as a message."""
+        content = None if self.tool_calls else ""
+        return {"role": "assistant", "content": content, **self.fields()}
+
+    def finish(self, finish: str) -> str:
+        """Why it ended, where the model's own end may be a call."""
+        return "tool_calls" if self.tool_calls and finish == "stop" else finish
+
 
 class AnswerParser:
     """`add` text, `finish` once; each returns what is new. `marks`: which to look for; `begins_in`: what the prompt has
