@@ -1,6 +1,7 @@
 """TrainStream's adapters on a base beyond VRAM, beside `stream_lora.py` with the same flags: seconds a step, memory.
 
 The same preset, adapters and random tokens; random weights; its planner decides which layers stay; the loss in chunks.
+With its own headroom of 0.1 it runs out of memory under a cap of 6.5 GiB (8 B, nf4, 4,096 tokens at once).
 Prints one JSON line with the names of `stream_lora.py`'s. The base is whole in RAM in 16 bits before it is packed.
 
     python benchmarks/race/rival_lora.py --preset llama-8b --quantize nf4 --rows 8 --seq_length 1024 --vram_gib 6.5
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import race_rivals
 import torch
 from race_common import DeviceWatch, cap_allocator, rss_bytes, synchronize
 from race_ours import fill
@@ -62,9 +64,12 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--vram_gib", type=float, default=0.0, help="cap of the allocator")
+    parser.add_argument("--headroom", type=float, default=0.1, help="share of the cap that its planner leaves free")
+    parser.add_argument("--chunk_tokens", type=int, default=race_rivals.CHUNK_TOKENS, help="of the loss")
     args = parser.parse_args()
     import trainstream
 
+    race_rivals.CHUNK_TOKENS = args.chunk_tokens
     watch = DeviceWatch()
     cap_allocator(args.vram_gib)
     begin_s = time.perf_counter()
@@ -80,6 +85,7 @@ def main() -> None:
         accumulation_steps=args.micro_batches,
         blocks=base.model.layers,
         quantize=args.quantize,
+        vram_headroom=args.headroom,
     )
     loss_of = Loss(base, chunked=True)
     load_s, generator, seconds, losses = time.perf_counter() - begin_s, torch.Generator().manual_seed(0), [], []

@@ -13,28 +13,34 @@ the process itself come on top ("rss_training_gib").
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from infer.common import RandomFeed
-from race_common import DeviceWatch, cap_allocator, rss_bytes
+from infer.common import RandomFeed, link_gb_per_s
+from race_common import DeviceWatch, cap_allocator, rss_bytes, synchronize
+from transformers import AutoModelForCausalLM
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.decision.homes import RunSizes, activation_bytes
+from outcore.engine.stream.decision.homes import MOST_PINNED_OF_RAM, RunSizes, activation_bytes
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.formats import QUANTIZE_CHOICES
+from outcore.machine.host import available_ram_bytes
 from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
+from outcore.model.adapters.lora import apply_lora
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
 
@@ -81,6 +87,46 @@ def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
     )  # checkpoints borrow the gradients' homes
 
 
+def bare_s(config: Any, arguments: argparse.Namespace, device: str) -> float:
+    """Seconds of a step's arithmetic alone: transformers' own layer, compiled, its weights on the device in 16 bits for
+    all layers, forward and again with its backward for each micro-batch; then the head's products and the loss."""
+    rows, length, dtype = arguments.rows, arguments.seq_length, torch.bfloat16
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.use_cache = 1, False
+    with torch.device(device):
+        whole: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="sdpa")
+        position = torch.arange(length)[None]
+        hidden = torch.randn(rows, length, config.hidden_size, dtype=dtype, requires_grad=True)
+        labels = torch.randint(2, config.vocab_size, (rows * length,))
+    adapted: Any = apply_lora(whole, LoraSettings(r=arguments.lora_r, target_modules=arguments.lora_target_modules), 0)
+    base = adapted.get_base_model()
+    layer, turn = torch.compile(base.model.layers[0]), base.model.rotary_emb(hidden, position)
+
+    def one_layer() -> None:
+        with torch.no_grad():
+            layer(hidden, position_embeddings=turn, attention_mask=None)
+        layer(hidden, position_embeddings=turn, attention_mask=None).backward(hidden)
+
+    def head() -> None:
+        for part, wanted in zip(hidden.flatten(0, 1).split(1024), labels.split(1024), strict=True):
+            torch.nn.functional.cross_entropy(base.lm_head(part).float(), wanted).backward()
+
+    def seconds_of(work: Callable[[], None], times: int) -> float:
+        work()
+        synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(times):
+            work()
+        synchronize()
+        return (time.perf_counter() - begin_s) / times
+
+    one_layer()
+    one_micro_batch_s = config.num_hidden_layers * seconds_of(one_layer, config.num_hidden_layers)
+    return arguments.micro_batches * (one_micro_batch_s + seconds_of(head, 2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-32b")
@@ -90,7 +136,7 @@ def main() -> None:
     parser.add_argument("--nvme", help="folder on the drive for the rest; without one all is in RAM")
     parser.add_argument("--quantize", choices=QUANTIZE_CHOICES, help="pack the base")
     parser.add_argument("--read_ahead_mib", type=int, default=512)
-    parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
+    parser.add_argument("--staging_gib", type=float, help="pinned memory at most; else as a run has it")
     parser.add_argument("--activations", choices=("device", "ram", "nvme"), default="ram")
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--micro_batches", type=int, default=4)
@@ -101,6 +147,7 @@ def main() -> None:
     parser.add_argument("--vram_gib", type=float, help="cap of the allocator")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
+    parser.add_argument("--bound", action="store_true", help="measure the link's and the arithmetic's seconds as well")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = DeviceWatch() if device == "cuda" else None  # before anything of this process is on the device
@@ -114,6 +161,9 @@ def main() -> None:
         config_overrides=overrides,
         quantize=arguments.quantize,
     )
+    staging_bytes = available_ram_bytes() // MOST_PINNED_OF_RAM
+    if arguments.staging_gib is not None:
+        staging_bytes = int(arguments.staging_gib * GIB)
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
     feed = RandomFeed(loaded.model, loaded.quantize)
@@ -121,7 +171,7 @@ def main() -> None:
     settings = StreamSettings(
         nvme_path=arguments.nvme,
         activations=arguments.activations,
-        staging_bytes=int(arguments.staging_gib * GIB),
+        staging_bytes=staging_bytes,
         weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
         compile=arguments.compile,
         step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
@@ -173,9 +223,17 @@ def main() -> None:
             "peak_vram_gib": round(watch.stop() / GIB, 2) if watch is not None else None,
             "peak_tensors_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if watch is not None else None,
         }
-        print(json.dumps(found))
     finally:
         engine.close()
+    if arguments.bound:
+        config = loaded.model.config
+        once_bytes = (2 - config.tie_word_embeddings) * BF16_BYTES * config.vocab_size * config.hidden_size
+        travels_bytes = 2 * weights.ram_bytes - once_bytes
+        rate = link_gb_per_s(torch.device(device))
+        found |= {"link_gb_per_s": round(rate, 1), "link_s": round(travels_bytes / rate / 1e9, 3)}
+        found["bare_s"] = round(bare_s(config, arguments, device), 3)
+        found["share_of_bound"] = round(max(found["link_s"], found["bare_s"]) / step_s, 3)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
