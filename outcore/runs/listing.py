@@ -31,7 +31,7 @@ class RunState:
     loss: float | None
     size_bytes: int
     changed_s: float
-    """When something was last written, seconds since the epoch."""
+    """When something was last written, or a run without files began; seconds since the epoch."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -72,7 +72,8 @@ def _state_of(folder: RunFolder) -> RunState:
     else:
         is_finished = folder.export.exists() or (total is not None and step >= total)
         state = "finished" if is_finished else "stopped"
-    changed_s = max((stat.st_mtime for stat in stats), default=0.0)
+    began_s = float((holder or {}).get("since_s", 0))  # a run that starts has no file yet
+    changed_s = max([began_s, *(stat.st_mtime for stat in stats)])
     return RunState(folder, state, step, total, last.get("loss"), sum(stat.st_size for stat in stats), changed_s)
 
 

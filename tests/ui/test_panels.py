@@ -111,7 +111,7 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
     small["plan"]["tiers"]["nvme"]["used_bytes"], small["life_steps"], small["life_days"] = 1, 2e6, 30
     assert "rating lasts 2,000,000 steps (30 days of training)" in forecast_of(small)
-    assert small["command"] == "python train_model.py --preset tiny" and small["yaml"] == "preset: tiny\n"
+    assert small["command"] == "outcore train --preset tiny" and small["yaml"] == "preset: tiny\n"
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
     assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
     none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
@@ -136,8 +136,8 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert "Of it waited for" in graphs_of(series) and "other GPUs" not in graphs_of({**series, "phases": {}})
     phases = {"forward": [0.1, 0.2], "collective_update": [0.3, 0.4], "waited_rank_2": [0.1, 0.5]}
     drawn = graphs_of({**series, "phases": phases})
-    assert "In collectives: 0.4 s now" in drawn and "GPU 0 waited for: 0.5 s now" in drawn
-    assert drawn.count("work: 0.2 s now") == 1  # what passes within a phase is none
+    assert "In collectives: update 400 ms now" in drawn and "GPU 0 waited for: GPU 2 500 ms now" in drawn
+    assert drawn.count("work: forward 200 ms now") == 1  # what passes within a phase is none
     assert "one: finished" in state_of(one, series) and "validation" in graphs_of(
         client.get("/v1/runs/one/series").json()
     )
@@ -145,7 +145,7 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert found["settings"] == {"learning_rate": [1e-3, 2e-3]}
     assert "learning_rate" in compared_of(found, dict.fromkeys(("one", "two"), series))
     settings = client.get("/v1/runs/two/settings").json()
-    assert settings["command"] == "python train_model.py --learning_rate 0.002 --preset tiny"
+    assert settings["command"] == "outcore train --learning_rate 0.002 --preset tiny"
     assert client.delete("/v1/runs/one").json()["deleted"] and not (tmp_path / "logs" / "one").exists()
     assert [row["name"] for row in client.get("/v1/runs").json()["data"]] == ["two"]
 
@@ -227,6 +227,8 @@ def test_what_is_drawn_is_escaped():
     assert "<b>" not in draw.table(("a",), [("<b>x</b>",)]) and "&lt;b&gt;" in draw.paragraph("<b>")
     assert [draw.number(x) for x in (1218.4, 0.12345, None)] == ["1,218", "0.123", "-"]
     assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
+    drive = draw.chart("Drive", [1.0, 2.0], {"read": [0.0, 0.25], "written": [1.0, 4e-6]}, draw.rate)
+    assert "read 250.00 MB/s<" in drive and "written 4.00 kB/s<" in drive and "0 B/s to 1.00 GB/s" in drive
     over = draw.tier_bar("ram", {"<i>": 3 << 30}, 3 << 30, 2 << 30)
     assert "1.00 GiB short" in over and "&lt;i&gt;" in over
 
@@ -271,7 +273,9 @@ def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     body = {"fields": {"preset": "tiny", "dataset": ["d.jsonl"]}, "rows": 1}
-    drawn = rows_of(client.post("/v1/data/preview", json=body).json())
+    found = client.post("/v1/data/preview", json=body).json()
+    assert any("of 256 tokens, packed" in line for line in found["lines"])  # as the run will have them
+    drawn = rows_of(found)
     marked = "".join(re.findall(r"<mark>(.*?)</mark>", drawn.partition("it.</p>")[2], re.S))
     plain = re.sub(r"<[^>]+>", "", drawn)
     assert "four" in marked and "2 + 2?" in plain and "2 + 2?" not in marked

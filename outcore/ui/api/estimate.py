@@ -108,7 +108,7 @@ def _needs_infinity(asked: Asked) -> str:
     fitting = [name for name, plan in asked.answer.stages.items() if plan.fits and name != "infinity"]
     stream = asked.answer.stream
     if stream is not None and stream.fits and not stream.uses_drive:
-        return "You do not need infinity for this model: everything fits in VRAM and RAM."
+        return "You do not need infinity for this model: everything fits without a drive."
     if fitting:
         return f"You do not need infinity for this model: {fitting[0]} fits without a drive."
     if asked.answer.stages["infinity"].fits or (stream is not None and stream.fits):

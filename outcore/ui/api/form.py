@@ -84,8 +84,8 @@ def argv_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
-    """The command line to copy."""
-    return shlex.join(["python", "train_model.py", *argv_of(settings)])
+    """The command line to copy; `outcore train` works in any folder."""
+    return shlex.join(["outcore", "train", *argv_of(settings)])
 
 
 def yaml_of(settings: Mapping[str, Any]) -> str:

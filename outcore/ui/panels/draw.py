@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from outcore.common.quantities import format_gb, format_gib, format_s
+from outcore.common.quantities import GB, format_gb, format_gib, format_s
 
 COLORS = tuple(f"var(--oc-{number})" for number in range(1, 8))
 TIER_NAMES = {"vram": "VRAM", "ram": "RAM", "nvme": "Drive"}
@@ -54,8 +54,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[
 
 
 def console(lines: Sequence[str]) -> str:
-    """What a command printed."""
-    return f'<pre tabindex="0">{text(chr(10).join(lines))}</pre>' if lines else paragraph("Nothing yet.", "dim")
+    """What a command printed, scrolled to its end."""
+    return (
+        f'<pre class="newest" tabindex="0">{text(chr(10).join(lines))}</pre>'
+        if lines
+        else paragraph("Nothing yet.", "dim")
+    )
 
 
 def amount(tier: str, num_bytes: float) -> str:
@@ -72,6 +76,16 @@ def number(value: Any, digits: int = 3) -> str:
 
 def seconds(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else format_s(value)
+
+
+def rate(gb_per_s: float) -> str:
+    """Speed of a link or drive."""
+    return f"{format_gb(gb_per_s * GB)}/s"
+
+
+def in_unit(unit: str) -> Callable[[float], str]:
+    """How figures of a unit are told."""
+    return lambda value: f"{number(value)}{unit}"
 
 
 def tier_bar(tier: str, parts: Mapping[str, float], used: float, capacity: float) -> str:
@@ -110,8 +124,15 @@ def fill_bar(share: float, words: str) -> str:
     )
 
 
-def chart(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float | None]], unit: str = "") -> str:
-    """Lines over a common axis; the newest figures and both ends of the axes in words. '' without two points."""
+def chart(
+    title: str,
+    xs: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
+    told: Callable[[float], str] = number,
+) -> str:
+    """Lines over a common axis; the newest figures and both ends of the axes in words. '' without two points.
+
+    A line alone may be called ''."""
     lines = {name: [(x, y) for x, y in zip(xs, ys) if y is not None] for name, ys in series.items()}
     lines = {name: points for name, points in lines.items() if points}
     if not lines or max(len(points) for points in lines.values()) < 2:
@@ -123,20 +144,19 @@ def chart(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float |
         f'<path d="{_path(points, left, right, low, high)}" stroke="{color}"/>'
         for points, color in zip(lines.values(), COLORS)
     )
-    latest = ", ".join(f"{number(points[-1][1])}{unit}" for points in lines.values())
-    keys = (
-        '<div class="keys">'
-        + "".join(f'<span><i style="background:{c}"></i>{text(n)}</span>' for n, c in zip(lines, COLORS))
-        + "</div>"
-        if len(lines) > 1
-        else ""
+    latest = {name: told(points[-1][1]) for name, points in lines.items()}
+    keys = "".join(
+        f'<span><i style="background:{color}"></i>{text(f"{name} {value}")}</span>'
+        for (name, value), color in zip(latest.items(), COLORS)
+        if name
     )
-    label = f"{title}: {latest} now, from {number(low)} to {number(high)}{unit}"
+    span = f"{told(low)} to {told(high)}"
+    label = f"{title}: {', '.join(f'{n} {v}'.strip() for n, v in latest.items())} now, from {span}"
     return (
-        f'<div class="chart"><div class="head"><b>{text(title)}</b><span>{text(latest)}</span></div>'
+        f'<div class="chart"><div class="head"><b>{text(title)}</b><span>{text(latest.get("", ""))}</span></div>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{text(label)}">{paths}</svg>'
-        f'<div class="ends"><span>{number(float(left))}</span><span>{number(low)} to {number(high)}{text(unit)}</span>'
-        f"<span>{number(float(right))}</span></div>{keys}</div>"
+        f'<div class="ends"><span>{number(float(left))}</span><span>{text(span)}</span>'
+        f"<span>{number(float(right))}</span></div><div class=keys>{keys}</div></div>"
     )
 
 

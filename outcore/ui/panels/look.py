@@ -50,6 +50,7 @@ CSS = """
 .oc pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; line-height: 1.45; margin: 4px 0;
   padding: 8px; max-height: 380px; overflow-y: auto; border: 1px solid var(--border-color-primary);
   border-radius: 4px; }
+.oc .newest { display: flex; flex-direction: column-reverse; }
 .oc mark { background: var(--oc-mark); color: inherit; }
 .oc a { text-decoration: underline; }
 .oc-actions { flex-wrap: wrap !important; }

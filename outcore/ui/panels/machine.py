@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from outcore.common.quantities import GIB
+from outcore.common.quantities import format_gib
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, SHOWN, telling
@@ -88,24 +88,25 @@ def graphs_of(live: dict[str, Any]) -> str:
     now = samples[-1]["time"]
     xs = [round(one["time"] - now, 1) for one in samples]
 
-    def line(key: str, by: float = 1.0, less_than: float | None = None) -> list[float | None]:
+    def line(key: str, less_than: float | None = None) -> list[float | None]:
         values = [one.get(key) for one in samples]
-        scaled = [None if v is None else v / by for v in values]
-        return scaled if less_than is None else [None if v is None else less_than - v for v in scaled]
+        return values if less_than is None else [None if v is None else less_than - v for v in values]
 
-    ram_gib = (limits.get("ram_total_bytes") or 0) / GIB
+    ram_bytes = limits.get("ram_total_bytes") or 0
+    pcie = {"to GPU": line("pcie_rx_gb_per_s"), "from GPU": line("pcie_tx_gb_per_s")}
+    heat = {"GPU": line("gpu_temp_c"), "drive": line("nvme_temp_c")}
     drive = {"read": line("nvme_read_gb_per_s"), "written": line("nvme_write_gb_per_s")}
     missing = [draw.paragraph(words, "dim") for words in live["missing"][:4]]
     return draw.page(
         draw.charts(
-            draw.chart("RAM in use", xs, {"": line("ram_available_bytes", GIB, ram_gib)}, " GiB"),
-            draw.chart("VRAM in use", xs, {"": line("gpu_mem_bytes", GIB)}, " GiB"),
-            draw.chart("GPU", xs, {"": line("gpu_util_pct")}, " %"),
-            draw.chart("PCIe", xs, {"to GPU": line("pcie_rx_gb_per_s"), "from GPU": line("pcie_tx_gb_per_s")}, " GB/s"),
-            draw.chart("Drive", xs, drive, " GB/s"),
+            draw.chart("RAM in use", xs, {"": line("ram_available_bytes", ram_bytes)}, format_gib),
+            draw.chart("VRAM in use", xs, {"": line("gpu_mem_bytes")}, format_gib),
+            draw.chart("GPU", xs, {"": line("gpu_util_pct")}, draw.in_unit(" %")),
+            draw.chart("PCIe", xs, pcie, draw.rate),
+            draw.chart("Drive", xs, drive, draw.rate),
             draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
-            draw.chart("Temperature", xs, {"GPU": line("gpu_temp_c"), "drive": line("nvme_temp_c")}, " °C"),
-            draw.chart("GPU power", xs, {"": line("gpu_power_w")}, " W"),
+            draw.chart("Temperature", xs, heat, draw.in_unit(" °C")),
+            draw.chart("GPU power", xs, {"": line("gpu_power_w")}, draw.in_unit(" W")),
         ),
         draw.paragraph("Seconds before now, from left to right.", "dim"),
         *missing,
@@ -133,10 +134,10 @@ def serving_of(live: dict[str, Any]) -> str:
         draw.charts(
             draw.chart("Answers", xs, {"being written": line("running"), "waiting": line("waiting")}),
             draw.chart("Tokens/s", xs, tokens),
-            draw.chart("A pass", xs, {"": line("pass_s")}, " s"),
-            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, " GB/s") if has_link else "",
-            draw.chart("Keys and values", xs, {"": line("kv_used_share", 100)}, " % used"),
-            draw.chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, " %"),
+            draw.chart("A pass", xs, {"": line("pass_s")}, draw.seconds),
+            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, draw.rate) if has_link else "",
+            draw.chart("Keys and values", xs, {"": line("kv_used_share", 100)}, draw.in_unit(" % used")),
+            draw.chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, draw.in_unit(" %")),
         ),
         draw.table(("pipeline", "GPUs", "layers"), stages) if stages else "",
     )

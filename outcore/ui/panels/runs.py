@@ -7,12 +7,12 @@ from typing import Any
 
 import gradio as gr
 
+from outcore.common.quantities import format_gb, format_gib
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import COPIED, QUIET, SHOWN, telling
 
 REFRESH_S = 2.0
-GIB, GB = 2**30, 10**9
 STALLS = {"stall_nvme": "drive", "stall_pcie": "PCIe", "stall_optimizer": "optimizer", "stall_ranks": "other GPUs"}
 
 
@@ -172,33 +172,33 @@ def graphs_of(series: dict[str, Any]) -> str:
     """All graphs of a run for which there are figures."""
     xs, found = series["steps"], series["series"]
 
-    def scaled(key: str, by: float = 1.0) -> list[float | None]:
-        return [None if v is None else v / by for v in found.get(key, [])]
+    def line(key: str) -> list[float | None]:
+        return found.get(key, [])
 
     evals = {e["step"]: e["eval_loss"] for e in series["evals"]}
     with_evals = sorted(set(xs) | set(evals))
     at = dict(zip(xs, found.get("loss", [])))
     loss = {"training": [at.get(x) for x in with_evals], "validation": [evals.get(x) for x in with_evals]}
-    ram = {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}
-    drive = {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)}
+    ram = {"RAM": line("ram_rss_bytes"), "pinned": line("pinned_bytes")}
+    drive = {"read": line("nvme_read_bytes"), "written": line("nvme_write_bytes")}
     phases = series["phases"]
     work = {name: values for name, values in phases.items() if not name.startswith(OVERLAPPING)}
     waits = {STALLS.get(name) or name: values for name, values in phases.items() if name.startswith("stall_")}
     collectives, ranks = _named_by(phases, "collective_", ""), _named_by(phases, "waited_rank_", "GPU ")
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
-        draw.chart("A step's work", xs, work, " s"),
-        draw.chart("Of it waited for", xs, waits, " s"),
-        draw.chart("GPU 0 waited for", xs, ranks, " s"),
-        draw.chart("In collectives", xs, collectives, " s"),
-        draw.chart("Tokens/s", xs, {"": scaled("tokens_per_s")}),
-        draw.chart("VRAM", xs, {"": scaled("gpu_mem_bytes", GIB)}, " GiB"),
-        draw.chart("RAM of the run", xs, ram, " GiB"),
-        draw.chart("Temperature", xs, {"GPU": scaled("gpu_temp_c"), "drive": scaled("nvme_temp_c")}, " °C"),
-        draw.chart("PCIe", xs, {"to GPU": scaled("pcie_rx_gb_per_s"), "from GPU": scaled("pcie_tx_gb_per_s")}, " GB/s"),
-        draw.chart("Drive, a step", xs, drive, " GB"),
-        draw.chart("Drive queue", xs, {"": scaled("nvme_queue_depth")}),
-        draw.chart("Learning rate", xs, {"": scaled("lr")}),
+        draw.chart("A step's work", xs, work, draw.seconds),
+        draw.chart("Of it waited for", xs, waits, draw.seconds),
+        draw.chart("GPU 0 waited for", xs, ranks, draw.seconds),
+        draw.chart("In collectives", xs, collectives, draw.seconds),
+        draw.chart("Tokens/s", xs, {"": line("tokens_per_s")}),
+        draw.chart("VRAM", xs, {"": line("gpu_mem_bytes")}, format_gib),
+        draw.chart("RAM of the run", xs, ram, format_gib),
+        draw.chart("Temperature", xs, {"GPU": line("gpu_temp_c"), "drive": line("nvme_temp_c")}, draw.in_unit(" °C")),
+        draw.chart("PCIe", xs, {"to GPU": line("pcie_rx_gb_per_s"), "from GPU": line("pcie_tx_gb_per_s")}, draw.rate),
+        draw.chart("Drive, a step", xs, drive, format_gb),
+        draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
+        draw.chart("Learning rate", xs, {"": line("lr")}),
     )
 
 

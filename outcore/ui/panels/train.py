@@ -6,6 +6,7 @@ from typing import Any
 
 import gradio as gr
 
+from outcore.common.quantities import format_count
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import COPIED, QUIET, SHOWN, number_box, telling
@@ -214,7 +215,7 @@ def forecast_of(found: dict[str, Any]) -> str:
     step_s = plan["time_s"]["step_s"]
     return draw.page(
         draw.paragraph(f"{draw.seconds(step_s)} a step, {found['tokens_per_s']:,.0f} tokens/s", "big"),
-        draw.paragraph(f"{plan['model']}, {plan['params'] / 1e6:,.0f} M parameters: {found['title']}. A forecast."),
+        draw.paragraph(f"{plan['model']}, {format_count(plan['params'])} parameters: {found['title']}. A forecast."),
         draw.paragraph(found["needs_infinity"], "good" if "not need" in found["needs_infinity"] else "note"),
         *bars,
         draw.paragraph(wear, "dim"),

@@ -109,6 +109,16 @@ def test_a_run_that_ends_while_it_is_listed_is_listed_as_it_ended(tmp_path, monk
     assert (run.state, run.step) == ("finished", 2)
 
 
+def test_a_run_that_has_written_nothing_yet_is_the_latest(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / "c" / name).mkdir(parents=True)
+    (tmp_path / "c/old/kept").write_text("something")
+    lock = RunLock.take("new", [tmp_path / "c"])
+    runs = list_runs(tmp_path / "c", tmp_path / "l", tmp_path / "e")
+    lock.release()
+    assert [run.folder.name for run in runs] == ["new", "old"]
+
+
 def test_files_that_go_while_they_are_counted_are_left_out(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
