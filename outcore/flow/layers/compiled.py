@@ -198,6 +198,7 @@ class CompiledLayers:
             self.graphs is not None
             and self.graphs_fit_eager
             and not self.graphs.why_not
+            and not self.is_active(layer)
             and self.units.layers[layer].training is self._training
         )
 

@@ -38,7 +38,8 @@ CALLS_BEFORE, REHEARSALS = 4, 2
 """Calls of the same function and shapes before the first capture, and how many of them, the last ones, are rehearsals
 (the first may compile): shapes that come once or twice are not captured."""
 MAX_GRAPHS = 32
-"""Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
+"""Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without. The shape that
+a function had first has no limit: where layers stay on the device, each of them is a buffer of its own."""
 
 Function = Callable[..., torch.Tensor]
 """(weights, hidden, args, kwargs[, grad, sums]) -> tensor; adds to the tensors in `sums`, which stay where they are."""
@@ -119,6 +120,8 @@ class LayerGraphs:
         """Why nothing is captured any more."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._shapes: dict[Hashable, _Shapes] = {}
+        self._first: dict[Hashable, Hashable] = {}
+        """The shapes that each function had first."""
         self._pool = GraphPool(device)
 
     @property
@@ -152,8 +155,8 @@ class LayerGraphs:
             return self._replay(graph, inputs)
         if self.why_not or any(t.device != hidden.device for t in inputs):  # a graph would keep the CPU's values
             return call.on(inputs)
-        known = self._shapes.setdefault(shapes, _Shapes())
-        if known.is_worth_it is False or len(self._graphs) >= MAX_GRAPHS:
+        known, first = self._shapes.setdefault(shapes, _Shapes()), self._first.setdefault(name, shapes)
+        if known.is_worth_it is False or (len(self._graphs) >= MAX_GRAPHS and shapes != first):
             return call.on(inputs)
         known.calls += 1
         if known.calls <= CALLS_BEFORE - REHEARSALS:
@@ -205,6 +208,7 @@ class LayerGraphs:
         self.why_not = reason
         self._graphs.clear()
         self._shapes.clear()
+        self._first.clear()
         logger.warning("layers run without CUDA graphs: %s", reason)
 
 

@@ -135,6 +135,18 @@ def test_rare_shapes_and_shapes_beyond_the_limit_run_without(monkeypatch):
     assert graphs.num_graphs == 2
 
 
+def test_every_buffer_of_the_shape_that_came_first_has_a_graph(monkeypatch):
+    """Layers that stay on the device are buffers of their own, however many."""
+    monkeypatch.setattr(module, "MAX_GRAPHS", 1)
+    graphs, layers = CpuGraphs(torch.device("cpu")), [torch.full((3,), float(i)) for i in range(4)]
+    for rows in (1, 2):
+        for _ in range(CALLS_BEFORE + 1):
+            for i, layer in enumerate(layers):
+                shift = {"shift": torch.tensor(0.0), "cache": False}
+                assert float(graphs.run("f", twice, [layer], torch.ones(rows, 3), (None,), shift)[0, 0]) == i
+    assert graphs.num_graphs == len(layers)
+
+
 def test_calls_that_take_long_run_without(monkeypatch):
     monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
     graphs = CpuGraphs(torch.device("cpu"))
@@ -213,3 +225,13 @@ def test_layers_with_dropout_are_not_captured():
     assert fits == [True, False]
     assert not blueprint._compiled(loaded, units, settings, torch.device("cpu"), 0.0).graphs_fit_eager
     assert not blueprint._compiled(loaded, units, settings, torch.device("cuda"), 0.01).graphs_fit_eager
+
+
+def test_eager_graphs_are_for_layers_that_are_not_compiled():
+    """Where they were taken for compiled ones as well, no forward was saved (`--saved_gib`)."""
+    loaded = tiny_loaded("llama", dtype=torch.float32)
+    settings = replace(SETTINGS, compile="auto")
+    found = blueprint._compiled(loaded, discover_units(loaded), settings, torch.device("cuda"), 0.0)
+    assert found.graphs_fit_eager and found.is_active(0) and not found.has_eager_graphs(0)
+    found.give_up("the test asks for it")
+    assert found.has_eager_graphs(0)
