@@ -56,6 +56,8 @@ class StepResult:
     phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: forward, backward, optimizer, and of these stall_nvme, stall_pcie, stall_optimizer (those the
     engine can tell)."""
+    said: str = ""
+    """What the engine decided after this step, for people; '' when nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class EvalResult:
     tokens: int
 
 
-WARM_UP_STEPS = 2
-"""Before the traced ones: compilation, first allocations, and one step whose updates run under the next forward."""
+WARM_UP_STEPS = 3
+"""Before traced or measured ones: compilation, first allocations, one step whose updates run under the next forward,
+and one with layers that stay on the device from then on."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
+from outcore.engine.base import WARM_UP_STEPS
 from outcore.monitor.sensors import BlockDevice
 from outcore.train.run import Ready, Trainer, main
 
@@ -90,7 +91,7 @@ class TrialRun:
     """`result`: where the figures go as JSON. At least `warm_steps` + 1 steps, then as many of `steps` as `limit_s`
     allows. A checkpoint larger than `most_save_bytes` is not written."""
 
-    warm_steps = 2
+    warm_steps = WARM_UP_STEPS
 
     def __init__(self, result: Path, steps: int, limit_s: float, most_save_bytes: int) -> None:
         self.result, self.steps, self.limit_s, self.most_save_bytes = result, steps, limit_s, most_save_bytes

@@ -25,6 +25,8 @@ MOVING_PERCENT = 110
 """Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
 SPARE_BYTES = 256 * MIB
 """Left alone beside it."""
+OTHERS_BYTES = 512 * MIB
+"""Of what the driver has free, left to other programs, a desktop for one, which take more at times."""
 
 
 @dataclass(frozen=True)

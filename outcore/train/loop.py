@@ -158,6 +158,8 @@ class Trainer:
         if self.is_main:
             p.loggers.log_step(record)
             p.progress.update(record)
+            if result.said:
+                p.progress.message(f"engine: {result.said}")
             for words in p.sampler.take_explanations():
                 p.progress.message(f"note: {words}")
             for words in p.warnings.check(record, self._verdicts):

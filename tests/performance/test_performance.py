@@ -76,7 +76,7 @@ def test_plan_beside_measurement(trial: dict[str, Any]):
     assert rows["checkpoint"].planned == pytest.approx(trial["saved_bytes"], rel=0.01)  # fp32: 16 B per parameter
     assert rows["RAM: resident"].planned == trial["forecast"]["expected_rss_bytes"]
     assert "VRAM: tensors, peak" not in rows  # there is no GPU
-    medians = sorted(record["step_s"] for record in trial["steps"][2:])
+    medians = sorted(record["step_s"] for record in trial["steps"][trial["warm_steps"] :])
     assert rows["step"].measured == pytest.approx(sum(medians) / 2)
     assert compare({**trial, "forecast": None}) == []
 

@@ -62,7 +62,7 @@ class ReportingFields:
     """Print the forecast for this run on this machine and stop: exit code 0 when it fits, 1 when it does not. No
     weights are loaded, nothing is trained."""
     trace: int = setting(0, bare="2", least=0)
-    """Record a timeline of this many steps (alone: 2), after two of warm-up, as <log_dir>/<run>/trace.json."""
+    """Record a timeline of this many steps (alone: 2), after three of warm-up, as <log_dir>/<run>/trace.json."""
     export: bool = True
     """Write the finished model at the end."""
     push_to_hub: str | None = setting(None, aliases=("hub_model_id",))

@@ -116,9 +116,8 @@ class StreamEngine:
         parts.updates.begin_step()
 
         def on_gradient(unit: Part, transfer: LaneTransfer) -> None:
-            if immediate is None:
-                shipped.append((unit, transfer))
-            else:
+            shipped.append((unit, transfer))
+            if immediate is not None:
                 parts.updates.submit(unit, transfer, immediate, guard=True, norm_of=parts.download.norm_of)
 
         def run() -> PassSums:
@@ -133,7 +132,7 @@ class StreamEngine:
             )
 
         parts.residents.step_begins([batch["labels"].numel() for batch in micro_batches])
-        sums = self._with_room(run) if self._deferred else run()
+        sums = self._with_room(run, changed_none=lambda: self._deferred or not shipped)
         clock.stop()
         self._attempts += 1
         clock.wait()
@@ -149,12 +148,12 @@ class StreamEngine:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s
         self._tracing.step_ends()
-        parts.residents.step_ended(parts.updates.drain, phase_s)
+        said = parts.residents.step_ended(parts.updates.drain, phase_s)
         self._failed = False
-        return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
+        return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s, said)
 
-    def _with_room(self, run: Callable[[], _Result]) -> _Result:
-        """What `run` gives, which changes no state; once more with less memory kept where that left it none."""
+    def _with_room(self, run: Callable[[], _Result], changed_none: Callable[[], bool] = lambda: True) -> _Result:
+        """What `run` gives; once more with less memory kept where that left it none, if it had changed no state."""
         while True:
             short: torch.OutOfMemoryError
             try:
@@ -162,7 +161,7 @@ class StreamEngine:
             except torch.OutOfMemoryError as error:
                 short = error.with_traceback(None)
             # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
-            if not self._parts.residents.give_way("memory was short beside them"):
+            if not changed_none() or not self._parts.residents.give_way("memory was short beside them"):
                 raise short
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:

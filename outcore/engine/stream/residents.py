@@ -10,7 +10,7 @@ optimizer, bit by bit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,15 @@ from outcore.engine.stream.gradients.transfer_group import TransferGroup
 from outcore.flow.parts import Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.optim import LARGEST_GRAD, AdamWHyper, ChunkJob, update_on_device, updates_on_device
-from outcore.sizing.residents import LEAST_GAIN, DeviceUse, gain_of_staying, num_resident, resident_bytes
-from outcore.states import Homes, StateChunk
+from outcore.sizing.residents import (
+    LEAST_GAIN,
+    OTHERS_BYTES,
+    DeviceUse,
+    gain_of_staying,
+    num_resident,
+    resident_bytes,
+)
+from outcore.states import Homes
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +49,8 @@ class Resident:
 
     slab: torch.Tensor
     """uint8, the bytes of the part's home."""
-    states: list[tuple[StateChunk, torch.Tensor]]
-    """Each chunk with its buffer on the device."""
+    states: torch.Tensor | None
+    """uint8, those of all its chunks as of one, so that one kernel updates them; None: nothing in it is trained."""
     gradient: torch.Tensor | None
     """Waits for the global norm; None without updates of their own, and where they come at once."""
     arrived: torch.Tensor | None = None
@@ -88,7 +95,8 @@ class Residents:
     def device_bytes(self) -> int:
         held = self._held.values()
         gradients = sum(one.gradient.nbytes for one in held if one.gradient is not None)
-        return gradients + sum(one.slab.nbytes + sum(buffer.nbytes for _, buffer in one.states) for one in held)
+        states = sum(one.states.nbytes for one in held if one.states is not None)
+        return gradients + states + sum(one.slab.nbytes for one in held)
 
     @property
     def num_held(self) -> int:
@@ -132,15 +140,13 @@ class Residents:
         held = self._held.get(part.index)
         if held is None:
             return False
-        assert held.arrived is not None and held.norm is not None
+        assert held.states is not None and held.arrived is not None and held.norm is not None
         usable = torch.ones(1, dtype=torch.bool, device=self._device)
         if guard:
             usable = (held.norm.double() * hyper.grad_scale <= LARGEST_GRAD).view(1)
-        param = held.slab.view(part.layout.dtype)
-        for chunk, buffer in held.states:
-            at = slice(chunk.start, chunk.stop)
-            job = ChunkJob(held.arrived[at], buffer, param[at], chunk.element_offset)
-            update_on_device(self._homes.state_format, job, hyper, usable)
+        param = held.slab.view(part.layout.dtype)[: len(held.arrived)]
+        job = ChunkJob(held.arrived, held.states, param, self._homes[part].chunks[0].element_offset)
+        update_on_device(self._homes.state_format, job, hyper, usable)
         held.arrived, held.is_ahead = None, True
         return True
 
@@ -151,9 +157,8 @@ class Residents:
             if held.is_ahead:
                 ram, numel = self._homes[part].slab, part.layout.trainable_numel
                 ram[:numel].copy_(held.slab.view(part.layout.dtype)[:numel])
-                for chunk, buffer in held.states:
-                    assert chunk.buffer is not None
-                    chunk.buffer.copy_(buffer)
+                for at_home, here in self._pieces(part, held):
+                    at_home.copy_(here)
                 held.is_ahead = False
 
     def forget(self) -> None:
@@ -199,28 +204,39 @@ class Residents:
         self._steps = 1
         self._saved.offer(0)
 
-    def step_ended(self, settle: Callable[[], None], phase_s: dict[str, float]) -> None:
-        """After a step: decide, once there were enough of one size. `settle` waits for updates under way; `phase_s` as
-        in `StepResult`."""
+    def step_ended(self, settle: Callable[[], None], phase_s: dict[str, float]) -> str:
+        """After a step: decide, once there were enough of one size; what was decided for people, '' when nothing was.
+        `settle` waits for updates under way; `phase_s` as in `StepResult`."""
         self._saved.step_ended()
         takes = bool(self._candidates) and self._limit_bytes != 0 and not self._held
         if self._steps != STEPS_BEFORE or not (takes or self._saved.wants_memory):
-            return
+            return ""
         if not self._held:
             self._moving_bytes = self._evaluation_bytes
-        idle_bytes = self._use().idle
-        may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
-        count = num_resident([self._bytes_of(part) for part in self._candidates], may_take) if takes else 0
-        if count and self._limit_bytes is None:
-            gain = self._gain_of(count, phase_s)
-            logger.info("%d layers could stay on the device, and spare %.0f %% of a step", count, 100 * gain)
-            count = count if gain >= LEAST_GAIN else 0
-        if count:
-            settle()
-            self._take(self._candidates[:count])
-            logger.info("%s", self.words())
-            idle_bytes -= sum(map(self._bytes_of, self._parts))
+        idle_bytes, said = self._use().idle, ""
+        if takes:
+            count, said = self._choose(idle_bytes, phase_s)
+            if count:
+                settle()
+                self._take(self._candidates[:count])
+                said = self.words() + said
+                idle_bytes -= sum(map(self._bytes_of, self._parts))
         self._saved.offer(idle_bytes)
+        return said
+
+    def _choose(self, idle_bytes: int, phase_s: dict[str, float]) -> tuple[int, str]:
+        """(how many layers are to stay, why so many in words)."""
+        may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
+        sizes = [self._bytes_of(part) for part in self._candidates]
+        count, none = num_resident(sizes, may_take), "no layer stays on the device"
+        if not count:
+            return 0, f"{none}: one takes {format_gib(sizes[0])}, and {format_gib(max(0, may_take))} may be used"
+        if self._limit_bytes is not None:
+            return count, ""
+        gain = self._gain_of(count, phase_s)
+        if gain < LEAST_GAIN:
+            return 0, f"{none}: {count} could, and would spare {100 * gain:.0f} % of a step"
+        return count, f", which spares {100 * gain:.0f} % of a step by forecast (--resident_gib 0: none does)"
 
     def _gain_of(self, count: int, phase_s: dict[str, float]) -> float:
         share = sum(part.layout.trainable_numel for part in self._candidates[:count]) / max(1, self._trained)
@@ -247,23 +263,35 @@ class Residents:
         """Copy them up; every update is over."""
         for part in parts:
             home, numel = self._homes[part], part.layout.trainable_numel
-            states = []
-            for chunk in home.chunks:
-                assert chunk.buffer is not None
-                states.append((chunk, chunk.buffer.to(self._device, copy=True)))
-            gradient = None
-            if self._is_deferred and numel:
-                gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
             slab = home.slab.view(torch.uint8).to(self._device, copy=True)
-            self._held[part.index] = Resident(slab, states, gradient)
+            held = self._held[part.index] = Resident(slab, None, None)
+            if not numel:
+                continue
+            size_bytes = self._homes.state_format.chunk_bytes(numel)
+            held.states = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+            for at_home, here in self._pieces(part, held):
+                here.copy_(at_home)
+            if self._is_deferred:
+                held.gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
         self._parts = list(parts)
+
+    def _pieces(self, part: Part, held: Resident) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(bytes of a state in RAM, the same bytes on the device), for each state of each chunk."""
+        numel, regions = part.layout.trainable_numel, self._homes.state_format.regions
+        for chunk in self._homes[part].chunks:
+            assert chunk.buffer is not None and held.states is not None
+            for own, whole in zip(regions(chunk.numel).values(), regions(numel).values(), strict=True):
+                begin = whole.offset_bytes + chunk.start * whole.dtype.itemsize
+                at_home = chunk.buffer[own.offset_bytes : own.offset_bytes + own.size_bytes]
+                yield at_home, held.states[begin : begin + own.size_bytes]
 
 
 def open_saved(plan: Blueprint) -> SavedForwards:
     """The saved layers of an engine that is being built: none in tiles, none on the CPU unless told, none where no
     configuration says what a layer computes."""
     settings, device = plan.settings, plan.device
-    work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=False)
+    is_compiled = not plan.compiled.why_not
+    work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=is_compiled)
     limit_bytes = settings.saved_bytes if device.type == "cuda" else settings.saved_bytes or 0
     return SavedForwards(
         plan.units,
@@ -331,11 +359,10 @@ class ResidentDownload:
 def measured_use(device: torch.device) -> DeviceUse:
     """What the device is used for between two steps, after its allocator gave back what it can; `moving` since its peak
     was last reset."""
-    free = free_device_bytes(device)
-    if free is None:
+    if device.type != "cuda":
         return DeviceUse(1 << 62, 0, 0)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
-    free = free_device_bytes(device)
+    free = free_device_bytes(device, OTHERS_BYTES)
     assert free is not None
     return DeviceUse(free + held, torch.cuda.memory_reserved(device), max(0, peak - held))

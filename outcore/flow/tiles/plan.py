@@ -49,14 +49,15 @@ class TilePlan:
         return frozenset(unit.unit.index for unit in self.tiled)
 
 
-def free_device_bytes(device: torch.device) -> int | None:
-    """Memory that this process may still take of the device, under the allocator's cap if there is one; CPU: None."""
+def free_device_bytes(device: torch.device, others_bytes: int = 0) -> int | None:
+    """Memory that this process may still take of the device, under the allocator's cap if there is one; CPU: None.
+    `others_bytes`: of what the driver has free, left to other programs."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     capped = int(total * torch.cuda.get_per_process_memory_fraction(device.index))  # takes no "cuda" alone
-    return min(free + reserved, capped) - torch.cuda.memory_allocated(device)
+    return min(free + reserved - others_bytes, capped) - torch.cuda.memory_allocated(device)
 
 
 def plan_tiles(

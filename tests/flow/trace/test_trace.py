@@ -165,7 +165,7 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_run(build, tmp_path, c
 
 
 @pytest.mark.parametrize(("steps", "done", "total", "expected"), [
-    (2, 0, 150, (2, 2, 1)), (2, 100, 150, (2, 2, 101)), (2, 0, 3, (1, 2, 1)), (5, 0, 3, (0, 3, 1)),
+    (2, 0, 150, (3, 2, 1)), (2, 100, 150, (3, 2, 101)), (2, 0, 3, (1, 2, 1)), (5, 0, 3, (0, 3, 1)),
     (1, 9, 9, (0, 1, 10)),
 ])  # fmt: skip
 def test_short_runs_are_traced_earlier(steps, done, total, expected):

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outcore.common.quantities import MIB
+from outcore.common.quantities import GIB, MIB
 from outcore.engine.base import NonFiniteLossError
-from outcore.sizing.residents import SPARE_BYTES, DeviceUse, num_resident, resident_bytes
+from outcore.engine.stream.residents import measured_use
+from outcore.sizing.residents import OTHERS_BYTES, SPARE_BYTES, DeviceUse, num_resident, resident_bytes
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures
 from tests.flow.models import plain_batch
@@ -126,11 +127,11 @@ def test_a_larger_step_that_fits_leaves_them_there(build):
     assert held(engine)
 
 
-@pytest.mark.more(after=1)
-@pytest.mark.parametrize("when", ["training", "evaluating"])
-def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when):
-    """The allocator refuses once, in the middle of a pass."""
-    engine, other = build("llama", HOLDING), build("llama")
+@pytest.mark.more(after=2)
+@pytest.mark.parametrize("when, clip", [("training", 1.0), ("training", 0.0), ("evaluating", 1.0)])
+def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when, clip):
+    """The allocator refuses once, in the middle of a forward pass."""
+    engine, other = (build("llama", replace(settings, max_grad_norm=clip)) for settings in (HOLDING, TINY))
     assert train(engine, 3) == train(other, 3)
     runner, calls = parts_of(engine).flow.runner, [0]
     original = runner.layer
@@ -151,6 +152,15 @@ def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when):
     parts_of(engine).residents.forget()
     with pytest.raises(torch.OutOfMemoryError):
         engine.train_step(batches_of(6), LR)
+
+
+def test_without_clipping_no_step_is_made_again_once_a_layer_is_updated(build):
+    engine = build("llama", replace(HOLDING, max_grad_norm=0.0))
+    train(engine, 3)
+    parts_of(engine).schedule.backward.layer = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA"))
+    with pytest.raises(torch.OutOfMemoryError):  # the head's update is under way
+        engine.train_step(batches_of(3), LR)
+    assert held(engine)
 
 
 def test_a_gradient_that_is_not_finite_reaches_no_state_on_the_device(build, tmp_path):
@@ -208,8 +218,35 @@ def test_all_idle_memory_is_taken_only_where_the_forecast_gains(build, seconds, 
     residents = parts_of(engine).residents
     residents._limit_bytes, original = None, residents.step_ended
     residents.step_ended = lambda settle, _: original(settle, phase_s)
-    assert train(engine, 4) == train(build("llama"), 4)
+    found = [engine.train_step(batches_of(step), LR) for step in range(4)]
+    assert [one.loss for one in found] == train(build("llama"), 4)
     assert bool(held(engine)) == stays
+    said = [one.said for one in found]
+    assert said[0] == said[2] == said[3] == "" and "of a step" in said[1]
+    assert ("layer 0 to layer 1 stay on the device" if stays else "no layer stays on the device: 2 could") in said[1]
+
+
+def test_where_memory_is_short_it_is_said_that_none_stays(build):
+    engine = build("llama", HOLDING)
+    parts_of(engine).residents.measure = lambda: DeviceUse(SPARE_BYTES, 0, 0)
+    train(engine, 1)
+    assert "no layer stays on the device: one takes" in engine.train_step(batches_of(1), LR).said
+    assert held(engine) == 0
+
+
+def test_other_programs_are_left_memory_but_not_under_a_cap(monkeypatch):
+    """What the driver has free is for all; a cap of the allocator's is this run's alone."""
+    device, cap = torch.device("cuda", 0), [1.0]
+    fakes = {
+        "mem_get_info": (3 * GIB, 8 * GIB), "memory_reserved": GIB, "memory_allocated": GIB, "empty_cache": None,
+        "max_memory_allocated": 2 * GIB,
+    }  # fmt: skip
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: cap[0])
+    assert measured_use(device) == DeviceUse(4 * GIB - OTHERS_BYTES, GIB, GIB)
+    cap[0] = 3 / 8
+    assert measured_use(device) == DeviceUse(3 * GIB, GIB, GIB)
 
 
 def test_the_rule_of_what_stays():
