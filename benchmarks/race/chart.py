@@ -25,6 +25,8 @@ NOT_EXACT = {
 }
 NAMES = {
     "ours-fp32": "outcore",
+    "ours-split": "outcore, split masters",
+    "ours-fp32-streamed": "outcore, no layer stays on the GPU",
     "ours-split8": "outcore, 8-bit moments",
     "zero2": "ZeRO-2, optimizer in RAM",
     "zero2-bf16": "ZeRO-2, bf16 states",

@@ -106,7 +106,8 @@ def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
     residents = engine._parts.residents
     engine._drain()
     residents.forget()
-    residents._limit_bytes = turn["resident_bytes"]
+    residents._limit_bytes = turn.get("resident_bytes", 0)
+    residents._saved._limit_bytes = turn.get("saved_bytes", 0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -152,6 +153,7 @@ def measured(
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
         "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
+        "saved_layers": parts.schedule.saved.num_layers,
     }
 
 

@@ -61,12 +61,16 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
     """Ours and every rival, the exact ones first; `four`, `one`: the same tokens in several micro-batches, in one.
 
     What makes rivals fast is one cut, compiled layers and a chunked loss (`-one`); `-as-used` is what most users run:
-    several micro-batches, eager, logits whole.
+    several micro-batches, eager, logits whole. Of ours, `split` keeps the same masters in fewer bytes, as a run in bf16
+    does by itself, and `-streamed` has no layer stay on the GPU.
     """
     as_used = {"compile": False, "chunked": False}
     return {
         "ours-fp32-clip": ours(shape, four, 1, "fp32"),
+        "ours-fp32-streamed-clip": ours(shape, four, 1, "fp32", resident_bytes=0),
+        "ours-split-clip": ours(shape, four, 1, "split"),
         "ours-fp32-one-clip": ours(shape, one, 1, "fp32"),
+        "ours-split-one-clip": ours(shape, one, 1, "split"),
         "ours-split8-clip": ours(shape, four, 1, "split8"),
         "ours-split8-one-clip": ours(shape, one, 1, "split8"),
         "zero2-one-clip": rival(shape, one, 1, "zero2"),
@@ -218,7 +222,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
     }
     idle = {
         f"ours-{states}{suffix}": ours(shape, t16, clip, states, resident_bytes=0)
-        | {"turns": {"stay": {"resident_bytes": None}}, "turn_warm": 5}
+        | {"turns": {"stay": {"resident_bytes": None}, "saved": {"saved_bytes": None}}, "turn_warm": 5}
         for states in ("fp32", "split")
         for clip, suffix in ((1, "-clip"), (0, ""))
     }

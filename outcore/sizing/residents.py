@@ -26,7 +26,7 @@ MOVING_PERCENT = 110
 SPARE_BYTES = 256 * MIB
 """Left alone beside it."""
 OTHERS_BYTES = 512 * MIB
-"""Of what the driver has free, left to other programs, a desktop for one, which take more at times."""
+"""Memory that the driver has free and other programs are left: a desktop takes more at times."""
 
 
 @dataclass(frozen=True)
