@@ -66,6 +66,11 @@ def format_count(n: float) -> str:
     return f"{n:.0f}"
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """So many things: '1 line', '2,000 lines'. `many`: the plural where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `n`."""
     if multiple <= 0:

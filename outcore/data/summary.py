@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from outcore.common.quantities import format_count
+from outcore.common.quantities import counted, format_count
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,40 @@ class DataSummary:
 
     def lines(self) -> list[str]:
         lines = [
-            f"data: {self.source}: {self.documents:,} documents, {format_count(self.tokens)} tokens "
+            f"data: {self.source}: {counted(self.documents, 'document')}, {format_count(self.tokens)} tokens "
             f"({self.loss_tokens / max(1, self.tokens):.0%} carry loss), {self.shape}; "
             f"{'token cache found' if self.cache_hit else 'tokenised'} in {self.cache_path}",
             f"rows: {self.train_rows:,} to train on, {self.eval_rows:,} to evaluate, {self._room()}",
         ]
         if self.bad_rows:
-            lines.append(f"left out: {self.bad_rows:,} malformed rows, e.g. {'; '.join(self.bad_row_examples[:2])}")
+            lines.append(
+                f"left out: {counted(self.bad_rows, 'malformed row')}, e.g. {'; '.join(self.bad_row_examples[:2])}"
+            )
         if self.empty_documents:
-            lines.append(f"left out: {self.empty_documents:,} documents without anything to learn from")
+            lines.append(f"left out: {counted(self.empty_documents, 'document')} without anything to learn from")
         if self.truncated_documents:
             side = "beginnings" if self.long_rows == "keep_end" else "ends"
             lines.append(
-                f"cut off at seq_length: {self.truncated_documents:,} documents (raise seq_length to keep {side}, or "
-                "choose with --long_rows)"
+                f"cut off at seq_length: {counted(self.truncated_documents, 'document')} (raise seq_length to "
+                f"keep {side}, or choose with --long_rows)"
             )
         if self.split_documents:
-            lines.append(f"split at seq_length: {self.split_documents:,} documents; later windows lack their beginning")
-        if self.dropped_documents and self.long_rows == "drop":
-            lines.append(f"left out: {self.dropped_documents:,} documents longer than seq_length (--long_rows drop)")
-        elif self.dropped_documents:
-            what = "windows" if self.long_rows == "split" else "documents"
             lines.append(
-                f"left out: {self.dropped_documents:,} {what} without a trained token within seq_length: raise it"
+                f"split at seq_length: {counted(self.split_documents, 'document')}; later windows lack their beginning"
             )
-        unused = [f"{column!r} ({count:,} rows)" for column, count in self.unused_columns.items()]
+        if self.dropped_documents and self.long_rows == "drop":
+            lines.append(
+                f"left out: {counted(self.dropped_documents, 'document')} longer than seq_length (--long_rows drop)"
+            )
+        elif self.dropped_documents:
+            what = "window" if self.long_rows == "split" else "document"
+            lines.append(
+                f"left out: {counted(self.dropped_documents, what)} without a trained token within seq_length: raise it"
+            )
+        unused = [f"{column!r} ({counted(count, 'row')})" for column, count in self.unused_columns.items()]
         if unused:
             lines.append(f"columns that are not used: {', '.join(unused)}")
-        lines += [f"{words} ({count:,} rows)" for words, count in self.notices.items()]
+        lines += [f"{words} ({counted(count, 'row')})" for words, count in self.notices.items()]
         return lines + self.notes
 
     def _room(self) -> str:

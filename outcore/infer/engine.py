@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.quantities import counted
 from outcore.flow.trace import moment, wait_for
 from outcore.infer.passes import (
     DraftModel,
@@ -129,8 +130,9 @@ class InferenceEngine:
         limit = self.max_tokens
         if len(request.prompt) + request.sampling.max_tokens > limit:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}: "
-                f"together more than the {limit} that fit. Shorten the prompt or lower max_tokens."
+                f"the prompt has {counted(len(request.prompt), 'token')} and max_tokens is "
+                f"{request.sampling.max_tokens}: together more than the {limit} that fit. Shorten the "
+                "prompt or lower max_tokens."
             )
 
     def submit(

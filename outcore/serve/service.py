@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 from outcore.common.diagnostics import DiagnosticLog
+from outcore.common.quantities import counted
 from outcore.infer import Answer, InferenceEngine, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
@@ -86,6 +87,10 @@ class EngineThread:
         finally:
             if left:
                 self.engine.cancel(request.name)
+
+    async def settled(self) -> None:
+        """Wait until the pass under way has ended, and is counted where it failed."""
+        await _told(lambda told: self.engine.call_soon(lambda: told(None)))
 
     async def score(self, texts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:
         """Scores of texts; see `InferenceEngine.submit_texts`."""
@@ -195,7 +200,7 @@ class Service:
         room = self.max_context - len(ids)
         if room < 1:
             raise bad(
-                f"The prompt has {len(ids)} tokens, and the context is {self.max_context}. Shorten it.",
+                f"The prompt has {counted(len(ids), 'token')}, and the context is {self.max_context}. Shorten it.",
                 "messages" if "messages" in body else "prompt",
                 "context_length_exceeded",
             )

@@ -150,7 +150,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
     assert (prepared.summary.documents, prepared.summary.bad_rows, prepared.summary.empty_documents) == (5, 3, 1)
     assert "line 8: no column 'text'" in " ".join(prepared.summary.bad_row_examples)
     said = "\n".join(prepared.summary.lines())
-    assert "left out: 3 malformed rows" in said and "left out: 1 documents" in said
+    assert "left out: 3 malformed rows" in said and "left out: 1 document " in said
     again = prepare_data(settings_for(tmp_path, path, on_bad_row="skip"), tiny_tokenizer())
     assert again.summary.cache_hit and again.summary.bad_rows == 3, "the report is part of the cache"
 

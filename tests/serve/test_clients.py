@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.infer.models import greedy_by_transformers
-from tests.serve.running import get, send
+from tests.serve.running import Running, get, send
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -219,6 +219,35 @@ def test_batches(openai, client):
         client.files.retrieve(file.id)
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
+
+
+def test_lines_that_a_failed_pass_ended_are_asked_again(openai, start, tiny_folder, monkeypatch):
+    """As often as passes fail; where the engine fails for good, by the next server."""
+    servers = [start(max_sequences=2)]
+    runner = servers[0].service.opened.engine.runner
+    run, failing = runner.run, iter([True, True])
+    monkeypatch.setattr(runner, "run", lambda works: 1 / 0 if next(failing, False) else run(works))
+
+    def ask():
+        client = openai.OpenAI(base_url=f"{servers[-1].url}/v1", api_key="unused", max_retries=0, timeout=120)
+        file = client.files.create(file=("in.jsonl", batch_lines(3)), purpose="batch")
+        return client, client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+
+    client, made = ask()
+    counts = wait_for_batch(client, made.id).request_counts
+    assert (counts.completed, counts.failed) == (3, 1)  # one of the lines cannot be
+    monkeypatch.setattr(runner, "run", lambda works: 1 / 0)
+    client, made = ask()
+    until(lambda: not servers[0].service.thread.is_well)
+    servers[0].stop()
+    assert client is not None and made.status == "in_progress"
+    servers.append(Running(tiny_folder[0], servers[0].service.settings, max_sequences=2))
+    client = openai.OpenAI(base_url=f"{servers[-1].url}/v1", api_key="unused", max_retries=0, timeout=120)
+    counts = wait_for_batch(client, made.id).request_counts
+    assert (counts.completed, counts.failed) == (3, 1)
+    servers[-1].stop()
 
 
 def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from outcore.common.quantities import format_count
+from outcore.common.quantities import counted, format_count
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.cache.batches import Batch, RowPiece, Whole, batches_of, encode_in_order
@@ -147,13 +147,14 @@ def _build(
             break
         if time.monotonic() - told_s >= TELL_EVERY_S:
             told_s = time.monotonic()
-            say(f"tokenised {documents.count:,} documents, {format_count(documents.tokens.length)} tokens so far")
+            tokens = format_count(documents.tokens.length)
+            say(f"tokenised {counted(documents.count, 'document')}, {tokens} tokens so far")
     if documents.count == 0 and documents.empty == 0 and bad_rows.examples:
         raise DataError(f"{source.name} has no usable row; the first one: {bad_rows.examples[0]}")
     if documents.count == 0:
         raise DataError(
             f"{source.name} has nothing that bears loss: "
-            f"{documents.empty} empty and {bad_rows.count} malformed documents"
+            f"{counted(documents.empty, 'empty document')} and {counted(bad_rows.count, 'malformed one')}"
             + (f", e.g. {bad_rows.examples[0]}" if bad_rows.examples else "")
         )
     documents.finish()

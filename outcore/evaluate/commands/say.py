@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outcore.common.output import say
+from outcore.common.quantities import counted
 from outcore.evaluate.history import as_table
 
 
@@ -14,7 +15,9 @@ def say_event(event: dict[str, Any]) -> None:
     kind = event["event"]
     if kind in ("stage", "progress"):
         left = f", {event['left_s']:.0f} s left" if event.get("left_s") else ""
-        documents = f" {event['documents_done']:,} of {event['documents']:,} documents" if event["documents"] else ""
+        documents = (
+            f" {event['documents_done']:,} of {counted(event['documents'], 'document')}" if event["documents"] else ""
+        )
         say(f"{event['task'] or 'suite'}: {event['stage']}{documents}{left}")
     elif kind == "score":
         error = "" if event["stderr"] is None else f" ± {event['stderr']:.4f}"

@@ -19,6 +19,7 @@ import transformers
 from outcore import __version__
 from outcore.common.errors import line_of
 from outcore.common.journal import is_held
+from outcore.common.quantities import counted
 from outcore.evaluate.asking import PORTION_TOKENS, AnswerJournal, Cancelled, Desk, EngineAnswerer
 from outcore.evaluate.history import History
 from outcore.evaluate.jobs.events import Event, EventLog
@@ -182,7 +183,7 @@ class Job:
         try:
             self._save("running", started_at=self.record["started_at"] or time.time(), error=None)
             if journal.answers:
-                events.tell("resumed", message=f"{len(journal.answers):,} questions are answered already")
+                events.tell("resumed", message=f"{counted(len(journal.answers), 'question')} answered already")
             desk = Desk(subject.answerer, journal, portion, events.move, self._check)
             self._run_suite(desk, events)
             seconds = {"seconds": spent_s + time.monotonic() - began_s, "asking_s": desk.asking_s}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.output import say
+from outcore.common.quantities import counted
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.opening import OpenedModel, against_plan, open_engine
@@ -124,8 +125,8 @@ class Conversation:
         rate = max(0, written - 1) / max(1e-9, times.total_s - times.first_token_s)
         guesses = f", {times.accepted} of {times.drafted} guesses right" if times.drafted else ""
         return (
-            f"first word after {times.first_token_s:.2f} s ({times.cached_tokens} tokens known from before), "
-            f"{written} tokens at {rate:.1f} tokens/s{guesses}\n{self.told.words()}"
+            f"first word after {times.first_token_s:.2f} s ({counted(times.cached_tokens, 'token')} known "
+            f"from before), {counted(written, 'token')} at {rate:.1f} tokens/s{guesses}\n{self.told.words()}"
         ).rstrip()
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:

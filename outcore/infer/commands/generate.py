@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from outcore.common.output import say
+from outcore.common.quantities import counted
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
@@ -48,11 +49,12 @@ def _one(args: argparse.Namespace) -> int:
             print(flush=True)
             if answer.finish == "error":
                 raise RuntimeError(answer.error)
-            times = answer.timings
+            times, written = answer.timings, len(answer.tokens)
             writing_s = max(1e-9, times.total_s - times.first_token_s)
             say(
-                f"{len(ids)} tokens read, first word after {times.first_token_s:.2f} s, {len(answer.tokens)} tokens "
-                f"written at {max(0, len(answer.tokens) - 1) / writing_s:.1f} tokens/s, ended by {answer.finish}"
+                f"{counted(len(ids), 'token')} read, first word after {times.first_token_s:.2f} s, "
+                f"{counted(written, 'token')} written at {max(0, written - 1) / writing_s:.1f} tokens/s, "
+                f"ended by {answer.finish}"
             )
         tell_plan(told, "generate")
     finally:
@@ -81,7 +83,7 @@ def _job(args: argparse.Namespace) -> int:
     try:
         gather(journal, job)
         if journal.done:
-            say(f"going on: {len(journal.done):,} lines are answered already")
+            say(f"going on: {counted(len(journal.done), 'line')} answered already")
         counts = run_over_gpus(args, settings, job, journal) if args.num_gpus > 1 else _on_one(args, settings, journal)
     except KeyboardInterrupt:
         say("what is answered is kept; the same command goes on from there")
@@ -90,8 +92,8 @@ def _job(args: argparse.Namespace) -> int:
         journal.close()
     rate = counts.answer_tokens / max(1e-9, counts.seconds)
     say(
-        f"{args.output}: {counts.lines:,} lines ({counts.from_journal:,} from before, {len(journal.failed):,} failed), "
-        f"{counts.answer_tokens:,} tokens at {rate:.1f} tokens/s"
+        f"{args.output}: {counted(counts.lines, 'line')} ({counts.from_journal:,} from before, "
+        f"{len(journal.failed):,} failed), {counted(counts.answer_tokens, 'token')} at {rate:.1f} tokens/s"
     )
     return 1 if journal.failed else 0
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import counted
 from outcore.infer.commands.journal import Journal
 from outcore.infer.commands.lines import Line, numbered, read_line, result_of
 from outcore.infer.opening import OpenedModel
@@ -93,7 +94,7 @@ def run_job(
         if time.monotonic() - last_s > TELL_EVERY_S:
             last_s = time.monotonic()
             rate = counts.answer_tokens / max(1e-9, last_s - began_s)
-            progress(f"{len(journal.done):,} lines done, {len(under_way):,} under way, {rate:.1f} tokens/s")
+            progress(f"{counted(len(journal.done), 'line')} done, {len(under_way):,} under way, {rate:.1f} tokens/s")
     if wants is None:
         journal.finish(counts.lines)
     counts.seconds = time.monotonic() - began_s

@@ -118,7 +118,9 @@ def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str,
     if line.request is None:
         return _failed(line, line.error)
     if failed := next((a for a in answers if a.finish in ("error", "cancelled")), None):
-        return _failed(line, failed.error or "the request was cancelled")
+        if failed.finish == "cancelled":
+            return _failed(line, "the request was cancelled", 409, "conflict_error")
+        return _failed(line, failed.error, 500, "server_error")
     ordered = sorted(answers, key=lambda a: a.choice)
     parts = [_parts_of(line, a) for a in ordered]
     usage = {"prompt_tokens": len(line.request.prompt), "completion_tokens": sum(len(a.tokens) for a in ordered)}
@@ -170,14 +172,14 @@ def _of_completion(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] |
     return of_completion(tokenizer, tokens) if tokens and tokens[0].logprob is not None else None
 
 
-def _failed(line: Line, why: str) -> dict[str, Any]:
+def _failed(line: Line, why: str, status: int = 400, kind: str = "invalid_request_error") -> dict[str, Any]:
     if line.shape == "plain":
         return ({} if line.name is None else {"id": line.name}) | {"error": why}
-    body = {"error": {"message": why, "type": "invalid_request_error", "param": None, "code": None}}
-    response = {"status_code": 400, "request_id": f"req-{line.number}", "body": body}
+    body = {"error": {"message": why, "type": kind, "param": None, "code": None}}
+    response = {"status_code": status, "request_id": f"req-{line.number}", "body": body}
     return {
         "id": f"batch_req_{line.number}",
         "custom_id": line.name,
         "response": response,
-        "error": {"code": "invalid_request", "message": why},
+        "error": {"code": kind.removesuffix("_error"), "message": why},
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.quantities import format_s
+from outcore.common.quantities import counted, format_s
 from outcore.flow import ModelParts
 from outcore.flow.experts import FewTokens, experts_of
 from outcore.flow.weights import HandOver, InPlaceProducts
@@ -104,7 +104,7 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
         for every, seconds in own_s.items()
     )
     return placement.because(
-        f"passes of up to {few.most_tokens} tokens run with {who}: a pass of one token took {tried}, and "
+        f"passes of up to {counted(few.most_tokens, 'token')} run with {who}: a pass of one token took {tried}, and "
         f"{format_s(host_s)} where the host brings them",
         runs_few=few.is_on,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outcore.common.quantities import format_gib, format_s
+from outcore.common.quantities import counted, format_gib, format_s
 from outcore.formats import PLAIN_FORMATS
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
@@ -87,8 +87,8 @@ class AgainstPlan:
         facts, said = self.facts(), list[str]()
         if self.forecast_s:
             said.append(
-                f"{self.passes:,} passes took {format_s(self.measured_s)}, {facts['measured_over_forecast']:.2f} times "
-                f"the forecast of {format_s(self.forecast_s)}"
+                f"{counted(self.passes, 'pass', 'passes')} took {format_s(self.measured_s)}, "
+                f"{facts['measured_over_forecast']:.2f} times the forecast of {format_s(self.forecast_s)}"
             )
             if "vram_peak_bytes" in facts:
                 placed, taken = facts["vram_placed_bytes"], facts["vram_peak_bytes"]

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
-from outcore.common.quantities import GB, MIB, format_s
+from outcore.common.quantities import GB, MIB, counted, format_s
 from outcore.flow import ModelParts
 from outcore.flow.experts import BY_PAIRS
 from outcore.flow.layers import GraphPool
@@ -140,8 +140,8 @@ def try_in_place(
     if chosen:
         layers = ", ".join(f"{len(parts)} for up to {tokens}" for tokens, parts in chosen.items())
         reasons += (
-            f"in passes of up to {max(chosen)} tokens the CPU computes some of the {len(names)} layers that travel, "
-            f"where they are ({layers}); whole passes were tried: {told}",
+            f"in passes of up to {counted(max(chosen), 'token')} the CPU computes some of the {len(names)} "
+            f"layers that travel, where they are ({layers}); whole passes were tried: {told}",
         )
     else:
         reasons += (f"whole passes were tried: {told}: so the GPU computes every layer",)
@@ -192,7 +192,9 @@ def _on_cpu(
             most[name] = settings.cpu_tokens
             continue
         most[name], kernel_s, dense_s = _most_rows(products, spec, dtype)
-        words.append(f"{name} up to {most[name]} tokens ({format_s(kernel_s)} instead of {format_s(dense_s)} for one)")
+        words.append(
+            f"{name} up to {counted(most[name], 'token')} ({format_s(kernel_s)} instead of {format_s(dense_s)} for one)"
+        )
     reasons = placement.reasons
     if words:
         reasons += (f"weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
-from outcore.common.quantities import MIB, format_s
+from outcore.common.quantities import MIB, counted, format_s
 from outcore.flow import ModelParts, Part
 from outcore.flow.layers import GraphPool
 from outcore.flow.parts import cpu_specs
@@ -42,7 +42,7 @@ def device_tokens(units: ModelParts, device: torch.device) -> tuple[int, tuple[s
         told.append(f"{name} {format_s(kernel_s)} instead of {format_s(expanded_s)} for one")
     if not most:
         return 0, (f"packed weights are expanded for every pass: {', '.join(told)}, measured on one matrix",)
-    words = f"in passes of up to {most} tokens the GPU multiplies packed weights as they are"
+    words = f"in passes of up to {counted(most, 'token')} the GPU multiplies packed weights as they are"
     return most, (f"{words}: {', '.join(told)}, measured on one matrix",)
 
 

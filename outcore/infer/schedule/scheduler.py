@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from outcore.common.quantities import counted
 from outcore.infer.cache import KvCache, OutOfPages
 from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
@@ -102,8 +103,9 @@ class Scheduler:
         wanted = sequence.num_prompt + sequence.request.sampling.max_tokens
         if wanted > most:
             raise ValueError(
-                f"the prompt has {sequence.num_prompt} tokens and may get {sequence.request.sampling.max_tokens} more, "
-                f"but the cache holds {most}. Shorten the prompt, lower max_tokens, or give the cache more room."
+                f"the prompt has {counted(sequence.num_prompt, 'token')} and may get "
+                f"{sequence.request.sampling.max_tokens} more, but the cache holds {most}. "
+                "Shorten the prompt, lower max_tokens, or give the cache more room."
             )
         place = next(
             (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),

@@ -1,6 +1,7 @@
 """Batch jobs over HTTP, in OpenAI's shape: created from a file of requests, answered in the background, fetched by id.
 
 A job's results go to a journal as they come, so a server that was killed goes on with its jobs when it starts again.
+A line whose answer failed is asked again; where the engine fails for good, the job waits for the next start.
 Jobs share passes with everyone else's requests and take at most half of the answers written at once."""
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from outcore.common import write_json
 from outcore.common.errors import line_of
 from outcore.common.journal import is_held
-from outcore.infer import Answer
+from outcore.infer import Answer, Request
 from outcore.infer.commands import Journal, Line, numbered, read_line, result_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.jobs.files import Files
@@ -27,7 +28,13 @@ from outcore.serve.service import Service
 logger = logging.getLogger(__name__)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 RUNNING = ("validating", "in_progress", "finalizing")
+MAX_TRIES = 3
+"""Times that a line is asked whose answer fails, though passes go on."""
 _ID = re.compile(r"^batch-[0-9a-f]{32}$")
+
+
+class EngineFailed(Exception):
+    """No pass runs any more."""
 
 
 class Batches:
@@ -165,9 +172,13 @@ class Batches:
             journal.close()
             raise
         except Exception as error:
-            logger.exception("%s failed", batch["id"])
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
+            if isinstance(error, EngineFailed):
+                journal.close()
+                logger.error("%s waits for the next start: the engine has failed", batch["id"])
+                return
+            logger.error("%s failed", batch["id"], exc_info=error)
             self._fail(batch, f"the server failed: {line_of(error)}")
             journal.close()
 
@@ -177,11 +188,22 @@ class Batches:
             return self._result(line, [])
         try:
             self.service.check_length(line.request)
-            async with aclosing(self.service.stream(line.request, "/v1/batches")) as items:
-                answers = [item async for item in items if isinstance(item, Answer)]
+            answers = await self._asked(line.request)
         except (ValueError, ApiError) as error:
             return self._result(Line(number, line.shape, line.name, None, str(error)), [])
         return self._result(line, answers)
+
+    async def _asked(self, request: Request) -> list[Answer]:
+        answers: list[Answer] = []
+        for _ in range(MAX_TRIES):
+            async with aclosing(self.service.stream(request, "/v1/batches")) as items:
+                answers = [item async for item in items if isinstance(item, Answer)]
+            if all(answer.finish != "error" for answer in answers):
+                break
+            await self.service.thread.settled()
+            if not self.service.thread.is_well:
+                raise EngineFailed
+        return answers
 
     def _line(self, batch: dict[str, Any], number: int, text: str) -> Line:
         service = self.service

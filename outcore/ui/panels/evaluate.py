@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio as gr
 
+from outcore.common.quantities import counted
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
@@ -123,7 +124,7 @@ def progress_of(records: list[dict[str, Any]]) -> str:
         left = f", {draw.seconds(now['left_s'])} left" if now["left_s"] else ""
         words = f"{now['task'] or ', '.join(one['tasks'])}: {now['stage']}"
         if now["documents"]:
-            words += f", {now['documents_done']:,} of {now['documents']:,} documents{left}"
+            words += f", {now['documents_done']:,} of {counted(now['documents'], 'document')}{left}"
         parts.append(draw.fill_bar(share, words))
     return draw.page(draw.heading("Under way"), *parts)
 
@@ -155,7 +156,7 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
         f'<a href="{base}?format=csv" download>CSV</a></p>',
         draw.heading("Exact settings, launch descriptor"),
         _as_json(facts),
-        draw.heading(f"Some of {samples['total']:,} documents"),
+        draw.heading(f"Some of {counted(samples['total'], 'document')}"),
         *(
             f"<pre tabindex=0>{draw.text(json.dumps(one, indent=1, ensure_ascii=False)[:3000])}</pre>"
             for one in samples["data"]
