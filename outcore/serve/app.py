@@ -28,6 +28,8 @@ from outcore.serve.watch import RequestMetrics
 logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
 """Answered without a key: whoever watches over the server need not know it."""
+STOP_WITHIN_S = 5
+"""Connections that are still open so long after the server was told to stop are cut."""
 LOOK_EVERY_S = 0.1
 """How often it is looked whether a client that waits for a whole answer is still there."""
 
@@ -68,7 +70,12 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
             await batches.stop()
             await asyncio.to_thread(service.close)
 
+    async def tell_clients() -> None:
+        await batches.stop()
+        service.end_answers()
+
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.tell_clients = tell_clients
     add_errors(app, lambda status: service.metrics.refused.labels(str(status)).inc())
     add_key(app, service.settings, service.metrics)
     _add_plain(app, service)
@@ -178,7 +185,7 @@ def _add_answers(
                     async for event in source:
                         yield event
 
-            return ClosedEvents(told(), held, headers=headers, sep="\n")
+            return ClosedEvents(told(), held, headers=headers, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
         try:
             return JSONResponse(await while_connected(http, whole(call)), headers=headers)
         finally:

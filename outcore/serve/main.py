@@ -68,10 +68,9 @@ def _serve(
     listening: socket,
     additions: Callable[[Service], Sequence[Addition]],
 ) -> None:
-    import uvicorn
-
     from outcore.serve.app import create_app
     from outcore.serve.service import Service
+    from outcore.serve.stopping import Server
 
     opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
     service = Service(opened, settings)
@@ -79,7 +78,6 @@ def _serve(
         say(f"no forecast beside the measured passes: {why}")
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
-    app = create_app(service, additions(service))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    server = Server(create_app(service, additions(service)), service)
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Passes that fail in a row after which the server says that it is not well."""
 IDLE_S = 0.5
+STOPS = "The server stops. Ask again when it has started."
 
 
 class EngineThread:
@@ -39,6 +40,7 @@ class EngineThread:
         self.engine, self._on_failure = engine, on_failure
         self.failures = 0
         self._stopping = threading.Event()
+        self._ends: set[Callable[[], None]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -59,8 +61,12 @@ class EngineThread:
         while not self._stopping.is_set():
             self.engine.wait_for_work(IDLE_S)
             try:
-                while not self._stopping.is_set() and self.engine.step():
-                    self.failures = 0
+                while not self._stopping.is_set():
+                    passes = self.engine.counts.passes
+                    if not self.engine.step():
+                        break
+                    if self.engine.counts.passes > passes:  # and no note only was done
+                        self.failures = 0
             except Exception as error:
                 self.failures += 1
                 self._on_failure(error)
@@ -77,16 +83,26 @@ class EngineThread:
         def put(item: Piece | Answer) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
+        def end() -> None:
+            queue.put_nowait(Answer(request.name, 0, "", (), "error", error=STOPS))
+
         self.engine.submit(request, put, put)
         left = request.n
+        self._ends.add(end)
         try:
             while left:
                 item = await queue.get()
                 left -= isinstance(item, Answer)
                 yield item
         finally:
+            self._ends.discard(end)
             if left:
                 self.engine.cancel(request.name)
+
+    def end_streams(self) -> None:
+        """Have every stream end now with an answer that says why, whatever the pass under way takes."""
+        for end in self._ends:
+            end()
 
     async def settled(self) -> None:
         """Wait until the pass under way has ended, and is counted where it failed."""
@@ -139,6 +155,7 @@ class Service:
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
         self.num_under_way, self.under_way = 0, UnderWay()
+        self.is_stopping = False
 
     @property
     def max_context(self) -> int:
@@ -151,6 +168,11 @@ class Service:
             "serve started", model=self.name, placement=self.opened.placement.lines(), device=str(self.opened.device)
         )
         self.thread.start()
+
+    def end_answers(self) -> None:
+        """Take no more requests, and tell clients that wait for answers that the server stops."""
+        self.is_stopping = True
+        self.thread.end_streams()
 
     def close(self) -> None:
         """Cancel what is left, let the model go."""
@@ -222,7 +244,9 @@ class Service:
             raise bad(f"max_tokens is {asked}, but this server gives at most {most}.", "max_tokens")
 
     def take_place(self, count: int = 1) -> None:
-        """429 when too many requests are under way."""
+        """429 when too many requests are under way; 503 when none is taken."""
+        if self.is_stopping:
+            raise ApiError(503, STOPS, code="server_stopping")
         if not self.thread.is_well:
             raise ApiError(503, "The engine has failed; see the server's log.", code="engine_failed")
         if self.num_under_way + count > self.settings.max_queue:
@@ -286,6 +310,8 @@ def failure_of(answer: Answer) -> ApiError | None:
         return None
     if why.startswith("not finished within"):
         return ApiError(408, f"The answer was {why}.", code="timeout")
+    if why == STOPS:
+        return ApiError(503, STOPS, code="server_stopping")
     return ApiError(500, f"The answer failed: {why}", code="engine_error")
 
 

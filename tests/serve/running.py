@@ -30,17 +30,14 @@ class Running:
     """A server on a thread. `additions`: routes of rooms above."""
 
     def __init__(self, folder, settings: ServeSettings, additions=lambda service: (), **infer):
-        import uvicorn
-
         from outcore.serve.app import create_app
         from outcore.serve.service import Service
+        from outcore.serve.stopping import Server
 
         opened = open_engine(str(folder), InferSettings(**{"context": 256, "ram_gib": 1, "page_tokens": 8, **infer}))
         self.service = Service(opened, settings)
-        config = uvicorn.Config(
-            create_app(self.service, additions(self.service)), host="127.0.0.1", port=0, log_level="error"
-        )
-        self.server = uvicorn.Server(config)
+        app = create_app(self.service, additions(self.service))
+        self.server = Server(app, self.service, host="127.0.0.1", port=0)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
         until(lambda: self.server.started)

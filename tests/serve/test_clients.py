@@ -7,6 +7,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -318,6 +319,26 @@ def test_every_other_class_of_error(openai, client, start, monkeypatch):
     with pytest.raises(openai.InternalServerError) as error:
         narrow.completions.create(**asked)
     assert error.value.status_code == 503 and error.value.code == "engine_failed"
+
+
+def test_who_waits_is_told_that_the_server_stops(openai, start, capsys):
+    one = start(max_sequences=2)
+    client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="unused", max_retries=0, timeout=120)
+    asked = {"prompt": "The", "max_tokens": 200, "ignore_eos": True}
+    with held(one.service.opened.engine), ThreadPoolExecutor() as threads:
+        streams = [client.chat.completions.create(model="tiny", messages=HELLO, stream=True)]
+        streams.append(client.responses.create(model="tiny", input="Hello", stream=True))
+        assert [next(stream) for stream in streams]
+        whole = threads.submit(send, one, "/v1/completions", asked)
+        until(lambda: one.service.num_under_way == 3)
+        one.server.should_exit = True
+        with pytest.raises(openai.APIError, match="The server stops"):
+            list(streams[0])
+        assert "The server stops" in list(streams[1])[-1].response.error.message
+        status, reply = whole.result()
+        assert status == 503 and json.loads(reply)["error"]["code"] == "server_stopping"
+    one.stop()
+    assert "stopping: who waits for 3 answers is told" in capsys.readouterr().err
 
 
 def test_calls_of_tools(openai, start):
