@@ -20,7 +20,7 @@ from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
-from outcore.sizing.layouts import DeepSpeedLayout, Staged, StreamLayout
+from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import STAGING_BYTES
@@ -28,6 +28,11 @@ from outcore.sizing.streaming import STAGING_BYTES
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05
 """A plan that is slower by less than this and writes less to the drive is preferred."""
+
+STREAMED = {None: None, "auto": None, "ram": Residency(), "nvme": Residency(0, 0)}
+"""What the streaming engine is told of RAM, by the residency that was asked for; None: what fits."""
+ON_DRIVE = {None: (False, True), "auto": (False, True), "ram": (False,), "nvme": (True,)}
+"""Whether a ZeRO stage may be the one that uses the drive, by residency."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,11 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
         raise ValueError(f"engine stream cannot be used: {refusal}. Use engine deepspeed or auto.")
     stages = {stage: best_stage(shape, request, hardware, seq_length, stage) for stage in STAGES}
     stream = best_stream(shape, request, hardware, seq_length) if not refusal else None
-    open_plans = [plan for stage, plan in stages.items() if request.zero_stage in (None, stage)]
+    open_plans = [
+        plan
+        for stage, plan in stages.items()
+        if request.zero_stage in (None, stage) and (stage == "infinity") in ON_DRIVE[request.residency]
+    ]
     if only := _only_streamed(shape, request, hardware):
         if stream is None or request.engine == "deepspeed":
             cannot = f", and it cannot take this run: {refusal}" if refusal else ""
@@ -71,6 +80,10 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
     elif request.engine != "deepspeed" and stream is not None:
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
         open_plans = [stream] if only else [*open_plans, stream]
+    if not open_plans:
+        raise ValueError(
+            f"residency {request.residency} and zero_stage {request.zero_stage} contradict each other: leave out one."
+        )
     best = _best(open_plans)
     return PlanAnswer(best, _reason(best, stages, request, refusal), stages, stream)
 
@@ -250,6 +263,7 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
                     tiling=tiling,
                     resident_bytes=RESIDENT_BYTES,
                     saved_bytes=SAVED_BYTES,
+                    residency=STREAMED[request.residency],
                 ),
             )
             for tiling in ("auto", "off")

@@ -243,6 +243,7 @@ def _request(config: PlanConfig, hardware: Hardware) -> RunRequest:
         accumulation=config.gradient_accumulation_steps,
         engine=config.engine or "auto",
         zero_stage=config.zero_stage,
+        residency=config.residency,
         state_format=None if config.state_format == "auto" else config.state_format,
         optimizer=config.optimizer,
         precision=_precision(config, hardware),

@@ -11,7 +11,7 @@ FIELD_OF = {
     "micro_batch": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
     "save_total_limit": "save_total_limit",
-    **{name: name for name in ("max_grad_norm", "engine", "zero_stage", "state_format", "precision")},
+    **{name: name for name in ("max_grad_norm", "engine", "zero_stage", "residency", "state_format", "precision")},
 }
 """What a flag may be, this may be -> the flag."""
 STAGES = ("none", "zero1", "zero2", "zero3", "infinity")
@@ -29,6 +29,8 @@ class RunRequest:
     """Micro-batches per optimizer step."""
     engine: str = "auto"
     zero_stage: str | None = None
+    residency: str | None = None
+    """Where parameters and optimizer states shall live: ram, or nvme; auto or None: in RAM as far as they fit."""
     state_format: str | None = None
     """Format of optimizer states that outcore moves, streaming or with staged offload
     (`sizing.states.STATE_FORMATS`). None: lossless, as small as possible."""

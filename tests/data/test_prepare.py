@@ -157,7 +157,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
 
 @pytest.mark.parametrize(("lines", "policy", "words"), [
     (["{broken"] * 3, "skip", "has no usable row"), (["{broken"] * 40, "error", "line 1: not valid JSON"),
-    ([{"text": ""}] * 3, "error", "nothing that bears loss: 3 empty and 0 malformed"),
+    ([{"text": ""}] * 3, "error", "nothing that bears loss: 3 empty documents and 0 malformed"),
     ([""], "error", "is empty: it has no row"),
 ])  # fmt: skip
 def test_nothing_to_train_on(tmp_path: Path, lines, policy, words):

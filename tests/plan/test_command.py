@@ -130,12 +130,26 @@ def test_adapters_over_a_gguf_file_are_planned_as_the_run_holds_them(tmp_path, m
     assert f"--model_name_or_path {file}" in answer["command"] and "--quantize" not in answer["command"]
 
 
-@pytest.mark.parametrize("flag", ["--residency ram", "--offload_params cpu", "--nvme_offload_params false"])
+@pytest.mark.parametrize("flag", ["--offload_params cpu", "--nvme_offload_params false"])
 def test_a_setting_that_the_plan_does_not_follow_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "llama-8b", "--machine", "rtx4070-laptop", *flag.split()]) == 2
     said = capsys.readouterr().err
     assert f"outcore plan: {flag.split()[0].removeprefix('--')}: outcore plan chooses this itself" in said
     assert "train_model.py --plan" in said
+
+
+@pytest.mark.parametrize(("residency", "model"), [("ram", "llama-3b"), ("nvme", "llama-1b")])
+def test_the_plan_follows_the_residency(residency: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", model, "--machine", "rtx4070-laptop", "--ram_gib", "30", "--json"]
+    uses_drive = []
+    for flags in (["--residency", residency], []):
+        main([*argv, *flags])
+        plan = json.loads(capsys.readouterr().out)
+        uses_drive.append("NVMe" in plan["plan"]["homes"]["optimizer states"])
+        assert ("--residency" in plan["command"]) is bool(flags)
+    assert uses_drive == ([False, True] if residency == "ram" else [True, False])
+    assert main([*argv, "--residency", "ram", "--zero_stage", "infinity", "--engine", "deepspeed"]) == 2
+    assert "contradict" in capsys.readouterr().err
 
 
 def test_a_budget_of_ram_is_a_limit_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,13 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
     none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
     assert "not a folder here" in none["problem"] and "No forecast" in banner_of(none)
-    for name, value in {"residency": "nvme", "offload_params": "cpu", "nvme_offload_params": False}.items():
+    on_drive = client.post("/v1/estimate", json={"fields": {"preset": "tiny", "residency": "nvme"}}).json()
+    assert (
+        on_drive["problem"] == ""
+        and on_drive["plan"]["parts_bytes"]["nvme"]
+        and "--residency nvme" in on_drive["command"]
+    )
+    for name, value in {"offload_params": "cpu", "nvme_offload_params": False}.items():
         refused = client.post("/v1/estimate", json={"fields": {"preset": "tiny", name: value}}).json()
         assert "No forecast" in banner_of(refused) and f"{name}: outcore plan chooses this itself" in banner_of(refused)
         assert f"--{name} {str(value).lower()}" in refused["command"], "the run's own command is shown all the same"

@@ -19,10 +19,11 @@ PLANNED = {
 ENGINE_GROUP = FIELDS["engine"].group
 """Settings of where bytes live and how they move: those the plan decides."""
 KEPT = {
+    "residency",
     "staging_gib", "storage_engine", "storage_threads", "storage_block_bytes", "nvme_checksums", "strict_offload",
     "fit_check", "initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale",
 }  # fmt: skip
-"""Settings of that group which no plan decides."""
+"""Settings of that group which no plan decides; where bytes shall live, it follows."""
 TAKEN = {"engine", "zero_stage", "state_format", "ram_budget_gib", "nvme_offload_path", "deepspeed_config"}
 """Settings of that group within which the plan is made."""
 
