@@ -30,7 +30,7 @@ class RunRequest:
     engine: str = "auto"
     zero_stage: str | None = None
     residency: str | None = None
-    """Where parameters and optimizer states shall live: ram, or nvme; auto or None: in RAM as far as they fit."""
+    """Home of parameters and optimizer states: ram, or nvme; auto or None: RAM as far as they fit."""
     state_format: str | None = None
     """Format of optimizer states that outcore moves, streaming or with staged offload
     (`sizing.states.STATE_FORMATS`). None: lossless, as small as possible."""

@@ -280,10 +280,8 @@ def open_found(
         _warm_up(engine, runner, placement, progress)
         small = passes.small if isinstance(passes, PagedRunner) else None
         if placement.cpu_parts and settings.cpu_tokens is None:
-            placement = try_in_place(engine, weights.arrival, units, placement)
+            placement = try_in_place(engine, weights.arrival, units, placement, small)
             progress(placement.reasons[-1])
-            if small is not None:  # graphs of what was tried keep memory
-                small.forget()
         if few is not None and small is not None:
             engine.verify = few.check
             placement = try_few_tokens(engine, few, small, placement)

@@ -25,6 +25,7 @@ from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.trials import TRIAL_BYTES, device_tokens, least_s, num_copies, part_of, specs_of
+from outcore.infer.passes import SmallPasses
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
 from outcore.staging import PinnedPool
@@ -109,11 +110,15 @@ def _products(threads: int, placement: Placement, undo: ExitStack) -> tuple[Pack
 
 
 def try_in_place(
-    engine: InferenceEngine, arrival: ResidentWeights, units: ModelParts, placement: Placement
+    engine: InferenceEngine,
+    arrival: ResidentWeights,
+    units: ModelParts,
+    placement: Placement,
+    small: SmallPasses | None,
 ) -> Placement:
     """The placement once whole passes have been timed, because one matrix may promise too much: for some numbers of
     tokens as many layers on the CPU as make the pass shortest, near what the rates say; none where a pass gains
-    nothing. `arrival` follows it."""
+    nothing. `arrival` follows it; of `small`'s graphs those of the ways that lost, which keep memory, are let go."""
     names, travelling = list(_candidates(units, placement)), placement.travelling_bytes
 
     def seconds(count: int, tokens: int) -> float:
@@ -153,6 +158,8 @@ def try_in_place(
         reasons=reasons,
     )
     arrival.names = placement.on_cpu
+    if small is not None:
+        small.forget(lambda rows, on_cpu: on_cpu == len(placement.on_cpu(rows)))
     return placement
 
 

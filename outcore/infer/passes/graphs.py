@@ -266,10 +266,13 @@ class SmallPasses:
         self.capture_s += time.perf_counter() - began
         return graph
 
-    def forget(self) -> None:
-        """Make passes anew: what they run has changed. A pool whose graphs have all gone takes no others."""
-        self._slots.clear()
-        self._pool = GraphPool(self.device)
+    def forget(self, keeps: Callable[[int, int], bool] = lambda rows, on_cpu: False) -> None:
+        """Make passes anew: what they run has changed. `keeps`: by rows and number of parts on the CPU, those that go
+        on as they are."""
+        for key in [key for key in self._slots if not keeps(key[0], key[-1])]:
+            del self._slots[key]
+        if not self._slots:  # a pool whose graphs have all gone takes no others
+            self._pool = GraphPool(self.device)
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason

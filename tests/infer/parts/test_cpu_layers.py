@@ -12,6 +12,7 @@ import torch
 from outcore.flow import discover_units
 from outcore.formats import PackedProducts, PackedSpec, packed_format
 from outcore.infer.opening import in_place
+from outcore.infer.passes import SmallPasses
 from outcore.sizing.inference import (
     InferenceLimits,
     InferenceNeeds,
@@ -25,7 +26,7 @@ from outcore.sizing.inference import (
 from outcore.sizing.inference.homes import PartHome
 from outcore.staging import PinnedPool
 from tests.flow.models import tiny_loaded
-from tests.infer.models import MIXTURE
+from tests.infer.models import MIXTURE, TinyEngine
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -120,12 +121,35 @@ def test_whole_passes_decide_how_many_layers_the_cpu_keeps(layer_s, expected, mo
         return max(on_cpu * dict(zip((1, 2, 4), (layer_s[0], *layer_s), strict=True))[tokens], (12 - on_cpu) * 0.05)
 
     engine: Any = SimpleNamespace(pass_s=pass_s)
-    found = in_place.try_in_place(engine, arrival, units, placement)
+    keeps: list[Any] = []
+    small: Any = SimpleNamespace(forget=keeps.append)
+    found = in_place.try_in_place(engine, arrival, units, placement, small)
+    assert [on_cpu for on_cpu in range(12) if keeps[0](1, on_cpu)] == [expected[0]], "graphs of the way that won"
     assert (len(found.on_cpu(1)), len(found.on_cpu(4))) == expected and arrival.names(1) == found.on_cpu(1)
     assert bool(found.cpu_tokens) is bool(expected[0]) and "whole passes were tried" in found.lines()[-1]
     assert sum("the CPU computes" in line for line in found.lines()) == bool(expected[0]), (
         "one answer, not each trial's"
     )
+
+
+def test_passes_of_the_way_that_lost_are_let_go():
+    tiny, on_cpu = TinyEngine("llama"), set()
+    tiny.runner.small = small = SmallPasses(
+        tiny.runner.flow, tiny.runner.attention, tiny.cache, CPU, is_captured=False,
+        is_on_cpu=lambda part: part.name in on_cpu,
+    )  # fmt: skip
+    try:
+        made = []
+        for step, names in enumerate([set(), {"layer 0"}, set(), {"layer 0"}]):
+            on_cpu |= names
+            on_cpu &= names
+            if step == 2:
+                small.forget(lambda rows, count: count == 0)
+            tiny.greedy([[5]], 1)
+            made.append(small.is_first)
+        assert made == [True, True, False, True]
+    finally:
+        tiny.close()
 
 
 def test_the_trial_of_the_link_takes_its_memory_from_a_pool_and_gives_it_back(monkeypatch):
