@@ -189,11 +189,11 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _left_behind(checkpoints: list[Path]) -> set[Path]:
-    """Folders after which one of the same or a lower step came."""
+    """Folders after which one of a lower step came."""
     orders = {path: order for path in checkpoints if (order := _order_of(path)) is not None}
     left, first_step = set(), math.inf
     for path in sorted(orders, key=lambda path: (orders[path], _step_of(path)), reverse=True):
-        if _step_of(path) >= first_step:
+        if _step_of(path) > first_step:
             left.add(path)
         first_step = min(first_step, _step_of(path))
     return left

@@ -116,6 +116,8 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
     assert _save(run, 3, keep=2).is_dir()
     assert [p.name for p in ck.list_checkpoints(run)] == ["step-00000002", "step-00000003"]
     assert _save(run, 1, keep=1).is_dir() and len(ck.list_checkpoints(run)) == 1
+    (_save(run, 4, keep=9) / ck.MANIFEST).write_text("")
+    assert _save(run, 2, keep=1).is_dir(), "a later one that cannot tell when it was written is none to keep instead"
 
 
 def test_a_run_that_went_back_goes_on_with_what_it_saved_then(tmp_path: Path) -> None:

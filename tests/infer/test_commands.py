@@ -234,6 +234,20 @@ def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out.jsonl").read_text()) == {"text": "a"}
 
 
+def test_a_journal_whose_last_line_is_torn_goes_on_behind_the_line_before(tmp_path):
+    from outcore.infer.commands.journal import Journal
+
+    killed = Journal(tmp_path / "out.jsonl", {"model": "m"})
+    killed.add(0, {"text": "a"})
+    killed.close()
+    with open(tmp_path / "out.jsonl.journal", "ab") as file:
+        file.write(b"0a1b2c3d [1, ")
+    again = Journal(tmp_path / "out.jsonl", {"model": "m"})
+    again.add(1, {"text": "b"})
+    again.finish(2)
+    assert [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == ["a", "b"]
+
+
 def test_a_journal_of_former_lines_is_kept_and_refused(tmp_path):
     from outcore.infer.commands.journal import JobError, Journal
 

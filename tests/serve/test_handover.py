@@ -10,19 +10,22 @@ import sys
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from outcore.common.ports import free_port
 from outcore.config.commands import serve_flags
 from outcore.serve import ServeSettings, listen
 from outcore.serve.handover import handover_of
 from outcore.serve.handover.environment import ensure_environment
-from outcore.serve.handover.process import Care
+from outcore.serve.handover.process import Care, ServerProcess
 from outcore.serve.handover.run import run_handover
 from outcore.serve.main import main
 from tests.forked import ROOT, start_script
+from tests.waiting import until
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 QUICK = Care(120, look_every_s=0.05, answer_within_s=4, max_failed_looks=2, max_restarts=20)
@@ -200,6 +203,49 @@ def test_when_vllm_does_not_come_up_our_own_engine_serves_with_a_warning(tmp_pat
     assert served == [str(model)]
     told = capfd.readouterr().err
     assert "warning: vLLM cannot serve this" in told and "out of memory" in told and "on one GPU" in told
+
+
+HEALTHY = """
+import http.server, os, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+print("pid", os.getpid(), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """A server that says no more than that it is well, by `Care` for a few deaths; what is noted of it; its pids."""
+    port, noted = free_port(), []
+    care = replace(QUICK, max_restarts=2)
+    command, log = [sys.executable, "-S", "-c", HEALTHY, str(port)], tmp_path / "log"
+    process = ServerProcess(command, {}, f"http://127.0.0.1:{port}", log, care, lambda event, **_: noted.append(event))
+    yield process, noted, lambda: [int(pid) for pid in re.findall(r"^pid (\d+)$", log.read_text(), re.M)]
+    process.stop()
+
+
+def test_an_engine_that_dies_is_started_as_often_as_said_and_no_more(engine):
+    process, noted, pids = engine
+    over = threading.Event()
+    process.bring_up()
+    process.watch(over.set)
+    for deaths in range(3):
+        until(lambda n=deaths: noted.count("engine up") > n or over.is_set())
+        os.kill(pids()[-1], signal.SIGKILL)
+    assert over.wait(60) and noted.count("engine restarted") == 2 and len(pids()) == 3
+    assert process.state == "failed" and "after 2 new starts" in process.why
+
+
+def test_an_engine_ends_with_the_thread_that_started_it(engine):
+    """So it ends with our process, too, however that ends."""
+    process, _, pids = engine
+    starting = threading.Thread(target=process.bring_up)
+    starting.start()
+    starting.join(120)
+    until(lambda: Path(f"/proc/{pids()[0]}/stat").read_text().split()[2] == "Z")
 
 
 @pytest.mark.more

@@ -1,7 +1,7 @@
 """The pool without CUDA: exact leases, who holds what, waiting, closing. Pinned behaviour is in test_staging_gpu.py."""
 
 import threading
-import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from outcore.common.quantities import KIB, MIB
 from outcore.staging import LeaseError, PinnedGrant, PinnedPool, PinnedPoolFull
 from outcore.staging.pool import pinned_grant as grants
 from tests.refused import refused
+from tests.waiting import until
 
 
 def cpu_pool(capacity_bytes: int, **settings_: object) -> PinnedPool:
@@ -114,12 +115,26 @@ def test_waiting_for_a_release_ends_with_the_memory_or_with_the_time() -> None:
         for owner, n_bytes in (("big", 1 * MIB), ("small", 4096)):  # the small one does not overtake
             threads.append(threading.Thread(target=take, args=(owner, n_bytes)))
             threads[-1].start()
-            while len(pool._waiting) < len(threads):
-                time.sleep(0.001)
+            until(lambda: len(pool._waiting) == len(threads))
         first.release()
         for thread in threads:
             thread.join(30)
         assert got == ["big", "small"]
+
+
+def test_who_gives_up_waiting_lets_the_next_one_in() -> None:
+    with cpu_pool(1 * MIB) as pool, pool.lease(512 * KIB, "stays"):
+
+        def ask(n_bytes: int, timeout_s: float) -> None:
+            with suppress(PinnedPoolFull):
+                pool.lease(n_bytes, "asks", timeout_s=timeout_s).release()
+
+        for number, arguments in enumerate([(1 * MIB, 0.2), (4096, 60.0)]):
+            asking = threading.Thread(target=ask, args=arguments)
+            asking.start()
+            until(lambda n=number, this=asking: len(pool._waiting) > n or not this.is_alive())
+        asking.join(20)
+        assert not asking.is_alive()
 
 
 def test_closing_is_refused_while_memory_is_out_and_a_closed_pool_gives_nothing() -> None:

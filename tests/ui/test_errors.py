@@ -159,6 +159,12 @@ def test_two_starts_at_once(client, api):
     until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
 
 
+def test_a_run_that_nobody_names_gets_a_name_that_no_other_has(client, tmp_path):
+    (tmp_path / "logs" / "tiny-embedded").mkdir(parents=True)
+    (tmp_path / "logs" / "tiny-embedded" / "metrics.jsonl").write_text("")
+    assert client.post("/v1/runs", json={"fields": {"preset": "tiny"}}).json()["run"] == "tiny-embedded-2"
+
+
 def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
     program = "import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)"
     monkeypatch.setattr(children_module, "PROGRAM", (sys.executable, "-c", program))

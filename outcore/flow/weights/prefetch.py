@@ -166,7 +166,7 @@ class WeightPrefetcher:
             self._over = {(kind, number): now for kind in (0, 1) for number in range(len(self._buffers[kind]))}
         self._released = -1
         self.stalls.begin()
-        self._read_ahead(needed=-1)
+        self._read_ahead()
         self._issue(needed=-1)
 
     def acquire(self, at: int) -> torch.Tensor:
@@ -188,7 +188,7 @@ class WeightPrefetcher:
         if kind != RESIDENT:
             self._over[kind, use.buffer] = self._lane.streams.now()
         self._released = at
-        self._read_ahead(needed=-1)
+        self._read_ahead()
         self._issue(needed=-1)
 
     def abort(self, deadline: Deadline | None = None) -> None:
@@ -214,7 +214,7 @@ class WeightPrefetcher:
             if at > needed and not self._source.is_current(unit):
                 return
             self._source.wait_current(unit)
-            self._read_ahead(needed=at)
+            self._read_ahead()
             event = self._over.get((kind, use.buffer))
             gate, from_drive = self._ahead.pop(at, (None, None))
             if gate is not None:
@@ -228,14 +228,11 @@ class WeightPrefetcher:
             self._arriving[kind, use.buffer] = from_ram, from_drive
             self._copies.pop(0)
 
-    def _read_ahead(self, needed: int) -> None:
+    def _read_ahead(self) -> None:
         """Submit reads from NVMe in order of need, up to the first unit that still waits for its update."""
-        while self._reads:
-            at = self._reads[0]
+        while self._reads and self._source.is_current(self._uses[self._reads[0]][0]):
+            at = self._reads.pop(0)
             unit = self._uses[at][0]
-            if at > needed and not self._source.is_current(unit):
-                return
-            self._source.wait_current(unit)
             place = self._source.stored(unit)
             assert place is not None and self._drive_lane is not None
             store, name = place
@@ -247,7 +244,6 @@ class WeightPrefetcher:
                 gate = Gate()
                 transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
                 self._ahead[at] = gate, transfer
-            self._reads.pop(0)
 
 
 def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:

@@ -13,6 +13,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.common.deadline import Deadline
+from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.deepspeed.staged.param_store import STORE_NAME
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.session import StagedMemory, StagedSession
@@ -137,6 +138,17 @@ def test_a_lent_share_that_is_changed_from_outside_goes_to_the_drive(tmp_path: P
     params.close()
     scratch.close()
     pool.close()
+
+
+def test_a_weight_that_lies_in_lent_memory_outlives_the_loan() -> None:
+    """As DeepSpeed on the CPU gathers a single rank's share without a copy: a gradient may come while it is in use."""
+    param, memory, absent = new_share(7), torch.full((8,), 2.0, dtype=torch.bfloat16), []
+    loans = Loans(absent.append)
+    loans.lend(param, memory)
+    param.data = param.ds_tensor.data.view(2, 4)
+    loans.reclaim(param)
+    memory[:] = 4.0
+    assert param.data.tolist() == [[2.0] * 4] * 2 and absent == [param] and 7 not in loans
 
 
 def test_closing_ends_although_the_drive_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -269,6 +269,17 @@ def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
 
+def test_of_chunks_the_last_one_sends_the_sum_home(build):
+    """Each of the four before brings its part of the MLPs' gradients to RAM once more; recomputing none adds to it."""
+    sent = []
+    for settings in (TILED, replace(TILED, device_bytes=60_000)):
+        parts = parts_of(engine := build("llama", settings))
+        gradients_of(engine, batches_of(0, 1))
+        sent.append(parts.download_lane.stats().n_bytes)
+    slots = [slot for unit in parts.units.layer_units for slot in unit.layout.slots if ".mlp." in slot.name]
+    assert sent[1] - sent[0] == 4 * sum(4 * slot.numel for slot in slots) > 0
+
+
 @pytest.mark.no_cover
 def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""

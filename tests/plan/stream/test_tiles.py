@@ -101,6 +101,12 @@ def test_without_knowing_the_step_a_fixed_share_is_left_to_it() -> None:
     assert choose_holding(model, whole * 100 // 60 - 2, 1) != Holding()
 
 
+def test_an_evaluation_that_takes_more_than_a_step_has_to_fit_too() -> None:
+    model, work = Model(UNITS, 2), TilingWork(10, 10, 10, 10, 10, 10, 10, evaluation=0)
+    assert choose_holding(model, 10**5, 1, work=work) == Holding()
+    assert choose_holding(model, 10**5, 1, work=replace(work, evaluation=10**5)) != Holding()
+
+
 def test_where_nothing_fits_the_least_is_held_and_off_tiles_nothing() -> None:
     model, work = Model(UNITS, 2), TilingWork(10**6, 0, 0, 0, 0, 0, 0, 0)
     least = choose_holding(model, 1000, 1, work=work)
