@@ -24,6 +24,7 @@ import numpy as np
 
 from outcore.common.quantities import MIB, round_up
 from outcore.storage.descriptor import Descriptor
+from outcore.storage.errors import StorageError
 from outcore.storage.host_buffer import address_of, aligned_bytes, copy_bytes
 
 Held = tuple[int, int, bool]
@@ -138,8 +139,7 @@ class BlockSpans:
                 held = self._ranges.take(start - skip, start - skip + span.nbytes, exclusive=partial)
                 try:
                     if partial:
-                        got = self._descriptor.read_span(span, start - skip, span.nbytes)
-                        span[got:] = 0  # behind the end of the file
+                        self._read_edge(span, start - skip)
                     copy_bytes(span[skip : skip + take], part[done : done + take])
                     self._descriptor.write_span(span, start - skip)
                 finally:
@@ -147,6 +147,14 @@ class BlockSpans:
                 done += take
         finally:
             self._bounces.append(bounce)
+
+    def _read_edge(self, span: np.ndarray, at: int) -> None:
+        """Read all of what a write fills in part."""
+        got = self._descriptor.read_span(span, at, span.nbytes)
+        if got < span.nbytes:
+            reason = "the file ended early: it was truncated while in use"
+            path, wanted = self._descriptor.path, span.nbytes
+            raise StorageError("write", path=path, offset=at, wanted=wanted, got=got, reason=reason)
 
     def _take_bounce(self) -> np.ndarray:
         try:

@@ -94,6 +94,11 @@ def test_seconds_of_an_update_by_hand():
     refused(ValueError, "rates above 0", lambda: server(optimizer_gparams_per_s={"fp32": 0.0}))
 
 
+def test_homes_that_are_not_pinned_slow_a_link_by_their_share():
+    assert server(copies_gb_per_s=10.0).with_copies(50.0, 0.2) == pytest.approx(1 / (0.8 / 50 + 0.2 / 10))
+    assert server(copies_gb_per_s=60.0).with_copies(50.0, 0.2) == pytest.approx(50.0)
+
+
 def test_a_measured_optimizer_sets_the_step():
     shape, layout, n = prototype_shape(), StreamLayout(4, 1, cuda_graphs=False), 1_213_302_784
     slow = server(optimizer_gparams_per_s=dict.fromkeys(STATE_FORMATS, 0.5))

@@ -173,6 +173,17 @@ def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
     assert (job["state"], job["exit_code"]) == ("stopped", -2)
 
 
+def test_a_run_that_was_refused_says_why_and_is_resumed_with_what_is_otherwise_now(client, monkeypatch):
+    program = "print('step 1\\noutcore train: error: it cannot be.\\nTake another.'); raise SystemExit(2)"
+    monkeypatch.setattr(children_module, "PROGRAM", (sys.executable, "-c", program))
+    name = client.post("/v1/runs", json={"fields": {"preset": "tiny", "max_steps": 5}}).json()["run"]
+    job = until(lambda: (found := client.get(f"/v1/runs/{name}").json()["job"])["state"] != "running" and found)
+    assert (job["state"], job["message"]) == ("refused", "it cannot be. Take another.")
+    resumed = client.post(f"/v1/runs/{name}/resume", json={"fields": {"max_steps": 9}}).json()
+    assert resumed["run"] == name and "--preset tiny --max_steps 9" in resumed["command"]
+    assert "--resume_from_checkpoint auto" in resumed["command"]
+
+
 def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
     with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
