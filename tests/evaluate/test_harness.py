@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from outcore.evaluate.lm_eval import main
+from outcore.evaluate.settings import EvaluationSettings
 from tests.forked import ROOT
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -29,6 +30,40 @@ def test_the_harness_finds_the_model_by_its_entry_point():
     registry = Registry("model")
     registry.register(name, target=importlib.metadata.EntryPoint(name, value, "lm_eval.models"))
     assert name == "outcore" and registry.get("outcore") is OutcoreLM
+
+
+class Task:
+    """As much of a task of the harness as settings change."""
+
+    def __init__(self, **config):
+        self.config, self.set_fewshot_seed = config, lambda seed: None
+        self.get_config = config.get
+
+    def set_config(self, key, value, update=False):
+        self.config[key] = value
+
+
+@pytest.mark.parametrize(("said", "taken"), [(None, [0, 0, 5]), (3, [0, 3, 3])])
+def test_examples_are_as_many_as_said_but_for_a_task_that_takes_none(monkeypatch, said, taken):
+    from outcore.evaluate.harness import run_suite
+
+    tasks = {str(own): Task(num_fewshot=own) for own in (0, None, 5)}
+    empty = {name: {} for name in ("higher_is_better", "versions", "n-samples", "results")}
+    monkeypatch.setattr("outcore.evaluate.harness.suite.evaluate", lambda *_, **__: empty)
+    settings = EvaluationSettings(("t",), num_fewshot=said)
+    run_suite(None, settings, lambda *_: None, lambda *_: None, {"t": {"tasks": tasks}})
+    assert [task.config["num_fewshot"] for task in tasks.values()] == taken
+
+
+def test_a_document_of_a_perplexity_has_the_loss_of_a_unit():
+    from outcore.evaluate.harness import samples_of
+
+    sample = {
+        "filter": "none", "doc_id": 0, "arguments": [("text",)], "target": "text", "resps": [[-6.0]],
+        "filtered_resps": [-6.0], "metrics": ["byte_perplexity"], "byte_perplexity": (-6.0, 3),
+    }  # fmt: skip
+    (found,) = samples_of({"samples": {"t": [sample]}})
+    assert found["metrics"] == {"byte_perplexity": 2.0} and found["answers"] == [[-6.0]]
 
 
 @pytest.mark.more

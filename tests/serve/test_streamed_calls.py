@@ -1,0 +1,32 @@
+"""Calls of tools in server-sent events, by a service made up here."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from outcore.infer import Answer, Piece
+from outcore.infer.chats import AnswerParser
+from outcore.serve.chat import events
+
+
+def test_calls_are_numbered_through_each_answer():
+    """By its number a client knows which call a piece goes on with."""
+
+    async def pieces(request, endpoint):
+        for choice in (0, 0, 1):
+            yield Piece("r", choice, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', ())
+        for choice in (0, 1):
+            yield Answer("r", choice, "", (), "stop")
+
+    call: Any = SimpleNamespace(
+        service=SimpleNamespace(frame=lambda *_: {}, prompts=SimpleNamespace(tokenizer=None), stream=pieces),
+        request=SimpleNamespace(n=2, name="r"), with_usage=False, name_of=str,
+        chat=SimpleNamespace(parser=lambda name: AnswerParser(name, frozenset({"tool"}))),
+    )  # fmt: skip
+
+    async def told():
+        return [json.loads(event["data"])["choices"][0] async for event in events(call) if event["data"][0] == "{"]
+
+    found = [one for one in asyncio.run(told()) if "tool_calls" in one["delta"]]
+    assert [(one["index"], one["delta"]["tool_calls"][0]["index"]) for one in found] == [(0, 0), (0, 1), (1, 0)]
