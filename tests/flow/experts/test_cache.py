@@ -25,10 +25,11 @@ class Reads:
     is_from_drive = False
 
     def __init__(self):
-        self.lane, self.seen = SimpleNamespace(streams=SimpleNamespace(now=lambda: None)), []
+        self.lane, self.seen, self.afters = SimpleNamespace(streams=SimpleNamespace(now=lambda: "event")), [], []
 
     def submit(self, part, start, stop, out, *, after):
         self.seen.append((part.index, start // (stop - start)))
+        self.afters.append(after)
         return self
 
     def wait_stream(self):
@@ -157,6 +158,14 @@ def test_a_prompt_in_between_leaves_what_tokens_choose_often():
         run_pass(cache, often)
     run_pass(cache, [list(range(32))] * 4)
     assert run_pass(cache, often)[1] == 16
+
+
+def test_a_slot_that_is_still_being_filled_for_nobody_gets_another_expert_behind_that():
+    cache = cache_of(2, 32, 8, 2)
+    cache.fill()
+    assert cache._ranges.afters == ["event"] * 8  # once the slots were made
+    run_pass(cache, [[20, 21]])
+    assert cache._ranges.afters[8:] == [None] * 2  # behind what is queued by now, those reads among it
 
 
 def test_slots_follow_what_tokens_choose_between_passes():
