@@ -357,7 +357,7 @@ class StreamEngine:
         self._closed = True
         try:
             if not self._failed:
-                self._parts.updates.drain()
+                self._drain()
         except (EngineError, RuntimeError, TimeoutError, OSError) as error:
             # Nothing that was saved depends on it, and whatever made the caller close must stay in sight.
             logger.error("while the engine was closed: %s", error)

@@ -62,8 +62,9 @@ class Resident:
 
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
-    for what is idle, where the forecast gains; `trained`: parameters of the whole model; `evaluation_bytes`: what an
-    evaluation takes of the device, as far as it is known. What they leave of the idle memory is offered to `saved`.
+    for what is idle, where the forecast gains; `device_bytes`: memory that the engine was told to plan for, if any;
+    `trained`: parameters of the whole model; `evaluation_bytes`: what an evaluation takes of the device, as far as it
+    is known. What they leave of the idle memory is offered to `saved`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Residents:
         device: torch.device,
         *,
         limit_bytes: int | None,
+        device_bytes: int | None,
         trained: int,
         is_deferred: bool,
         hidden_row_bytes: int,
@@ -89,7 +91,7 @@ class Residents:
         self._largest = (0, 0)
         self._steps = 0
         self._moving_bytes = 0
-        self.measure: Callable[[], DeviceUse] = lambda: measured_use(device)
+        self.measure: Callable[[], DeviceUse] = lambda: measured_use(device, device_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -319,6 +321,7 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Resid
         homes,
         device,
         limit_bytes=settings.resident_bytes if device.type == "cuda" else settings.resident_bytes or 0,
+        device_bytes=settings.device_bytes,
         trained=sum(part.layout.trainable_numel for part in plan.units.all),
         is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
@@ -356,13 +359,14 @@ class ResidentDownload:
         return self._inner.norm()
 
 
-def measured_use(device: torch.device) -> DeviceUse:
+def measured_use(device: torch.device, device_bytes: int | None) -> DeviceUse:
     """What the device is used for between two steps, after its allocator gave back what it can; `moving` since its peak
-    was last reset."""
+    was last reset. `device_bytes`: all that may be used, if that is told."""
     if device.type != "cuda":
         return DeviceUse(1 << 62, 0, 0)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
     free = free_device_bytes(device, OTHERS_BYTES)
     assert free is not None
-    return DeviceUse(free + held, torch.cuda.memory_reserved(device), max(0, peak - held))
+    limit = free + held if device_bytes is None else min(free + held, device_bytes)
+    return DeviceUse(limit, torch.cuda.memory_reserved(device), max(0, peak - held))

@@ -61,6 +61,7 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
     ("nf4", "llama-1b", "bf16", {}), ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
     ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
     ("int8", "llama-1b", "fp32", {"activations": "ram"}), ("nf4", "tiny-moe", "bf16", {}),
+    ("nf4", "llama-1b", "bf16", {"resident_bytes": 1 << 40}),
     ("nf4", "llama-1b", "fp32", {"tiling": "on", "tile_bytes": 1 << 20}),
     ("nf4", "tiny-moe", "bf16", {"tiling": "on", "tile_bytes": 1 << 20, "weight_ram_bytes": 60_000}),
 ])  # fmt: skip

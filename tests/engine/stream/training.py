@@ -78,6 +78,7 @@ def weights_of(engine) -> dict[str, torch.Tensor]:
 def homes_of(engine) -> dict[str, torch.Tensor]:
     """Every weight, wherever it lives."""
     parts_of(engine).updates.drain()
+    parts_of(engine).residents.write_back()
     homes = parts_of(engine).homes.weights
     return {name: homes.read(name).clone() for name in homes.names()}
 

@@ -83,7 +83,9 @@ def test_compiled_layers_and_graphs_equal_masks(model_type, graphs):
 
 def test_graphs_are_captured_with_borders():
     loaded = tiny_loaded("llama", dtype=torch.bfloat16)
-    engine = build_stream_engine(loaded, replace(SETTINGS, compile="on"), device="cuda", pinned_grant=False)
+    engine = build_stream_engine(
+        loaded, replace(SETTINGS, compile="on", resident_bytes=0), device="cuda", pinned_grant=False
+    )
     try:
         for step in range(8):
             engine.train_step([packed(step), packed(50 + step, (1, 64, 63))], 1e-3)

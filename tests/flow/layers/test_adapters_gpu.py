@@ -41,7 +41,10 @@ def test_adapters_on_the_mlp_take_no_tensors_of_its_width() -> None:
     peaks = []
     for targets in ("q_proj", "auto"):
         engine = engine_with_adapters(
-            replace(SETTINGS, cuda_graphs="off"), targets, intermediate_size=width, num_hidden_layers=2
+            replace(SETTINGS, cuda_graphs="off", resident_bytes=0),
+            targets,
+            intermediate_size=width,
+            num_hidden_layers=2,
         )
         torch.cuda.reset_peak_memory_stats()
         for step in range(2):

@@ -89,6 +89,16 @@ def test_checkpoint_resume_evaluation_and_export_see_what_stays(build, tmp_path)
     assert runs[0] == runs[1]
 
 
+def test_a_closed_engine_leaves_the_weights_of_its_last_step(build):
+    found = []
+    for settings in (TINY, HOLDING):
+        engine = build("llama", settings)
+        train(engine, 4)
+        engine.close()
+        found.append([p.tolist() for p in engine.loaded.model.parameters()])
+    assert found[0] == found[1]
+
+
 def test_frozen_parameters_stay_too(build):
     def freeze(model):
         for name, p in model.named_parameters():
@@ -190,9 +200,13 @@ def test_a_gradient_that_is_not_finite_reaches_no_state_on_the_device(build, tmp
 
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize(
-    "changes", [{"states": "split8"}, {"tiling": "on", "tile_bytes": 1024}, {"nvme_path": "@", "state_ram_bytes": 0}]
-)
-def test_none_stay_with_8_bit_moments_tiles_or_states_on_a_drive(build, tmp_path, changes):
+    "changes",
+    [
+        {"states": "split8"}, {"tiling": "on", "tile_bytes": 1024}, {"nvme_path": "@", "state_ram_bytes": 0},
+        {"optimizer": "muon", "states": "split"},
+    ],
+)  # fmt: skip
+def test_none_stay_with_8_bit_moments_tiles_muon_or_states_on_a_drive(build, tmp_path, changes):
     changes = {name: str(tmp_path) if value == "@" else value for name, value in changes.items()}
     engine = build("llama", replace(HOLDING, **changes), dtype=torch.bfloat16)
     train(engine, 3)
@@ -244,9 +258,10 @@ def test_other_programs_are_left_memory_but_not_under_a_cap(monkeypatch):
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: cap[0])
-    assert measured_use(device) == DeviceUse(4 * GIB - OTHERS_BYTES, GIB, GIB)
+    assert measured_use(device, None) == DeviceUse(4 * GIB - OTHERS_BYTES, GIB, GIB)
     cap[0] = 3 / 8
-    assert measured_use(device) == DeviceUse(3 * GIB, GIB, GIB)
+    assert measured_use(device, None) == DeviceUse(3 * GIB, GIB, GIB)
+    assert measured_use(device, 2 * GIB) == DeviceUse(2 * GIB, GIB, GIB)
 
 
 def test_the_rule_of_what_stays():
