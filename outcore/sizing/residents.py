@@ -13,10 +13,10 @@ from itertools import accumulate
 
 from outcore.common.quantities import MIB
 
-RESIDENT_BYTES: int | None = 0
+RESIDENT_BYTES: int | None = None
 """Memory for layers that stay, at most, where nobody says; None: all that is idle, where steps wait for updates or
-uploads. Measured (H100, cap 6.5 GiB, 1.2 B, 16,384 tokens, clipping, fp32 states, three runs): 0.51-0.54 s a step
-without, 0.46-0.49 with all that is idle. Nothing until every GPU test has ended well with None."""
+uploads. Measured (H100, cap 6.5 GiB, 1.2 B, 16,384 tokens, clipping, fp32 states, four runs): 0.50-0.54 s a step
+without, 0.45-0.49 with all that is idle."""
 SAVED_BYTES: int | None = 0
 """Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 LEAST_GAIN = 0.03

@@ -70,7 +70,7 @@ class EngineFields:
     """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
     resident_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
-    states, which the GPU then updates. Default: 0."""
+    states, which the GPU then updates; 0: none stays. Default: all of it, where that makes steps shorter."""
     saved_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for what the last layers' backward needs of their
     forward, instead of a second forward. Default: 0."""
