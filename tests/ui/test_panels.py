@@ -144,6 +144,8 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     drawn = graphs_of({**series, "phases": phases})
     assert "In collectives: update 400 ms now" in drawn and "GPU 0 waited for: GPU 2 500 ms now" in drawn
     assert drawn.count("work: forward 200 ms now") == 1  # what passes within a phase is none
+    assert "alert" in state_of({**one, "state": "stopped", "job": {"message": "It ended unseen."}}, series)
+    assert "alert" not in state_of({**one, "job": {"message": "It ended unseen."}}, series)  # as it should
     assert "one: finished" in state_of(one, series) and "validation" in graphs_of(
         client.get("/v1/runs/one/series").json()
     )

@@ -15,12 +15,12 @@ from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, tellin
 from outcore.ui.panels.model import ModelBar
 
 SAMPLING = (
-    ("temperature", None, "0: the likeliest token each time"),
-    ("top_p", None, "draw among the fewest tokens of this probability"),
-    ("top_k", None, "draw among so many likeliest tokens"),
-    ("max_tokens", 512, "the answer ends after so many"),
-    ("repetition_penalty", None, "above 1: fewer repetitions"),
-    ("seed", None, "same seed, same text"),
+    ("temperature", "0: the likeliest token each time"),
+    ("top_p", "draw among the fewest tokens of this probability"),
+    ("top_k", "draw among so many likeliest tokens"),
+    ("max_tokens", "the answer ends after so many; empty: 4,096, or what the context leaves"),
+    ("repetition_penalty", "above 1: fewer repetitions"),
+    ("seed", "same seed, same text"),
 )
 DRAW_EVERY_S = 0.2
 """A page that draws every word of a fast model has no time left for the button that stops it."""
@@ -54,9 +54,7 @@ class ChatPanel:
         with gr.Accordion("System prompt, sampling", open=False):
             self.system = gr.Textbox(label="System prompt", info="who the model is told to be", lines=2)
             with gr.Row():
-                self.sampling = {
-                    name: number_box(name, words, default, min_width=140) for name, default, words in SAMPLING
-                }
+                self.sampling = {name: number_box(name, words, min_width=140) for name, words in SAMPLING}
         self.links = gr.HTML()
         self._wire()
 

@@ -153,7 +153,7 @@ def state_of(run: dict[str, Any], series: dict[str, Any]) -> str:
     """State of a run: where it is, and its graphs."""
     job, last, total = run["job"], run["last"], run["total_steps"]
     parts = [draw.paragraph(f"{run['name']}: {run['state']}", "big")]
-    if job["message"]:
+    if job["message"] and run["state"] != "finished":
         parts.append(draw.paragraph(job["message"], "bad"))
     if total:
         left_s = (total - run["step"]) * (run["step_s"] or 0)
