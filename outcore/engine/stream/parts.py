@@ -18,7 +18,7 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates
 from outcore.flow import Flow
-from outcore.flow.parts import ModelParts
+from outcore.flow.parts import ModelParts, packed_in_words
 from outcore.flow.tiles import TilePlan
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch
@@ -89,6 +89,7 @@ class EngineParts:
                 f"{format_gib(self.download.device_bytes)} of gradient buffers; activation checkpoints "
                 f"{homes[settings.activations_on(self.device)]}",
                 f"  RAM: {format_gib(ram_bytes)} of parameters, gradients and {settings.states} states, {pinned}",
+                *([f"  packed: {words}"] if (words := packed_in_words(self.units.layer_units)) else []),
                 *self._ranks_in_words(),
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
