@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tensor_parallel", type=int, default=0, help="GPUs that share each layer, inside an island")
     parser.add_argument("--pipeline_parallel", type=int, default=0, help="stages of layers, across islands")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     args = parser.parse_args(argv)
     try:
         machine = None if args.cluster else detect_machine()

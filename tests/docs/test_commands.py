@@ -1,5 +1,7 @@
 """Each command line of README and docs is one that its program takes; each flag they name exists."""
 
+import argparse
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -42,6 +44,26 @@ def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     if ">" in words:
         words = words[: words.index(">")]
     parse_command([word for word in words if word not in ("...", "…")])
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "plan"}))  # whose table of settings has its own
+def test_help_tells_what_each_flag_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def parse(self: argparse.ArgumentParser, *args: object, **more: object) -> None:
+        parsers.append(self)
+        raise SystemExit
+
+    for method in ("parse_args", "parse_known_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, method, parse)
+    with pytest.raises(SystemExit):
+        importlib.import_module(COMMANDS[name][0]).main([])
+    for parser in parsers:  # grows: verbs have parsers of their own
+        for action in parser._actions:
+            parsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+            assert action.help or (action.choices is not None and not action.option_strings), (
+                f"{parser.prog} {action.dest}"
+            )
 
 
 @pytest.fixture(scope="module")

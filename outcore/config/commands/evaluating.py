@@ -9,6 +9,8 @@ from pathlib import Path
 from outcore.config.commands.running import add_model_flags
 
 DATABASE = Path("logs/evaluations.db")
+BY_ID = "its id, or the beginning of it"
+AS_JSON = "as JSON"
 
 
 def evaluate_flags() -> argparse.ArgumentParser:
@@ -54,22 +56,22 @@ def evaluations_flags() -> argparse.ArgumentParser:
         verb.add_argument("--database", type=Path, default=DATABASE, help="the history")
         return verb
 
-    add("list", "all evaluations, newest first").add_argument("--json", action="store_true")
+    add("list", "all evaluations, newest first").add_argument("--json", action="store_true", help=AS_JSON)
     show = add("show", "one evaluation: scores, settings, layout")
-    show.add_argument("id", help="its id, or the beginning of it")
-    show.add_argument("--json", action="store_true")
+    show.add_argument("id", help=BY_ID)
+    show.add_argument("--json", action="store_true", help=AS_JSON)
     show.add_argument("--samples", type=int, default=0, metavar="N", help="with the first N documents of each task")
     diff = add("diff", "two evaluations: settings that differ, scores, changed answers, paired test")
-    diff.add_argument("a")
-    diff.add_argument("b")
-    diff.add_argument("--json", action="store_true")
+    diff.add_argument("a", help=BY_ID)
+    diff.add_argument("b", help=BY_ID)
+    diff.add_argument("--json", action="store_true", help=AS_JSON)
     export = add("export", "evaluations as JSON or CSV on stdout, or in a file")
     export.add_argument("id", nargs="*", help="ids (default: all)")
     form = export.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="with every document (the default)")
     form.add_argument("--csv", action="store_true", help="a line for each score")
-    export.add_argument("--output", type=Path)
-    add("delete", "forget an evaluation").add_argument("id")
+    export.add_argument("--output", type=Path, help="file to write (default: stdout)")
+    add("delete", "forget an evaluation").add_argument("id", help=BY_ID)
     add("rebuild", "put a damaged database aside and make it again from the results beside it")
     return found
 

@@ -21,20 +21,26 @@ names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data 
 def data_flags() -> argparse.ArgumentParser:
     """The subcommand's arguments; names are train_model.py's where it has them."""
     p = argparse.ArgumentParser(
-        prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawTextHelpFormatter
+        prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
     p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
     p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
     p.add_argument("--rows", type=int, default=5, help="how many rows to show, one of each shape first (5)")
     p.add_argument("--html", default="outcore_data.html", help="page to write, or none (outcore_data.html)")
-    p.add_argument("--seq_length", type=int, default=1024)
-    p.add_argument("--data_format", choices=FIELDS["data_format"].choices, default="auto")
+    p.add_argument(
+        "--seq_length", type=int, default=1024, help="tokens of a row, which the model must be able to take (1024)"
+    )
+    p.add_argument(
+        "--data_format", choices=FIELDS["data_format"].choices, default="auto", help=FIELDS["data_format"].help
+    )
     for column in ("text_column", "prompt_column", "completion_column", "messages_column"):
-        p.add_argument(f"--{column}")
+        p.add_argument(f"--{column}", help=FIELDS[column].help)
     p.add_argument("--dataset_config", help="configuration of a hub data set")
-    p.add_argument("--dataset_split", default="train")
-    p.add_argument("--long_rows", choices=FIELDS["long_rows"].choices, default="keep_start")
+    p.add_argument("--dataset_split", default="train", help="its split (train)")
+    p.add_argument(
+        "--long_rows", choices=FIELDS["long_rows"].choices, default="keep_start", help=FIELDS["long_rows"].help
+    )
     p.add_argument(
         "--packing",
         choices=FIELDS["packing"].choices,
@@ -42,22 +48,26 @@ def data_flags() -> argparse.ArgumentParser:
         help="auto packs, as training does where the model can",
     )
     p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
-    p.add_argument("--train_on_prompt", choices=("true", "false"), default="false")
-    p.add_argument("--train_on_last_turn", choices=("true", "false"), default="false")
+    for name in ("train_on_prompt", "train_on_last_turn"):
+        p.add_argument(f"--{name}", choices=("true", "false"), default="false", help=FIELDS[name].help)
     p.add_argument("--max_rows", type=int, help="read no more than about this many rows")
-    p.add_argument("--data_cache_dir", default=".cache/data")
-    p.add_argument("--trust_remote_code", action="store_true")
+    p.add_argument("--data_cache_dir", default=".cache/data", help=FIELDS["data_cache_dir"].help)
+    p.add_argument("--trust_remote_code", action="store_true", help=FIELDS["trust_remote_code"].help)
     return p
 
 
 def runs_flags() -> argparse.ArgumentParser:
     """All flags of `outcore runs`."""
     parser = argparse.ArgumentParser(prog="outcore runs", description="Runs with their state, step, loss and size.")
-    parser.add_argument("what", nargs="?", choices=("list", "delete"), default="list")
+    parser.add_argument(
+        "what", nargs="?", choices=("list", "delete"), default="list", help="list them (the default), or delete some"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to delete")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     for name, default in (("checkpoint", "checkpoints"), ("log", "logs"), ("export", "final_model")):
-        parser.add_argument(f"--{name}_dir", type=Path, default=Path(default), metavar="DIR")
+        parser.add_argument(
+            f"--{name}_dir", type=Path, default=Path(default), metavar="DIR", help=f"default: {default}"
+        )
     return parser
 
 

@@ -29,7 +29,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the model is run (what is left out follows from the machine)")
     group.add_argument("--preset", choices=sorted(PRESETS), default="balanced", help="what to aim at")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    group.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="auto: bf16 on a GPU, fp32 on a CPU",
+    )
     group.add_argument("--adapter", help="folder of a LoRA adapter, put beside the model unmerged")
     group.add_argument(
         "--quantize",

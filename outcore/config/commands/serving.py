@@ -19,7 +19,7 @@ def serve_flags() -> argparse.ArgumentParser:
     _add_handover_flags(found)
     group = found.add_argument_group("how it is reached")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--port", type=int, default=8000, help="default: 8000")
     group.add_argument("--api_key_file", type=Path, help="file with keys, one a line; clients send one as bearer token")
     group.add_argument("--insecure", action="store_true", help="listen on other addresses without a key")
     group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")

@@ -16,7 +16,7 @@ from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
-from outcore.flow.parts import ModelParts, StreamUnsupported, check_packs, discover_units
+from outcore.flow.parts import ModelParts, StreamUnsupported, discover_units
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model import LoadedModel
@@ -83,7 +83,6 @@ def draw_blueprint(
     """
     add_to_products(loaded.model)  # of adapters that the caller made, too
     units = discover_units(loaded)
-    check_packs(units.layer_units, loaded.quantize)
     if trial:
         try_tiny_copy(loaded, GRADIENTS)
     dtype = units.embed.layout.dtype

@@ -40,7 +40,8 @@ TABLES = (nn.Embedding, nn.Linear)
 
 def discover_units(loaded: LoadedModel, *, packs_ends: bool = False) -> ModelParts:
     """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. `packs_ends`: embedding and
-    head stay packed where the checkpoint has them so. StreamUnsupported says why not."""
+    head stay packed where the checkpoint has them so. StreamUnsupported says why not; ValueError for a `quantize` that
+    fits no matrix."""
     causal = unwrap(loaded.model)
     if loaded.facts.is_encoder_decoder:
         raise StreamUnsupported("an encoder-decoder has two stacks of layers; only decoder-only models are streamed")
@@ -63,7 +64,10 @@ def discover_units(loaded: LoadedModel, *, packs_ends: bool = False) -> ModelPar
         raise StreamUnsupported(why)
     isolation = loaded.abilities.isolation or "position_ids"
     of_ends = packing_of(loaded, as_published=True) if packs_ends else lambda *_: None
-    return _Discovery(causal, parts, isolation, packing_of(loaded), of_ends).run()
+    units = _Discovery(causal, parts, isolation, packing_of(loaded), of_ends).run()
+    if loaded.quantize is not None and not any(part.layout.packed_slots for part in units.all):
+        raise ValueError(f"quantize {loaded.quantize}: no matrix of this model divides into its blocks. Leave it out.")
+    return units
 
 
 def module_lists(decoder: nn.Module) -> dict[str, nn.ModuleList]:

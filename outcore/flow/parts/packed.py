@@ -30,12 +30,6 @@ def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
     return _rule(None if as_published else loaded.quantize, loaded.packed)
 
 
-def check_packs(parts: Sequence[Part], quantize: str | None) -> None:
-    """ValueError where a format was asked for that fits no matrix of these layers."""
-    if quantize is not None and not any(part.layout.packed_slots for part in parts):
-        raise ValueError(f"quantize {quantize}: no matrix of this model divides into its blocks. Leave it out.")
-
-
 def packed_in_words(parts: Sequence[Part]) -> str:
     """How many of the layers' frozen matrices are packed, and how, for people; '' for none."""
     formats = [

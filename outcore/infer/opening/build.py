@@ -20,7 +20,6 @@ from outcore.flow import (
     let_segments_grow,
 )
 from outcore.flow.experts import FewTokens, experts_apart
-from outcore.flow.parts import check_packs
 from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, open_memory
@@ -195,7 +194,6 @@ def open_found(
         torch.cuda.set_device(device)
     let_segments_grow(device)
     units = discover_units(loaded, packs_ends=True)
-    check_packs(units.all, loaded.quantize)
     way, why = way_of(loaded)
     if why:
         progress(f"{WORDS[way]} ({why})")
