@@ -18,7 +18,7 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates
 from outcore.flow import Flow
-from outcore.flow.parts import ModelParts, packed_in_words
+from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TilePlan
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch
@@ -89,7 +89,7 @@ class EngineParts:
                 f"{format_gib(self.download.device_bytes)} of gradient buffers; activation checkpoints "
                 f"{homes[settings.activations_on(self.device)]}",
                 f"  RAM: {format_gib(ram_bytes)} of parameters, gradients and {settings.states} states, {pinned}",
-                *([f"  packed: {words}"] if (words := packed_in_words(self.units.layer_units)) else []),
+                *self._packed_in_words(),
                 *self._ranks_in_words(),
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
@@ -101,6 +101,18 @@ class EngineParts:
                 f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]
         )
+
+    def _packed_in_words(self) -> list[str]:
+        slots = [slot for unit in self.units.layer_units for slot in unit.layout.slots]
+        matrices = [slot for slot in slots if not slot.trainable and len(slot.shape) > 1]
+        formats = [slot.packed.format.name for slot in matrices if slot.packed is not None]
+        if not formats:
+            return []
+        left = len(matrices) - len(formats)
+        why = f"; {left} stay as they are: routers, or rows that do not divide into blocks" if left else ""
+        return [
+            f"  packed: {len(formats)} of {len(matrices)} matrices of layers as {', '.join(sorted(set(formats)))}{why}"
+        ]
 
     def _ranks_in_words(self) -> list[str]:
         if self.shared is None:

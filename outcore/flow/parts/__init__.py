@@ -2,7 +2,7 @@
 
 from outcore.flow.parts.discovery import discover_units, tensors_in
 from outcore.flow.parts.layout import ALIGN_NUMEL, SlabLayout, Slot, several_types
-from outcore.flow.parts.packed import cpu_specs, packed_in_words, saved_bytes
+from outcore.flow.parts.packed import cpu_specs, saved_bytes
 from outcore.flow.parts.shell import CallLog, LayerCall, Stand, StreamUnsupported, bound, shell_of, with_memory
 from outcore.flow.parts.structure import alike
 from outcore.flow.parts.units import DeviceBatch, ModelParts, Part, packing_known

@@ -30,20 +30,6 @@ def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
     return _rule(None if as_published else loaded.quantize, loaded.packed)
 
 
-def packed_in_words(parts: Sequence[Part]) -> str:
-    """How many of the layers' frozen matrices are packed, and how, for people; '' for none."""
-    formats = [
-        None if slot.packed is None else slot.packed.format.name
-        for part in parts
-        for slot, owners in zip(part.layout.slots, part.owners, strict=True)
-        if not slot.trainable and ADAPTER not in slot.name and _is_matrix(slot.shape, owners)
-    ]
-    names = sorted({name for name in formats if name is not None})
-    left = formats.count(None)
-    why = f"; {left} whose rows do not divide into blocks stay as they are" if left else ""
-    return f"{len(formats) - left} of {len(formats)} matrices of layers as {', '.join(names)}{why}" if names else ""
-
-
 def cpu_specs(part: Part) -> list[PackedSpec | None]:
     """What each slot's weight is to the CPU's kernels, where its bytes are: packed as it is, or a frozen 16-bit matrix
     of linear layers as it stands; None for what goes to the device."""
@@ -89,7 +75,7 @@ def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
             wanted is None
             or not parameter.ndim
             or parameter.shape[-1] % wanted.block
-            or not _is_matrix(parameter.shape, owners)
+            or not _is_matrix(parameter, owners)
         ):
             return None
         return PackedSpec(wanted, tuple(parameter.shape))
@@ -97,7 +83,7 @@ def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
     return packing
 
 
-def _is_matrix(shape: Sequence[int], owners: Sequence[Owner]) -> bool:
-    if len(shape) == STACKED_DIMS:
+def _is_matrix(parameter: nn.Parameter, owners: Sequence[Owner]) -> bool:
+    if parameter.ndim == STACKED_DIMS:
         return True
-    return len(shape) == 2 and all(isinstance(module, (nn.Linear, Conv1D)) for module, _ in owners)
+    return parameter.ndim == 2 and all(isinstance(module, (nn.Linear, Conv1D)) for module, _ in owners)
