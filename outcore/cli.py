@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import sys
 from collections.abc import Mapping
@@ -63,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    atexit.register(gc.freeze)  # a last look through all objects, which nobody needs, takes a second of a core
     watch_reader(ends=name not in GO_ON)
     check_flags(name, args[1:])  # before the room is opened: its imports take seconds
     try:

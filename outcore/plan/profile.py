@@ -64,8 +64,8 @@ def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[
             problem = f"{measured} was measured on another machine: {'; '.join(differences)}."
     if not allow_nominal:
         raise ProfileError(
-            f"{problem} Run python gds_optimizer.py to measure this one, add --nominal to plan with data-sheet rates, "
-            "or name a machine: --machine rtx4070-laptop."
+            f"{problem} Run python gds_optimizer.py to measure this one. (outcore plan also takes --nominal, for "
+            "data-sheet rates, and --machine, as in --machine rtx4070-laptop, for another one.)"
         )
     return None, f"{problem} Planned with nominal rates; python gds_optimizer.py measures them."
 

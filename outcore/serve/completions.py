@@ -33,7 +33,8 @@ class CompletionCall:
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
         self.prompts = texts_of(fields.get("prompt"), "prompt", service)
-        fields.setdefault("max_tokens", 16)
+        if fields.get("max_completion_tokens") is None:
+            fields.setdefault("max_tokens", 16)
         self.only_scores = fields.get("max_tokens") == 0
         if self.only_scores:
             if not self.echo:

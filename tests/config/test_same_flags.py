@@ -82,6 +82,17 @@ for script in ("train_model.py", "performance_test.py", "gds_optimizer.py"):
 """
 
 
+def test_a_mistyped_flag_of_a_command_is_a_line_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for parser, argv, words in (
+        (generate_flags, ["m", "--tempreature", "1"], "--tempreature 1. Did you mean '--temperature'?"),
+        (chat_flags, [], "required: model. outcore chat --help"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parser().parse_args(argv)
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+
+
 def test_a_mistyped_flag_is_refused_before_torch_is_imported() -> None:
     """Its import takes seconds, and would stand between a typing error and the line that tells it."""
     done = subprocess.run([sys.executable, "-c", REFUSED], cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -159,7 +159,9 @@ def test_a_file_is_planned_as_it_is_packed(tmp_path, capsys, is_tied):
     assert sum(json.loads(capsys.readouterr().out)["bytes"].values()) == pytest.approx(held, rel=0.02)
 
 
-def test_what_does_nothing_is_refused():
+def test_what_does_nothing_is_refused(tiny_file):
+    words = "quantize nf4: its matrices are packed in q8_0 already"
+    refused(ValueError, words, lambda: answers(tiny_file, quantize="nf4"))
     refused(ValueError, "cpu_tokens does nothing", lambda: InferSettings(cpu_tokens=4, deterministic=True))
     refused(ValueError, "cpu_tokens is -1", lambda: InferSettings(cpu_tokens=-1))
 

@@ -56,6 +56,7 @@ BAD = [
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 1.5}, 400, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": 100000}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 5, "max_tokens": 7}, 400, "mean the same"),
     (CHAT, {"messages": HI, "stop": [1]}, 400, "stop"), (CHAT, {"messages": HI, "stop": [""]}, 400, "stop"),
     (CHAT, {"messages": HI, "logit_bias": [1]}, 400, "logit_bias"),
     (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias"),

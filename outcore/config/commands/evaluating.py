@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.config.commands.parser import CommandParser
 from outcore.config.commands.running import add_model_flags
 
 DATABASE = Path("logs/evaluations.db")
@@ -15,7 +16,7 @@ AS_JSON = "as JSON"
 
 def evaluate_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore evaluate",
         description="Scores of a model of any size by lm-evaluation-harness. One that was killed goes on when the same "
         "command is given again, with the same scores in the end.",
@@ -48,7 +49,7 @@ def evaluate_flags() -> argparse.ArgumentParser:
 
 def evaluations_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(prog="outcore evaluations", description="What was evaluated, with which settings.")
+    found = CommandParser(prog="outcore evaluations", description="What was evaluated, with which settings.")
     verbs = found.add_subparsers(dest="verb", required=True)
 
     def add(name: str, words: str) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outcore.config.commands.parser import CommandParser
 from outcore.config.fields import FIELDS
 
 GGUF_KINDS = ("f16", "q8_0", "q4_k")
@@ -20,9 +21,7 @@ names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data 
 
 def data_flags() -> argparse.ArgumentParser:
     """The subcommand's arguments; names are train_model.py's where it has them."""
-    p = argparse.ArgumentParser(
-        prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = CommandParser(prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
     p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
     p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
@@ -58,7 +57,7 @@ def data_flags() -> argparse.ArgumentParser:
 
 def runs_flags() -> argparse.ArgumentParser:
     """All flags of `outcore runs`."""
-    parser = argparse.ArgumentParser(prog="outcore runs", description="Runs with their state, step, loss and size.")
+    parser = CommandParser(prog="outcore runs", description="Runs with their state, step, loss and size.")
     parser.add_argument(
         "what", nargs="?", choices=("list", "delete"), default="list", help="list them (the default), or delete some"
     )
@@ -73,7 +72,7 @@ def runs_flags() -> argparse.ArgumentParser:
 
 def export_flags() -> argparse.ArgumentParser:
     """All flags of `outcore export`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="outcore export", description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained."
     )
     parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
@@ -94,7 +93,7 @@ def export_flags() -> argparse.ArgumentParser:
 
 def trace_flags() -> argparse.ArgumentParser:
     """All flags of `outcore trace`."""
-    parser = argparse.ArgumentParser(prog="outcore trace", description="One step of a traced run as a picture.")
+    parser = CommandParser(prog="outcore trace", description="One step of a traced run as a picture.")
     parser.add_argument("run", help="name or folder of a run that was trained with --trace, or its trace.json")
     parser.add_argument("png", type=Path, nargs="?", help="the picture to write (default: schedule.png beside it)")
     parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="where runs are looked for (default: logs)")
@@ -104,7 +103,7 @@ def trace_flags() -> argparse.ArgumentParser:
 
 def models_flags() -> argparse.ArgumentParser:
     """All flags of `outcore models`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="outcore models", description="What each architecture can do, as it was tried; with --try it is tried now."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="model_type, as in a model's config.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outcore.config.commands.parser import CommandParser
 from outcore.config.fields import FIELDS
 from outcore.sizing.inference import PRESETS
 
@@ -103,7 +104,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def generate_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore generate",
         description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
         "command is given again, with the same bytes in the end.",
@@ -123,7 +124,7 @@ def generate_flags() -> argparse.ArgumentParser:
 
 def chat_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore chat", description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands."
     )
     add_model_flags(found)
@@ -134,7 +135,7 @@ def chat_flags() -> argparse.ArgumentParser:
 
 def score_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore score", description="Log-probabilities of texts, and perplexity, by a model of any size."
     )
     add_model_flags(found)

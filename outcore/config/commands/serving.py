@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outcore.config.commands.parser import CommandParser
 from outcore.config.commands.running import add_model_flags
 
 DEFAULT_UI_PORT = 7860
@@ -12,7 +13,7 @@ DEFAULT_UI_PORT = 7860
 
 def serve_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
     )
     add_model_flags(found)
@@ -50,7 +51,7 @@ def _add_handover_flags(parser: argparse.ArgumentParser) -> None:
 
 def ui_flags() -> argparse.ArgumentParser:
     """All flags."""
-    found = argparse.ArgumentParser(
+    found = CommandParser(
         prog="outcore ui",
         description="Panels in the browser for the runs, models and data of this folder. Runs that were started from "
         "them go on when they end.",

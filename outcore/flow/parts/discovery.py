@@ -65,8 +65,11 @@ def discover_units(loaded: LoadedModel, *, packs_ends: bool = False) -> ModelPar
     isolation = loaded.abilities.isolation or "position_ids"
     of_ends = packing_of(loaded, as_published=True) if packs_ends else lambda *_: None
     units = _Discovery(causal, parts, isolation, packing_of(loaded), of_ends).run()
-    if loaded.quantize is not None and not any(part.layout.packed_slots for part in units.all):
-        raise ValueError(f"quantize {loaded.quantize}: no matrix of this model divides into its blocks. Leave it out.")
+    kinds = {slot.packed.format.name for part in units.all for slot in part.layout.packed_slots if slot.packed}
+    if loaded.quantize is not None and loaded.quantize not in kinds:
+        why = f"its matrices are packed in {', '.join(sorted(kinds))} already"
+        why = why if kinds else "no matrix of this model divides into its blocks"
+        raise ValueError(f"quantize {loaded.quantize}: {why}. Leave it out.")
     return units
 
 

@@ -19,7 +19,9 @@ from outcore.infer.commands.logprobs import of_chat, of_completion
 from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Request, Sampling, sampling_of
 
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-BESIDE = frozenset({"prompt", "model", "n", "id", "stream", "user", "metadata", "store", "response_format"})
+BESIDE = frozenset(
+    {"prompt", "model", "n", "id", "stream", "user", "metadata", "store", "safety_identifier", "response_format"}
+)
 """Fields of a line that are not about sampling."""
 
 

@@ -17,6 +17,8 @@ KNOWN = frozenset({*(f.name for f in fields(Sampling)), *RENAMED, "top_logprobs"
 def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
     """`defaults` with what `given` says. ValueError in words for a value that cannot be."""
     changes: dict[str, Any] = {}
+    if len(said := [name for name in ("max_tokens", *RENAMED) if given.get(name) is not None]) > 1:
+        raise ValueError(f"{said[1]} and {said[0]} mean the same: leave out one.")
     for name, value in given.items():
         name = RENAMED.get(name, name)
         if value is not None and name in PLAIN:
