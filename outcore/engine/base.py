@@ -107,6 +107,8 @@ class EngineFacts:
     """Reserved on drives."""
     tiles: str = ""
     """Which parts are computed in tiles, and why; '' when none."""
+    staying_bytes: int = 0
+    """Device memory of layers that stay there, as long as nothing else needs it."""
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,15 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
         return []
     records = measured_steps(found)
     gpu_peaks = [r["gpu_mem_peak_bytes"] for r in found["steps"] if r.get("gpu_mem_peak_bytes")]
-    tensors = plan["expected_tensor_bytes"] or None
+    # Layers that stay take what is idle, so how many do is no question of whether a run fits: they are left out.
+    tensors = plan["expected_tensor_bytes"] - plan["staying_bytes"] or None
+    gpu_peak = max(gpu_peaks) - found["staying_bytes"] if gpu_peaks else None
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
     rss = max((point["rss_bytes"] for point in found["timeline"] if "rss_bytes" in point), default=None)
     times = plan["time_s"]
     rows = [ComparedRow("RAM: resident", "bytes", plan["expected_rss_bytes"], rss, BYTES_LIMIT_PCT)]
     if tensors is not None or gpu_peaks:
-        rows.insert(
-            0, ComparedRow("VRAM: tensors, peak", "bytes", tensors, max(gpu_peaks, default=None), BYTES_LIMIT_PCT)
-        )
+        rows.insert(0, ComparedRow("VRAM: tensors, peak", "bytes", tensors, gpu_peak, BYTES_LIMIT_PCT))
     for name, planned, key in (
         ("drive: read per step", plan["drive_read_bytes_per_step"], "nvme_read_bytes"),
         ("drive: written per step", plan["drive_written_bytes_per_step"], "nvme_write_bytes"),

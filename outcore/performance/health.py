@@ -168,7 +168,7 @@ def during_the_trial(found: dict[str, Any]) -> list[Check]:
     """What the measured steps say of the machine: throttling, link, swap, memory, stalls."""
     records, machine = measured_steps(found), found["machine"]
     checks = [_throttling(records), _link(records, machine), _swap(records), _memory_left(records, machine)]
-    checks += [_vram(found["steps"], machine), _stalls(records)]
+    checks += [_vram(found["steps"], machine, found["staying_bytes"]), _stalls(records)]
     return [check for check in checks if check is not None]
 
 
@@ -213,13 +213,16 @@ def _memory_left(records: list[dict[str, Any]], machine: dict[str, Any]) -> Chec
     return Check("RAM in the steps", "warning" if min(left) < LITTLE_RAM_LEFT * total else "ok", words)
 
 
-def _vram(records: list[dict[str, Any]], machine: dict[str, Any]) -> Check | None:
+def _vram(records: list[dict[str, Any]], machine: dict[str, Any], staying_bytes: int) -> Check | None:
     used = [record["gpu_mem_bytes"] for record in records if record.get("gpu_mem_bytes") is not None]
     total = machine.get("gpu_mem_total_bytes")
     if not used or not total:
         return None
     words = f"{format_gib(max(used))} of {format_gib(total)} in use at the most"
-    return Check("VRAM in the steps", "warning" if max(used) > FULL_VRAM_SHARE * total else "ok", words)
+    if staying_bytes:
+        words += f", {format_gib(staying_bytes)} of it by layers that go when it is needed"
+    is_full = max(used) - staying_bytes > FULL_VRAM_SHARE * total
+    return Check("VRAM in the steps", "warning" if is_full else "ok", words)
 
 
 def _stalls(records: list[dict[str, Any]]) -> Check | None:

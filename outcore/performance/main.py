@@ -214,7 +214,8 @@ class PerformanceTest:
             "first_step_s": trial["steps"][0]["step_s"],
             "save_s": trial.get("save_s"),
             "load_s": trial.get("load_s"),
-            "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0),
+            "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0)
+            - trial["staying_bytes"],
             "ram_rss_bytes": max((point.get("rss_bytes", 0) for point in trial["timeline"]), default=0),
         }
         return {name: value for name, value in figures.items() if value is not None}

@@ -18,6 +18,7 @@ tensors; buffers of DeepSpeed's collectives, which the driver counts, too."""
 NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
 MASKS = "masks of packed rows"
 BORDERS = "attention over packed rows"
+STAYING = "layers that stay, with their states"
 NESTED = ("parts", "tiers", "time", "compute_known")
 """Fields that a plan's JSON has in another form."""
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
@@ -256,6 +257,7 @@ class Plan:
             **{f"{tier}_bytes": self.used_bytes(tier) for tier in TIERS},
             "expected_vram_bytes": self.expected_bytes("vram"),
             "expected_tensor_bytes": self.tensor_bytes,
+            "staying_bytes": self.part_bytes("vram", STAYING),
             "expected_rss_bytes": self.expected_bytes("ram", "pinned"),
             "parts_bytes": by_tier,
             "tiers": {

@@ -201,6 +201,14 @@ def test_a_check_that_cannot_be_made_is_a_note(tmp_path: Path):
     assert (speed.level == "warning") == ("Warning:" in speed.words or "page" in speed.words or "RAM's" in speed.words)
 
 
+def test_layers_that_stay_are_no_part_of_the_memory_that_is_compared(trial: dict[str, Any]):
+    forecast = {**trial["forecast"], "expected_tensor_bytes": 5 * GIB, "staying_bytes": 3 * GIB}
+    steps = [{**record, "gpu_mem_peak_bytes": 2 * GIB} for record in trial["steps"]]
+    found = {**trial, "forecast": forecast, "steps": steps, "staying_bytes": 0}  # planned, and none stayed
+    (row,) = [row for row in compare(found) if row.name == "VRAM: tensors, peak"]
+    assert row.planned == row.measured == 2 * GIB
+
+
 def test_health_of_the_steps(trial: dict[str, Any]):
     def levels(**changes: Any) -> dict[str, str]:
         steps = [{**record, **changes} for record in trial["steps"]]
@@ -214,6 +222,8 @@ def test_health_of_the_steps(trial: dict[str, Any]):
     assert levels(own_swap_bytes=GIB)["swap"] == "warning"
     assert levels(ram_available_bytes=GIB)["RAM in the steps"] == "warning"
     assert levels(gpu_mem_bytes=int(7.9 * GIB))["VRAM in the steps"] == "warning"
+    trial = {**trial, "staying_bytes": GIB}  # of layers that go when it is needed
+    assert levels(gpu_mem_bytes=int(7.9 * GIB))["VRAM in the steps"] == "ok"
     assert levels(phase_s={"stall_nvme": 1e9})["stalls"] == "warning"
 
 

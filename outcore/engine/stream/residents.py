@@ -113,12 +113,10 @@ class Residents:
             )
         if not self._candidates or self._limit_bytes == 0:
             return ""
-        most = (
-            "what is idle, where steps wait for updates or uploads,"
-            if self._limit_bytes is None
-            else f"up to {format_gib(self._limit_bytes)}"
-        )
-        return f"after {STEPS_BEFORE} steps the first layers take {most} of the device (--resident_gib 0: none does)"
+        most = f"take up to {format_gib(self._limit_bytes or 0)} of the device"
+        if self._limit_bytes is None:
+            most = "stay on the device, as far as memory is idle and steps wait for updates or uploads"
+        return f"after {STEPS_BEFORE} steps the first layers {most} (--resident_gib 0: none does)"
 
     def slab(self, part: Part) -> torch.Tensor | None:
         """uint8: the bytes of the part's home where it stays on the device, up to date for work queued from now on."""

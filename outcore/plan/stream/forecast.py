@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import SPARE, Item, Plan
+from outcore.plan.record import SPARE, STAYING, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRADIENTS,
     GRAPHS,
     SAVED,
-    STAYING,
     Staying,
     drive_states,
     graph_bytes,

@@ -49,7 +49,6 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 TILES = "tiles and their gradients"
 GRAPHS = "CUDA graphs of layers"
-STAYING = "layers that stay, with their states"
 SAVED = "what the last layers keep for their backward"
 MATRICES = "Muon's updates of matrices"
 MATRIX_STATES = "states of Muon's matrices"

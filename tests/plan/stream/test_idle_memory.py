@@ -11,9 +11,9 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.model import preset_shape
 from outcore.plan import constants as k
+from outcore.plan.record import STAYING
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import STAYING
 from outcore.sizing.activations import compiled_activation_bytes, logits_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from tests.plan.fakes import prototype_shape, server
