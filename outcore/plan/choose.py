@@ -324,7 +324,7 @@ def _no_infinity(stages: dict[str, Plan]) -> str:
     if simple is None:
         return ""
     if simple.zero_stage == "none":
-        return "You do not need Infinity for this model: it fits on the GPU without any ZeRO."
+        return "You do not need Infinity for this model: it fits without any ZeRO."
     if simple.homes["optimizer states"] == "RAM":
         return f"You do not need Infinity for this model: {simple.zero_stage} with the optimizer in RAM fits."
     return f"You do not need Infinity for this model: {simple.zero_stage} fits."

@@ -112,6 +112,7 @@ def test_a_plan_without_a_gpu_has_everything_in_ram():
         assert p.used_bytes("vram") == p.used_bytes("pinned") == p.tier("vram").used_bytes == 0
         least = 8 if p.zero_stage == "infinity" else 16  # parameters and gradients; states too where not on the drive
         assert p.tier("ram").used_bytes == p.used_bytes("ram") > least * 1_235_814_400
+        assert sum(p.to_dict()["parts_bytes"]["ram"].values()) == p.used_bytes("ram")  # each part has one line
     flops = 6 * 1_235_814_400 * 8192
     assert plans.stages["none"].time.step_s > flops / (0.2e12 * k.MATMUL_SHARE)
 
