@@ -71,21 +71,26 @@ def test_a_micro_batch_without_targets_weighs_nothing():
     assert all(p.grad is None or not p.grad.any() for p in loaded.model.parameters())
 
 
-def test_a_users_mean_is_weighted_by_tokens_and_survives_an_empty_micro_batch():
+def test_a_users_loss_is_weighted_by_tokens_and_survives_an_empty_micro_batch():
     loaded = load_model(tiny_settings())
 
     def mean_loss(model, batch):
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
+    def sum_and_count(model, batch):
+        count = (batch["labels"][:, 1:] != -100).sum()
+        return mean_loss(model, batch) * count, count
+
     batch = batch_of()
-    own = TokenLoss(loaded.model, loss_fn=mean_loss)(loaded.model, batch)
-    torch.testing.assert_close(own.loss_sum, loaded.token_loss()(loaded.model, batch).loss_sum)
-    batch["labels"].fill_(-100)
-    empty = TokenLoss(loaded.model, loss_fn=mean_loss)(loaded.model, batch)
-    assert empty.loss_sum.item() == 0
-    empty.objective(1).backward()
-    assert all(torch.isfinite(p.grad).all() for p in loaded.model.parameters() if p.grad is not None)
+    expected = loaded.token_loss()(loaded.model, batch).loss_sum
+    no_labels = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    for loss_fn in (mean_loss, sum_and_count):
+        torch.testing.assert_close(TokenLoss(loaded.model, loss_fn=loss_fn)(loaded.model, batch).loss_sum, expected)
+        empty = TokenLoss(loaded.model, loss_fn=loss_fn)(loaded.model, no_labels)
+        assert empty.loss_sum.item() == 0
+        empty.objective(1).backward()
+        assert all(not p.grad.any() for p in loaded.model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize(("returned", "words"), [

@@ -77,7 +77,7 @@ def test_epochs_differ_and_seeds_differ():
     orders = [BatchStream(dataset, 50, seed=seed).next_rows().tolist() for seed in (1, 2)]
     stream = BatchStream(dataset, 50, seed=1)
     next(stream)
-    assert orders[0] != orders[1] != stream.next_rows().tolist() and stream.epoch == 1
+    assert orders[0] != orders[1] and orders[0] != stream.next_rows().tolist() and stream.epoch == 1
     assert BatchStream(dataset, 50, shuffle=False).next_rows().tolist() == list(range(50))
 
 

@@ -192,5 +192,14 @@ def test_slots_follow_what_tokens_choose_between_passes():
     assert all(cache._keys[place] == (row, expert) for row, expert, place in located(cache.where))
 
 
+def test_what_has_only_just_been_asked_for_is_not_waited_for():
+    cache, copies, found = cache_of(1, 32, 8, 2), SmallCopies(CPU), []
+    for expert in (7, 8, 9):
+        cache.adapt(torch.tensor([[expert]]), cache.where_now.clone(), 1)
+        cache.settle(copies)
+        found.append([number for _, number, _ in located(cache.where)])
+    assert found == [[], [7], [7, 8]]
+
+
 def located(where):
     return [(row, expert, int(where[row, expert])) for row, expert in (where >= 0).nonzero().tolist()]
