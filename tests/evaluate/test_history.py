@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,10 @@ def test_a_log_that_is_being_written_back_is_no_damage(history):
 
 def test_a_lock_that_stays_is_said(history, monkeypatch):
     monkeypatch.setattr("outcore.evaluate.history.database.WAIT_S", 0.1)
-    other = sqlite3.connect(history.path, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(history.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         refused(HistoryError, "in use by another process", lambda: history.save(record_of("eval-c")))
         assert len(history.all()) == 2  # readers do not wait
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize("left", [0, 60, 5000, "garbage"])

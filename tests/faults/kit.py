@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -111,11 +112,8 @@ class Server:
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[Server]:
-    made = Server(build_library(folder))
-    try:
+    with closing(Server(build_library(folder))) as made:
         yield made
-    finally:
-        made.close()
 
 
 @dataclass

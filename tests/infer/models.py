@@ -7,14 +7,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 from transformers import GenerationConfig
 
 from outcore.flow import CompiledLayers, discover_units
 from outcore.infer import InferenceEngine, Speech
-from outcore.infer.opening import build
+from outcore.infer.opening import InferSettings, build, open_engine
 from outcore.infer.opening.check import CPU, tiny_runner
 from outcore.infer.passes import SmallPasses
 from outcore.infer.requests import Request, Sampling
@@ -148,17 +148,24 @@ class TinyEngine:
         self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates)
 
     def greedy(self, prompts, count: int) -> list[list[int]]:
-        """Answers to all prompts at once."""
-        requests = [
-            Request(f"{os.getpid()}-{i}", tuple(p), Sampling(temperature=0, max_tokens=count))
-            for i, p in enumerate(prompts)
-        ]
-        found = {answer.request: answer for answer in self.engine.generate(requests)}
-        return [[chosen.token for chosen in found[r.name].tokens] for r in requests]
+        return greedy(self.engine, prompts, count)
 
     def close(self) -> None:
         self.engine.close()
         self._undo.close()
+
+
+def greedy(engine: InferenceEngine, prompts, count: int, **sampling) -> list[list[int]]:
+    """Answers to all prompts at once."""
+    chosen = Sampling(temperature=0, max_tokens=count, **sampling)
+    requests = [Request(f"{os.getpid()}-{i}", tuple(prompt), chosen) for i, prompt in enumerate(prompts)]
+    found = {answer.request: [c.token for c in answer.tokens] for answer in engine.generate(requests)}
+    return [found[request.name] for request in requests]
+
+
+def opening(name, **settings):
+    """A model opened by its name, to be closed in the end."""
+    return closing(open_engine(str(name), InferSettings(**{"context": 128, "ram_gib": 1, **settings})))
 
 
 def on_the_drive(monkeypatch) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -289,8 +290,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is(tiny_folder, tmp_pa
 
 
 def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeypatch):
-    opened = open_engine(str(tiny_folder[0]), InferSettings(context=256, ram_gib=1, page_tokens=8))
-    try:
+    with closing(open_engine(str(tiny_folder[0]), InferSettings(context=256, ram_gib=1, page_tokens=8))) as opened:
         talk = Conversation(opened, {"max_tokens": 60, "temperature": 0, "ignore_eos": True}, "be brief")
         said = []
         submit = opened.engine.submit
@@ -314,8 +314,6 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
         assert [m["role"] for m in saved] == ["system", "user", "assistant", "user", "assistant"]
         assert opened.engine.num_running == 0 and talk.messages == []
         assert talk.last.timings.cached_tokens > 0  # the second turn found the first one's pages
-    finally:
-        opened.close()
 
 
 def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
@@ -125,15 +126,12 @@ def test_opened_by_name(tiny_folder, tmp_path):
     folder, model, _ = tiny_folder
     said: list[str] = []
     settings = InferSettings(context=128, ram_gib=1, draft_model=str(folder), deterministic=True)  # not by seconds
-    opened = open_engine(str(folder), settings, said.append)
-    try:
+    with closing(open_engine(str(folder), settings, said.append)) as opened:
         prompt = prompts_of(2, vocab=280)[0]
         request = Request("a", tuple(prompt), Sampling(temperature=0, max_tokens=20, ignore_eos=True))
         (answer,) = opened.engine.generate([request])
         assert [c.token for c in answer.tokens] == greedy_by_transformers(model, prompt, 20)
         assert answer.timings.accepted > 8 and any(line.startswith("draft model: ") for line in said)
-    finally:
-        opened.close()
     _, tokenizer = save_tiny_model(tmp_path / "other")
     tokenizer.add_tokens(["unheard-of"])
     tokenizer.save_pretrained(tmp_path / "other")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -197,8 +198,7 @@ def test_refused(tiny):
 
 def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
     settings = InferSettings(context=128, ram_gib=1, deterministic=True, chunk_tokens=16, page_tokens=16)
-    opened = open_engine(str(tiny_folder[0]), settings)
-    try:
+    with closing(open_engine(str(tiny_folder[0]), settings)) as opened:
         sampling = Sampling(temperature=1.0, max_tokens=16, seed=4, logprobs=0, ignore_eos=True)
         wanted = Request("wanted", tuple(prompts_of(2, vocab=250)[1] * 2), sampling)
         (alone,) = opened.engine.generate([wanted])
@@ -206,8 +206,6 @@ def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
         others = [Request(f"o{i}", tuple(p), sampling) for i, p in enumerate(prompts_of(8, seed=7, vocab=250))]
         found = {a.request: a for a in opened.engine.generate([*others[:4], wanted, *others[4:]])}
         assert found["wanted"].tokens == alone.tokens  # with every log-probability, bit by bit
-    finally:
-        opened.close()
 
 
 def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monkeypatch):

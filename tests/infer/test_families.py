@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from outcore.flow import StreamUnsupported
@@ -20,8 +22,7 @@ def check(family: str, way: str) -> None:
     loaded = tiny_loaded(family)
     prompts, count = prompts_of(), 14
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, count) for prompt in prompts]
-    tiny = TinyEngine(family, way, loaded=loaded)
-    try:
+    with closing(TinyEngine(family, way, loaded=loaded)) as tiny:
         assert tiny.greedy(prompts, count) == expected
         if way == "paged":
             assert tiny.engine.counts.drafted > 0
@@ -29,8 +30,6 @@ def check(family: str, way: str) -> None:
             tiny.cache.clear_prefixes()
             assert tiny.greedy(prompts, count) == expected
         assert all(used == 0 for used in tiny.cache.used_pages) or tiny.cache.index
-    finally:
-        tiny.close()
 
 
 @pytest.mark.more(after=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from outcore.infer.cache import open_memory
 from outcore.infer.opening import InferSettings, arrival, build, open_engine
 from outcore.sizing.inference import AttentionLimits
 from outcore.staging.pool import device_view
-from tests.infer.models import greedy_by_transformers, off_device, prompts_of, save_tiny_model
+from tests.infer.models import greedy, greedy_by_transformers, off_device, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = prompts_of(6, vocab=270)
@@ -38,13 +39,11 @@ def answers(folder, monkeypatch, ram_share: float | None = None, device: str = "
     opened = open_engine(str(folder), InferSettings(context=128, device=device, **settings))
     monkeypatch.setattr(build, "place_inference", place)
     try:
-        sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
-        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+        found = greedy(opened.engine, PROMPTS, 24, ignore_eos=True)
         if settings.get("compile") != "off":
             assert_captured(opened.engine.runner)
         scores = opened.engine.score(PROMPTS)
-        return [found[str(i)] for i in range(len(PROMPTS))], scores, opened.placement
+        return found, scores, opened.placement
     finally:
         opened.close()
 
@@ -70,8 +69,7 @@ def test_deterministic_answers_do_not_depend_on_company(wide_folder, precision):
     settings = InferSettings(
         context=128, device="cuda", precision=precision, deterministic=True, chunk_tokens=16, page_tokens=16
     )
-    opened = open_engine(str(wide_folder[0]), settings)
-    try:
+    with closing(open_engine(str(wide_folder[0]), settings)) as opened:
         sampling = Sampling(temperature=1.0, max_tokens=24, seed=4, logprobs=0, ignore_eos=True)
         wanted = Request("wanted", tuple(PROMPTS[1] * 2), sampling)
         (alone,) = opened.engine.generate([wanted])
@@ -79,8 +77,6 @@ def test_deterministic_answers_do_not_depend_on_company(wide_folder, precision):
         others = [Request(f"o{i}", tuple(p), sampling) for i, p in enumerate(PROMPTS)]
         found = {a.request: a for a in opened.engine.generate([*others[:3], wanted, *others[3:]])}
         assert found["wanted"].tokens == alone.tokens
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -202,14 +198,8 @@ def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch, travels):
         place = build.place_inference
         monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
     settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
-    opened = open_engine(str(tmp_path), settings)
-    try:
+    with closing(open_engine(str(tmp_path), settings)) as opened:
         assert opened.way == "states"
-        sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
-        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
         for _ in range(2):
-            found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
-            assert [found[str(i)] for i in range(len(PROMPTS))] == expected
+            assert greedy(opened.engine, PROMPTS, 24, ignore_eos=True) == expected
         assert opened.engine.counts.cached_tokens > 0
-    finally:
-        opened.close()

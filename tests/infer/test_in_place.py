@@ -14,7 +14,6 @@ from outcore.flow import discover_units
 from outcore.flow.weights import HandOver
 from outcore.formats import DeviceProducts, PackedProducts
 from outcore.formats.gguf_files import write_gguf
-from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine, trials
 from outcore.model import ModelSettings, load_model
 from outcore.plan import load_hardware
@@ -23,7 +22,7 @@ from outcore.sizing.inference import (
     InPlaceRates,
     Placement,
 )
-from tests.infer.models import off_device, prompts_of, save_tiny_model
+from tests.infer.models import greedy, off_device, opening, prompts_of, save_tiny_model
 from tests.refused import refused
 
 PROMPTS = prompts_of(4, vocab=280)
@@ -36,14 +35,9 @@ def tiny_file(tiny_folder, tmp_path_factory):
 
 
 def answers(folder, count=10, **settings):
-    opened = open_engine(str(folder), InferSettings(context=128, **{"ram_gib": 1, "device": "cpu", **settings}))
-    try:
-        sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
-        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
-        return [found[str(i)] for i in range(len(PROMPTS))], opened.engine.score(PROMPTS), opened.placement
-    finally:
-        opened.close()
+    with opening(folder, **{"device": "cpu", **settings}) as opened:
+        found = greedy(opened.engine, PROMPTS, count, ignore_eos=True)
+        return found, opened.engine.score(PROMPTS), opened.placement
 
 
 @pytest.mark.more(after=2)
@@ -55,7 +49,7 @@ def test_embedding_and_head_stay_packed(tmp_path, is_tied, settings):
     pytest.importorskip("gguf")
     save_tiny_model(tmp_path / "model", family="llama", tie_word_embeddings=is_tied)
     file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "q8_0")
-    opened = open_engine(str(file), InferSettings(context=64, device="cpu", ram_gib=1, precision="fp32", **settings))
+    opened = open_engine(str(file), InferSettings(context=64, device="cpu", precision="fp32", **settings))
     homes, values = opened.weights.homes, {}
     try:
         for name in homes.names():
@@ -66,12 +60,9 @@ def test_embedding_and_head_stay_packed(tmp_path, is_tied, settings):
         opened.close()
     assert {"model.embed_tokens.weight"} | (set() if is_tied else {"lm_head.weight"}) <= packed
     save_file(values, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    plain = open_engine(str(tmp_path / "model"), InferSettings(context=64, device="cpu", ram_gib=1, precision="fp32"))
-    try:
+    with opening(tmp_path / "model", context=64, device="cpu", precision="fp32") as plain:
         for ours, theirs in zip(scores, plain.engine.score(PROMPTS), strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
-    finally:
-        plain.close()
 
 
 def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
@@ -117,15 +108,12 @@ def test_experts_are_multiplied_by_pairs_and_one_by_one(family, tmp_path, monkey
 
 
 def test_a_pass_for_nobody_leaves_nothing(tiny_folder):
-    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128))
-    try:
+    with opening(tiny_folder[0], device="cpu") as opened:
         passes = []
         opened.engine.on_pass = lambda works, seconds: passes.append(sum(work.count for work in works))
         assert opened.engine.pass_s(4) > 0 and passes == [4, 4, 4]
         assert opened.engine.counts.passes == opened.engine.num_running == 0
         assert opened.engine.pass_s(1000) > 0, "more than the context has room for"
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize(("name", "settings"), [("nf4", {"quantize": "nf4"}), ("bf16", {"precision": "bf16"})])
@@ -133,14 +121,11 @@ def test_a_start_leaves_its_rates_to_the_planner(tiny_folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     here, rates = load_hardware("rtx4070-laptop"), InPlaceRates({1: 40.0, 128: 1.0}, 20.0, 1e-3)
     monkeypatch.setattr(forecast, "load_hardware", lambda: here)
-    opened = open_engine(str(tiny_folder[0]), InferSettings(device="cpu", ram_gib=1, context=128, **settings))
-    try:
+    with opening(tiny_folder[0], device="cpu", **settings) as opened:
         forecast.against_plan(opened)
         assert known_rates(here) == {}
         opened.placement = dataclasses.replace(opened.placement, cpu_rates=rates)
         assert forecast.against_plan(opened).plan is not None and known_rates(here) == {name: rates}
-    finally:
-        opened.close()
 
 
 @pytest.mark.more(after=1)
@@ -152,7 +137,7 @@ def test_a_file_is_planned_as_it_is_packed(tmp_path, capsys, is_tied):
 
     folder = folder_of(tmp_path, vocab_size=2000, tie_word_embeddings=is_tied)
     file = write_gguf(folder, tmp_path / "model.gguf", "q4_k")
-    opened = open_engine(str(file), InferSettings(context=64, device="cpu", ram_gib=1, precision="bf16"))
+    opened = open_engine(str(file), InferSettings(context=64, device="cpu", precision="bf16"))
     held = sum(part.size_bytes for part in opened.placement.parts)
     opened.close()
     assert cli.main(["plan", "--infer", str(file), "--machine", "rtx4070-laptop", "--json"]) == 0

@@ -10,14 +10,13 @@ import torch
 
 from outcore.config.commands.running import generate_flags
 from outcore.flow import discover_units
-from outcore.infer import Request, Sampling
 from outcore.infer.commands.options import settings_of
 from outcore.infer.opening import InferSettings, open_engine, weights
 from outcore.infer.opening.model import find_place
 from outcore.plan import load_hardware, plan_of
 from outcore.sizing.inference import DoesNotFit
 from tests.flow.models import tiny_loaded
-from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of, save_tiny_model
+from tests.infer.models import greedy, greedy_by_transformers, on_the_drive, opening, prompts_of, save_tiny_model
 from tests.refused import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,16 +24,11 @@ PROMPTS = prompts_of(4, vocab=280)
 
 
 def answers(name, count: int = 10, check=lambda opened: None, after=lambda opened: None, **settings) -> list[list[int]]:
-    opened = open_engine(str(name), InferSettings(**{"context": 128, "ram_gib": 1, **settings}))
-    try:
+    with opening(name, **settings) as opened:
         check(opened)
-        sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
-        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-        found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
+        found = greedy(opened.engine, PROMPTS, count, ignore_eos=True)
         after(opened)
-        return [found[str(i)] for i in range(len(PROMPTS))]
-    finally:
-        opened.close()
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +88,8 @@ def test_an_adapter_beside_its_base(tiny_folder, tmp_path):
 
 def test_scores_are_the_models_own(tiny_folder):
     folder, model, _ = tiny_folder
-    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, chunk_tokens=32))
-    try:
+    with opening(folder, chunk_tokens=32) as opened:
         scores = opened.engine.score(PROMPTS)
-    finally:
-        opened.close()
     for prompt, found in zip(PROMPTS, scores):
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0], -1)

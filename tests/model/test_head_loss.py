@@ -1,5 +1,7 @@
 """The user's own loss of each token's logits: the same by plain PyTorch, by `TokenLoss` and by the streaming engine."""
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,13 +63,10 @@ def test_the_engine_trains_and_evaluates_on_it():
     expected = float(by_hand(loaded.model.eval(), plain_batch()))
     loaded.model.train()
     settings = StreamSettings(staging_bytes=4 * MIB, slot_bytes=65536, num_slots=2, optimizer_backend="torch")
-    engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False)) as engine:
         assert engine.evaluate([plain_batch()]).loss == pytest.approx(expected, rel=1e-5)
         losses = [engine.train_step([plain_batch()], 1e-2).loss for _ in range(4)]
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
-    finally:
-        engine.close()
 
 
 OTHER_HEADS = [

@@ -1,5 +1,6 @@
 """The benchmarks on whatever this machine has: they measure, stay inside their bounds and leave nothing behind."""
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -195,8 +196,7 @@ def test_peers() -> None:
 def test_staging_test(open_file: BlockFile, quick: bool) -> None:
     test = StagingTest(32 * MIB)
     settings = ProbeStaging(32 * MIB, "auto")
-    pool = build_pool(settings, CPU, test)
-    try:
+    with closing(build_pool(settings, CPU, test)) as pool:
         test.write_combined, test.write_combined_reason = choose_write_combined(settings, [], CPU)
         with PosixEngine(num_threads=2, block_bytes=MIB) as engine:
             run_staging_test(
@@ -204,8 +204,6 @@ def test_staging_test(open_file: BlockFile, quick: bool) -> None:
                 max_write_bytes=4 * MIB, quick=quick,
             )  # fmt: skip
         assert pool.free_bytes == pool.capacity_bytes
-    finally:
-        pool.close()
     assert test.granted_bytes == 32 * MIB
     assert test.slot_bytes * test.num_slots <= 32 * MIB
     assert test.up_gb_per_s > 0 and test.down_gb_per_s > 0
@@ -341,14 +339,11 @@ def test_direct_reads(open_file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> 
 def test_copies_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     test = StagingTest(256 * MIB)
-    pool = build_pool(ProbeStaging(256 * MIB, "auto"), device, test)
-    try:
+    with closing(build_pool(ProbeStaging(256 * MIB, "auto"), device, test)) as pool:
         assert test.is_pinned
         with pool.lease(64 * MIB, "d") as lease, pool.lease(64 * MIB, "w", True) as combined:
             host = {"default": lease.tensor, "write-combined": combined.tensor}
             found = measure_copies(device, host, (MIB, 16 * MIB), 1.0, 0.1)
-    finally:
-        pool.close()
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
 

@@ -24,7 +24,6 @@ from outcore.serve.handover.environment import ensure_environment
 from outcore.serve.handover.process import Care, ServerProcess
 from outcore.serve.handover.run import run_handover
 from outcore.serve.main import main
-from tests.forked import ROOT, start_script
 from tests.waiting import until
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -246,27 +245,6 @@ def test_an_engine_ends_with_the_thread_that_started_it(engine):
     starting.start()
     starting.join(120)
     until(lambda: Path(f"/proc/{pids()[0]}/stat").read_text().split()[2] == "Z")
-
-
-@pytest.mark.more
-def test_killing_the_command_takes_vllm_with_it(tmp_path, executable):
-    model = model_in(tmp_path / "model")
-    argv = flags_of(model, executable, "--port", "0", "--log_dir", str(tmp_path / "logs"))
-    log = tmp_path / "said"
-    log.touch()
-    command = start_script(ROOT / "outcore/cli.py", ["serve", *argv], dict(os.environ), log)
-    until = time.monotonic() + 300
-    while "listening on" not in log.read_text():
-        assert command.poll() is None and time.monotonic() < until, log.read_text()
-        time.sleep(0.02)
-    pid = json.loads((model / "starts.jsonl").read_text())["pid"]
-    os.kill(pid, 0)
-    command.kill()
-    command.wait(60)
-    until = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_command_line_and_variables(tmp_path, executable):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 
 import pytest
 import yaml
@@ -67,8 +68,7 @@ def test_metrics_tell_how_often_experts_were_there(tmp_path):
     save_tiny_model(tmp_path / "model", family="qwen3_moe", **MIXTURE)
     room = {"ram_gib": 0.0036, "expert_cache_gib": 0.001, **SCARCE}
     settings = InferSettings(device="cpu", context=128, nvme_path=(tmp_path,), **room)
-    opened = open_engine(str(tmp_path / "model"), settings)
-    try:
+    with closing(open_engine(str(tmp_path / "model"), settings)) as opened:
         made, counts = ServeMetrics(opened), opened.weights.experts.counts
         assert type(counts)().hit_rate is None, "nothing was asked for"
         sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
@@ -78,8 +78,6 @@ def test_metrics_tell_how_often_experts_were_there(tmp_path):
         assert told["experts_asked"] == counts.asked > told["expert_hits"] == counts.hits > 0
         assert told["expert_hit_rate"] == pytest.approx(counts.hit_rate)
         assert told["drive_bytes"] >= told["expert_read_bytes"] == counts.read_bytes > 0
-    finally:
-        opened.close()
 
 
 def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):

@@ -64,7 +64,6 @@ def by_hand(precision: str, clip: float) -> tuple[list[list[float]], dict[str, d
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("staged-absent")
     nvme = folder / "nvme"
-    nvme.mkdir()
     zeros = {
         "in RAM": None, "gradients in RAM": infinity(nvme), "all on NVMe": infinity(nvme, nvme_offload_gradients=True),
     }  # fmt: skip
@@ -133,7 +132,6 @@ def test_gradients_of_a_skipped_step_count_in_none(results: dict[str, Any], plac
 def test_two_ranks_agree_on_it(tmp_path: Path) -> None:
     """A scale has one element: the second rank's share of it is empty."""
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     zero = infinity(nvme, nvme_offload_gradients=True)
     run = {"precision": "fp32", "max_grad_norm": CLIP}
     do = [["train codes", CODES], ["save", str(tmp_path / "saved")]]

@@ -71,7 +71,6 @@ def jobs_of_pairs(pairs: dict[str, dict[str, Any]], zero: dict[str, Any]) -> lis
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("staged-gradients")
     nvme = folder / "nvme"
-    nvme.mkdir()
     saved = str(folder / "saved")
     zero = on_drive(nvme)
     jobs = [
@@ -176,7 +175,6 @@ def test_mixture_of_experts_and_encoder_decoder(results: dict[str, Any], preset:
 @pytest.mark.more
 def test_two_ranks_keep_a_share_each(tmp_path: Path, results: dict[str, Any]) -> None:
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     go = [["train", 2]]
     jobs = [
         job("NVMe", go, zero=on_drive(nvme), config=SMALL, small=SMALL_CHUNKS, per_device_train_batch_size=1),

@@ -39,7 +39,6 @@ SUMMED_IN_FP32 = {**SMALL, "data_types": {"grad_accum_dtype": "fp32"}}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("staged-loans")
     nvme = folder / "nvme"
-    nvme.mkdir()
     zero, saved = infinity(nvme), str(folder / "saved")
     back = [["train", 1], ["save", saved], ["train", 2], ["load", saved], ["train", 2]]
     jobs = [

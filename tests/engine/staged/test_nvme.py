@@ -21,6 +21,8 @@ FAULTS = {
 
 
 def infinity(nvme: Path, **more: Any) -> dict[str, Any]:
+    """Flags by which everything lies in this folder, which is made."""
+    nvme.mkdir(exist_ok=True)
     return {
         "zero_stage": "infinity", "nvme_offload_path": str(nvme), "strict_offload": True, "max_in_cpu_gb": 0.0, **more,
     }  # fmt: skip
@@ -30,7 +32,6 @@ def infinity(nvme: Path, **more: Any) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("staged-nvme")
     nvme = folder / "nvme"
-    nvme.mkdir()
     from_ram, from_nvme, exported = (str(folder / name) for name in ("from-ram", "from-nvme", "exported"))
     halves = [["train", 2], ["eval"], ["train", 2]]
     everything = infinity(nvme)
@@ -87,14 +88,6 @@ def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None
 
 
 @pytest.mark.more
-def test_a_step_writes_every_state_once_but_for_what_the_ring_keeps(results: dict[str, Any]) -> None:
-    """Exact counts are in test_states_drive.py."""
-    states = passed(results, "states")
-    for moved in (states["moved"]["state_written"], states["moved"]["state_read"]):
-        assert states["state_bytes"] < moved <= 4 * states["state_bytes"]
-
-
-@pytest.mark.more
 @pytest.mark.parametrize("name", ["RAM to NVMe", "NVMe to RAM", "after the faults"])
 def test_a_checkpoint_continues_bit_by_bit_in_the_other_residency(results: dict[str, Any], name: str) -> None:
     same(passed(results, name), passed(results, "RAM"), trained=2)
@@ -126,7 +119,6 @@ def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
 @pytest.mark.more
 def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[str, Any]) -> None:
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     go = [["train", 3]]
     jobs = [
         job("all", go, zero=infinity(nvme), config=SMALL, per_device_train_batch_size=1, run_name="run"),
@@ -147,7 +139,6 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
 def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(tmp_path, preset):
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     model = {"preset": preset, "config_overrides": {"vocab_size": 16384}}  # x 128 x 2 B: 4 MiB, 2 MiB of two ranks
     go = [["train", 2]]
     jobs = [
@@ -167,7 +158,6 @@ def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_ar
 @pytest.mark.more
 def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> None:
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     model = TINY | {"lora": {"r": 64, "alpha": 128}}  # of width 64 and 96: as large as the weights they adapt
     go = [["train", 2]]
     found = run_jobs(
@@ -186,7 +176,6 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
     """In the order of the model, each weight that still fits: the embedding, the first layer, and of the second one k,
     where q does not fit any more. What is fetched ahead stays on the device if it is used again."""
     nvme = tmp_path / "nvme"
-    nvme.mkdir()
     small = 2 * (5 * 64 + 2 * 4 * (2 * (64 + 256) + 2 * (64 + 128) + 3 * (64 + 96)))  # norms and adapters
     embedding, q, k, mlp = 2 * 64 * 128, 2 * 64 * 256, 2 * 64 * 128, 2 * 64 * 3 * 96
     layer = 2 * q + 2 * k + mlp

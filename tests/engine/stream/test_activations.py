@@ -13,10 +13,8 @@ from outcore.engine.stream.activations.nvme import BEHIND_LAYERS
 from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.host_sizes import checkpoint_bytes
-from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
-from outcore.storage import TensorSpec
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, losses_of, same, weights_of, with_drive
 from tests.engine.stream.training import batches_of as growing_batches
@@ -177,18 +175,6 @@ def test_a_failed_transfer_stops_the_step_where_it_is_taken(build, drive, tmp_pa
     again = build()
     again.load(tmp_path, state)
     assert again.train_step(batches_of(1), LR).loss == on
-
-
-def test_scratch_of_a_killed_run_is_removed_and_a_living_one_is_left_alone(tmp_path, drive):
-    left = tmp_path / FOLDER / "activations"
-    left.mkdir(parents=True)
-    (left / "tensors.bin").write_bytes(b"x" * 5000)
-    with Scratch([tmp_path], drive) as scratch:
-        assert not left.exists()
-        scratch.store("activations", [TensorSpec("a", torch.uint8, (9000,))])
-        refused(EngineError, "in use", lambda: Scratch([tmp_path], drive))
-        assert left.exists()
-    assert not (tmp_path / FOLDER).exists()
 
 
 @pytest.mark.more

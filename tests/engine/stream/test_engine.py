@@ -11,7 +11,16 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.flow.parts import StreamUnsupported
 from tests.engine.inside import parts_of
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures, losses_of, plain_training, weights_of
+from tests.engine.stream.training import (
+    LR,
+    TINY,
+    batches_of,
+    fixtures,
+    freeze_most,
+    losses_of,
+    plain_training,
+    weights_of,
+)
 from tests.flow.models import padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.refused import refused
 
@@ -82,14 +91,10 @@ def test_an_eps_that_8_bit_moments_cannot_have_is_refused_with_the_settings():
 
 
 def test_frozen_parameters_are_streamed_and_left_alone(build, tmp_path):
-    def freeze(model):
-        for name, p in model.named_parameters():
-            p.requires_grad_("layers.1." in name and "self_attn" in name)
-
     reference = tiny_loaded("llama")
-    freeze(reference.model)
+    freeze_most(reference.model)
     losses, _ = plain_training(reference, 5, max_norm=1.0)
-    engine = build("llama", prepare=freeze)
+    engine = build("llama", prepare=freeze_most)
     before = weights_of(engine)
     assert losses_of(engine, range(5)) == pytest.approx(losses, rel=1e-4)
     after = weights_of(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -29,15 +30,12 @@ def batches_of(step: int):
 def train(model: str, settings: StreamSettings, steps: int, *, dtype=torch.float32, dropout=0.0, look=None):
     loaded = tiny_loaded(model, dtype=dtype)
     set_dropout(loaded.model, dropout)
-    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
         losses = losses_of(engine, range(steps), batches_of)
         engine.evaluate([plain_batch(seed=77)])
         if look is not None:
             look(engine)
         return losses, {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "gemma3_text", "mixtral"])
@@ -162,13 +160,10 @@ def test_dropout_is_replayed_on_the_device():
 def test_fp16_with_loss_scaling():
     loaded = tiny_loaded("llama", dtype=torch.float16)
     settings = replace(SETTINGS, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
-    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
         results = [engine.train_step(batches_of(0), 1e-3) for _ in range(20)]
         done = [r.loss for r in results if not r.skipped]
         assert results[0].skipped and done[-1] < done[0]
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])

@@ -3,7 +3,7 @@ same wherever things live. Default runs are few and always the same; `-m slow` d
 
 import math
 import tempfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,11 +103,8 @@ def engine_of(model: Model, chosen: StreamSettings):
             chosen = replace(chosen, weight_ram_bytes=None)
     with tempfile.TemporaryDirectory() as scratch:
         chosen = replace(chosen, nvme_path=scratch)
-        engine = build_stream_engine(loaded, chosen, device="cpu", pinned_grant=False, trial=False)
-        try:
+        with closing(build_stream_engine(loaded, chosen, device="cpu", pinned_grant=False, trial=False)) as engine:
             yield engine
-        finally:
-            engine.close()
 
 
 def saved(engine, folder: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:

@@ -59,6 +59,12 @@ def adapted(model="llama", seed: int = 0, *, filled=0.02, r=4, targets="auto", *
     return replace(loaded, model=network.train(), facts=model_facts(network))
 
 
+def freeze_most(model) -> None:
+    """All but the attention of the second layer."""
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1." in name and "self_attn" in name)
+
+
 def batches_of(step: int, count: int = 2, longer: int = 0):
     """Micro-batches of all kinds; rows are `longer` by so many tokens with each step."""
     kinds = [plain_batch, padded_batch, packed_batch]

@@ -1,6 +1,7 @@
 """Packed rows by documents' borders in the streaming engine: the same training as with masks."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -42,14 +43,11 @@ def with_adapters(loaded):
 
 def results_of(loaded, settings, *, trial=False):
     """Losses, norms, an evaluation, a sample; then the weights."""
-    engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=trial)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=trial)) as engine:
         steps = [engine.train_step(MIXED, 1e-2) for _ in range(2)]
         seen = engine.evaluate([packed_batch(2, 18, seed=4)]), engine.sample([3, 4, 5], 3, None)
         weights = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
         return [(r.loss, r.aux_loss, r.grad_norm) for r in steps], seen, weights
-    finally:
-        engine.close()
 
 
 CASES = {
@@ -106,16 +104,6 @@ def test_layers_get_borders_for_packed_rows_only():
     many = {**plain_batch(1, 300), "position_ids": torch.zeros((1, 300), dtype=torch.long)}
     assert DeviceBatch(many, CPU).is_packed and DeviceBatch(many, CPU).borders is None
     assert units.record(DeviceBatch(many, CPU)).calls[0].kwargs["attention_mask"].shape == (1, 1, 300, 300)
-
-
-@pytest.fixture
-def fresh_compiler():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(before)
 
 
 @pytest.mark.no_cover

@@ -1,5 +1,6 @@
 """Packed rows by torch's variable-length flash kernel on a CUDA device: what masks give, to rounding."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -53,12 +54,9 @@ def train(model_type: str, settings: StreamSettings, steps: int, dtype=torch.bfl
     # GPT-2's config has dropout within attention
     loaded = tiny_loaded(model_type, dtype=dtype, max_position_embeddings=256, attn_pdrop=0.0)
     set_dropout(loaded.model, 0.0)
-    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
         found = [engine.train_step(batches_of(step), 3e-3) for step in range(steps)]
         return [r.loss for r in found], engine.evaluate([packed(77)]).loss, engine.describe()
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "mixtral"])
@@ -83,10 +81,8 @@ def test_compiled_layers_and_graphs_equal_masks(model_type, graphs):
 
 def test_graphs_are_captured_with_borders():
     loaded = tiny_loaded("llama", dtype=torch.bfloat16)
-    engine = build_stream_engine(
-        loaded, replace(SETTINGS, compile="on", resident_bytes=0), device="cuda", pinned_grant=False
-    )
-    try:
+    settings = replace(SETTINGS, compile="on", resident_bytes=0)
+    with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
         for step in range(8):
             engine.train_step([packed(step), packed(50 + step, (1, 64, 63))], 1e-3)
         compiled = parts_of(engine).flow.runner.compiled
@@ -95,16 +91,13 @@ def test_graphs_are_captured_with_borders():
         if not graphs._has_room():
             pytest.skip("the device is rather full")
         assert not graphs.why_not and 0 < graphs.num_graphs <= 2 * SETTINGS.num_layer_buffers
-    finally:
-        engine.close()
 
 
 def test_layers_of_packed_rows_wait_for_nothing():
     """Neither the recording of the calls nor a layer, forward and backward, asks the device for a number."""
     loaded = tiny_loaded("llama", dtype=torch.bfloat16)
     settings = replace(SETTINGS, cuda_graphs="off")  # a layer as its graph would capture it
-    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
         engine.train_step([packed(0)], 1e-3)
         parts_of(engine).updates.drain()
         runner, units = parts_of(engine).flow.runner, parts_of(engine).units
@@ -124,8 +117,6 @@ def test_layers_of_packed_rows_wait_for_nothing():
                 hidden = inner
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -138,14 +129,11 @@ def test_a_deterministic_run_repeats_every_bit(fixed_order, model_type, compiled
         loaded = tiny_loaded(model_type, dtype=torch.bfloat16, max_position_embeddings=2048, attn_pdrop=0.0)
         set_dropout(loaded.model, 0.0)
         settings = replace(SETTINGS, compile=compiled)
-        engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-        try:
+        with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
             for step in range(3):
                 engine.train_step([packed(step, (1000, 548)), plain_batch(2, 1548, seed=step)], 1e-2)
             parts_of(engine).updates.drain()
             return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
-        finally:
-            engine.close()
 
     first, again = parameters(), parameters()
     assert [name for name in first if not torch.equal(first[name], again[name])] == []

@@ -18,15 +18,7 @@ from outcore.model.facts import model_facts
 from tests.flow.models import TINY_SETTINGS, assert_same_grads, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.refused import refused
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def with_adapters(model_type: str, targets: str = "auto", **fields):

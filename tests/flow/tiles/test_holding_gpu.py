@@ -1,6 +1,7 @@
 """Less held on a CUDA device: the same results, and no more memory than the rule reckons with."""
 
 import gc
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +70,7 @@ def fit(device_bytes: int, device: str = "cuda") -> tuple[Holding, frozenset[int
         SETTINGS, device_bytes=device_bytes, step_tokens=tokens, row_tokens=LENGTH, staging_bytes=1024 * MIB
     )
     loaded = tiny_loaded("llama", dtype=torch.bfloat16, **FIELDS)
-    engine = build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False)) as engine:
         batches = [plain_batch(ROWS, LENGTH, seed=m) for m in range(MICRO_BATCHES)]
         for _ in range(2):
             engine.train_step(batches, LR)
@@ -78,8 +78,6 @@ def fit(device_bytes: int, device: str = "cuda") -> tuple[Holding, frozenset[int
         peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         plan = parts_of(engine).tile_plan
         return plan.holding, plan.indices, peak_bytes
-    finally:
-        engine.close()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Units in tiles on a CUDA device: the same results as whole ones, and training where whole ones do not fit."""
 
 import gc
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +39,12 @@ def train(settings: StreamSettings, count: int, model="llama", dtype=torch.bfloa
     """(losses, plan, weights) after a few steps of `count` micro-batches."""
     loaded = tiny_loaded(model, dtype=dtype, **fields)
     set_dropout(loaded.model, 0.0)
-    engine = build_stream_engine(loaded, settings, device=device, pinned_grant=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device=device, pinned_grant=False)) as engine:
         batches = [plain_batch(2, 48, seed=m) for m in range(count)]
         losses = [engine.train_step(batches, LR).loss for _ in range(steps)]
         losses.append(engine.evaluate(batches).loss)
         weights = {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
         return losses, parts_of(engine).tile_plan, weights
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

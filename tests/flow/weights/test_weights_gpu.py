@@ -1,5 +1,6 @@
 """Parameters, states and activation checkpoints on NVMe with a CUDA device: what everything in RAM gives."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -29,14 +30,11 @@ def train(folder, *, lora: bool, steps: int = 6, **changes):
         network = apply_lora(loaded.model, LoraSettings(r=4, alpha=8, dropout=0.0), seed=0)
         loaded = replace(loaded, model=network.train(), facts=model_facts(network))
     settings = replace(SETTINGS, nvme_path=str(folder), **changes)
-    engine = build_stream_engine(loaded, settings, device=DEVICE, pinned_grant=False, trial=False)
-    try:
+    with closing(build_stream_engine(loaded, settings, device=DEVICE, pinned_grant=False, trial=False)) as engine:
         losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
         losses.append(engine.evaluate([plain_batch(seed=77)]).loss)
         homes = parts_of(engine).homes
         return losses, homes.weights.nvme_bytes, {n: homes.weights.read(n).clone() for n in homes.weights.names()}
-    finally:
-        engine.close()
 
 
 ON_NVME = {"weight_ram_bytes": 0, "activations": "nvme"}

@@ -16,9 +16,9 @@ from outcore.infer.cache import (
     KvShape,
     KvStore,
 )
-from outcore.infer.opening import InferSettings, open_engine
-from outcore.infer.requests import Request, Sampling
+from outcore.infer.opening import InferSettings
 from outcore.storage import StorageError
+from tests.infer.models import greedy, opening
 from tests.refused import refused
 
 CPU = torch.device("cpu")
@@ -75,14 +75,10 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path):
 
 def answers(folder, prompts, **settings):
     """Greedy answers of a model in a folder, how many tokens of prompts came from earlier ones, pages read."""
-    opened = open_engine(str(folder), InferSettings(device="cpu", context=256, ram_gib=1, page_tokens=8, **settings))
-    try:
-        requests = [Request(str(i), tuple(p), Sampling(temperature=0, max_tokens=12)) for i, p in enumerate(prompts)]
-        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+    with opening(folder, device="cpu", context=256, page_tokens=8, **settings) as opened:
+        found = greedy(opened.engine, prompts, 12)
         counts = opened.engine.scheduler.cache.counts
-        return [found[r.name] for r in requests], counts.found_tokens, counts.read_pages
-    finally:
-        opened.close()
+        return found, counts.found_tokens, counts.read_pages
 
 
 def prompts(lengths=(60, 3, 33), seed=0):

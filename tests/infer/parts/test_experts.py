@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from outcore.flow.experts import chosen, experts_apart, form_of
 from outcore.flow.parts import bound
-from outcore.infer import Request, Sampling
-from outcore.infer.opening import AgainstPlan, InferSettings, build, open_engine
+from outcore.infer.opening import AgainstPlan, build
 from tests.flow.models import needs
-from tests.infer.models import MIXTURE, SCARCE, off_device, prompts_of, save_tiny_model
+from tests.infer.models import MIXTURE, SCARCE, greedy, off_device, opening, prompts_of, save_tiny_model
 
 PROMPTS = prompts_of(4, vocab=280)
 DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
@@ -76,16 +75,11 @@ def device(request, monkeypatch):
 
 def answers(folder, look=lambda opened: None, **settings):
     """(tokens, scores) of the prompts."""
-    opened = open_engine(str(folder), InferSettings(context=128, **{"device": "cpu", "ram_gib": 1, **settings}))
-    try:
-        sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True)
-        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+    with opening(folder, **{"device": "cpu", **settings}) as opened:
+        found = greedy(opened.engine, PROMPTS, 6, ignore_eos=True)
         scores = opened.engine.score(PROMPTS)
         look(opened)
-        return [found[str(i)] for i in range(len(PROMPTS))], scores
-    finally:
-        opened.close()
+        return found, scores
 
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +22,10 @@ from outcore.sizing.inference import PRESETS, Placement
 from outcore.sizing.inference.experts import ExpertSize
 from outcore.storage import StorageError, Transfer
 from tests.flow.models import needs
+from tests.infer import models
 from tests.infer.models import SCARCE, AsksHere, off_device, prompts_of
 from tests.infer.parts.test_experts import folder_of  # noqa: F401
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 PROMPTS = prompts_of(4, vocab=280)
@@ -80,10 +82,7 @@ def opened_with(folder, tmp_path, **settings):
 
 
 def greedy(opened, count=12):
-    sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
-    requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
-    found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
-    return [found[str(i)] for i in range(len(PROMPTS))]
+    return models.greedy(opened.engine, PROMPTS, count, ignore_eos=True)
 
 
 def with_few_tokens(opened, hand_over):
@@ -103,8 +102,7 @@ def with_few_tokens(opened, hand_over):
 @pytest.mark.parametrize(("family", "method", "quantize"), CASES)
 @pytest.mark.usefixtures("experts_in_ram")
 def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, family, method, quantize):  # noqa: F811
-    opened = opened_with(folder_of(family, method), tmp_path, quantize=quantize)
-    try:
+    with closing(opened_with(folder_of(family, method), tmp_path, quantize=quantize)) as opened:
         expected = greedy(opened)
         cache = opened.weights.experts
         before, read = dataclasses.replace(cache.counts), cache.counts.read_bytes
@@ -117,16 +115,13 @@ def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, 
         asked, hits = cache.counts.asked - before.asked, cache.counts.hits - before.hits
         assert 0 < hits < asked
         assert cache.counts.read_bytes > read
-    finally:
-        opened.close()
 
 
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize("share_in_ram", [0.0, 0.4])
 def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, experts_live, share_in_ram):  # noqa: F811
     experts_live(share_in_ram)
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
-    try:
+    with closing(opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")) as opened:
         expected = greedy(opened)
         with PackedProducts(2) as products:
             few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
@@ -134,8 +129,6 @@ def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, e
             few.check()
             counts = opened.weights.experts.counts
             assert against_plan(opened).facts()["expert_read_bytes"] - counts.read_bytes == counts.for_cpu_bytes > 0
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["refused", "lost"])
@@ -187,8 +180,7 @@ def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, expert
 
 @pytest.mark.usefixtures("experts_in_ram")
 def test_experts_that_could_not_come_into_slots_end_one_pass(folder_of, tmp_path, monkeypatch):  # noqa: F811
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4", draft_tokens=0)
-    try:
+    with closing(opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4", draft_tokens=0)) as opened:
         expected = greedy(opened)
         with PackedProducts(2) as products:
             with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
@@ -211,8 +203,6 @@ def test_experts_that_could_not_come_into_slots_end_one_pass(folder_of, tmp_path
                 answer("one")
             monkeypatch.undo()
             assert answer("two") == expected[0][:8]
-    finally:
-        opened.close()
 
 
 class Lost:
@@ -239,19 +229,14 @@ class Lost:
 )
 @pytest.mark.usefixtures("experts_in_ram")
 def test_what_cannot_run_so_is_told(folder_of, tmp_path, family, quantize, why):  # noqa: F811
-    opened = opened_with(folder_of(family), tmp_path, quantize=quantize)
-    try:
-        with PackedProducts(1) as products, pytest.raises(ValueError, match=why):
-            with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
-    finally:
-        opened.close()
+    with closing(opened_with(folder_of(family), tmp_path, quantize=quantize)) as opened, PackedProducts(1) as products:
+        refused(ValueError, why, lambda: with_few_tokens(opened, HandOver(products, CPU, AsksHere())))
 
 
 @pytest.mark.more
 @pytest.mark.usefixtures("experts_in_ram")
 def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, tmp_path):  # noqa: F811
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
-    try:
+    with closing(opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")) as opened:
         expected = greedy(opened)
         with PackedProducts(2) as products:
             with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
@@ -260,22 +245,17 @@ def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, t
             assert greedy(opened) == expected and not runner.compiled.why_not
             assert runner.compiled.num_kinds == 1 < len(runner.units.layers)
             assert products.answered()[0]
-    finally:
-        opened.close()
 
 
 @pytest.mark.usefixtures("experts_in_ram")
 def test_sequences_that_share_no_rows_leave_experts_to_the_host(folder_of, tmp_path):  # noqa: F811
-    opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")
-    try:
+    with closing(opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")) as opened:
         units, settings = opened.engine.runner.flow.units, InferSettings()
         placed = dataclasses.replace(opened.placement, runs_few=True)
         more = opened.weights, placed, None, settings, "states", torch.device("cuda"), ExitStack()
         few, placement = few_tokens.open_few_tokens(units, *more)
         assert few is None and placed.few_tokens and not placement.few_tokens
         assert placement.reasons[-1].endswith("chose: passes run without CUDA graphs")
-    finally:
-        opened.close()
 
 
 @pytest.mark.gpu
@@ -320,8 +300,7 @@ def test_graphs_run_experts_where_they_lie(
     found = []
     for is_few in (True, False):
         monkeypatch.setattr(few_tokens, "is_worth_it", lambda own_s, host_s, found=is_few: found)
-        opened = open_engine(str(folder_of(family, method)), InferSettings(**common))
-        try:
+        with closing(open_engine(str(folder_of(family, method)), InferSettings(**common))) as opened:
             small, counts = opened.engine.runner.small, opened.weights.experts.counts
             before = sum(slot.runs for slot in small._slots.values())
             found.append(greedy(opened))
@@ -330,8 +309,6 @@ def test_graphs_run_experts_where_they_lie(
             if is_few:
                 assert any(slot.runs > 2 and slot.is_captured for slot in small._slots.values())
             assert 0 < counts.hits < counts.asked
-        finally:
-            opened.close()
     assert found[0] == found[1]
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from functools import partial
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import pytest
 import torch
 
 from outcore.flow import CompiledLayers
 from outcore.formats import PackedSpec, packed_format
-from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, open_engine
-from tests.infer.models import greedy_by_transformers, on_the_drive, prompts_of, save_tiny_model
+from tests.infer.models import greedy, greedy_by_transformers, on_the_drive, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = {
@@ -112,23 +112,18 @@ def test_every_pair_of_settings(model_of, tmp_path, monkeypatch, case):
     monkeypatch.setattr(build, "CompiledLayers", partial(CompiledLayers, backend=lambda module, inputs: module))
     if case["weights"] == "nvme":
         on_the_drive(monkeypatch)
-    sampling = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
-    requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(prompts_of(4, vocab=280))]
-    together = [[request] for request in requests] if case["batch"] == "alone" else [requests]
+    prompts = prompts_of(4, vocab=280)
+    together = [[prompt] for prompt in prompts] if case["batch"] == "alone" else [prompts]
     for _ in range(1 + (case["prefixes"] == "kept")):
-        opened = open_engine(str(folder), settings)
-        try:
+        with closing(open_engine(str(folder), settings)) as opened:
             assert case["compile"] == "off" or not opened.engine.runner.flow.runner.compiled.why_not
             for _ in range(2):
-                answers = [answer for some in together for answer in opened.engine.generate(some)]
-                found = {answer.request: [c.token for c in answer.tokens] for answer in answers}
-                assert [found[request.name] for request in requests] == expected
+                found = [greedy(opened.engine, some, 8, ignore_eos=True) for some in together]
+                assert list(chain(*found)) == expected
             counts = opened.engine.counts
             assert (counts.drafted > 0) == (case["guesses"] != "none")
             if case["batch"] != "in small passes":  # where two sequences' windows are all the room there is
                 assert (counts.cached_tokens > 0) == (case["prefixes"] != "off")
-        finally:
-            opened.close()
 
 
 def test_every_pair_is_in_some_case():

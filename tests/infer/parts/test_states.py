@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
-from outcore.infer import Request, Sampling
 from outcore.infer.cache import SequenceStates
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.opening.check import way_of
 from outcore.infer.schedule import Drafter, ScheduleLimits
 from outcore.sizing.inference import InferenceLimits, InferenceNeeds, KvSize, LayerSize
 from tests.flow.models import needs, tiny_loaded
-from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of, save_tiny_model
+from tests.infer.models import TinyEngine, greedy, greedy_by_transformers, opening, prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
@@ -54,8 +55,7 @@ def check(family: str, way: str, monkeypatch) -> None:
     loaded = loaded_of(family)
     prompts = prompts_of()
     expected = expected_of(loaded, prompts)
-    tiny = TinyEngine(family, way, loaded=loaded)
-    try:
+    with closing(TinyEngine(family, way, loaded=loaded)) as tiny:
         assert tiny.greedy(prompts, COUNT) == expected
         assert tiny.greedy(prompts, COUNT) == expected, "beginnings are shared now"
         assert (tiny.engine.counts.cached_tokens > 0) == (way == "states")
@@ -68,8 +68,6 @@ def check(family: str, way: str, monkeypatch) -> None:
                     assert tiny.greedy([prompts[number]], COUNT) == [expected[number]]
                     assert tiny.engine.counts.accepted > before
         assert all(used == 0 for used in tiny.cache.used_pages) or tiny.cache.index
-    finally:
-        tiny.close()
 
 
 @pytest.mark.more(after=1)
@@ -174,19 +172,13 @@ def hybrid(tmp_path_factory):
 @pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 16, "page_tokens": 4}])
 def test_a_hybrid_model_opened_by_name(hybrid, settings):
     folder, expected = hybrid
-    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, **settings))
-    try:
+    with opening(folder, **settings) as opened:
         assert opened.way == "states"
         assert any("recurrent states" in line for line in opened.placement.lines())
-        sampling = Sampling(temperature=0, max_tokens=COUNT, ignore_eos=True)
-        requests = [Request(str(i), tuple(p), sampling) for i, p in enumerate(prompts_of(4, vocab=280))]
         for _ in range(2):
-            found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
-            assert [found[str(i)] for i in range(4)] == expected
+            assert greedy(opened.engine, prompts_of(4, vocab=280), COUNT, ignore_eos=True) == expected
         cached = opened.engine.counts.cached_tokens
         assert cached > 0 or not settings
-    finally:
-        opened.close()
 
 
 def test_what_a_hybrid_model_cannot_is_said(hybrid, tmp_path):

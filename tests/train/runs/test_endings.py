@@ -68,15 +68,16 @@ def test_one_that_was_named_is_not_passed_over(tmp_path, corpus, straight, monke
     assert str(named) in told.err and "EIO" in told.err and "passing over" not in told.out
 
 
-def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(tmp_path, corpus, monkeypatch, capsys):
-    original = Trainer.run
+@pytest.mark.parametrize("after", ["train_one", "run"])
+def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(tmp_path, corpus, monkeypatch, capsys, after):
+    original = getattr(Trainer, after)
 
-    def signalled(self: Trainer, stop: Any) -> bool:
-        finished = original(self, stop)
+    def signalled(self: Trainer, argument: Any) -> Any:
+        found = original(self, argument)
         os.kill(os.getpid(), signal.SIGTERM)
-        return finished
+        return found
 
-    monkeypatch.setattr(Trainer, "run", signalled)
+    monkeypatch.setattr(Trainer, after, signalled)
     assert main(flags(tmp_path, corpus, *RUN[:2], "--max_steps", "1", "--eval_steps", "0")) == 0
     told = capsys.readouterr()
     assert "SIGTERM: " in told.err and "done: 1 steps" in told.out

@@ -1,6 +1,6 @@
 """Long rows on a CUDA device: losses of whole rows, and the bytes that are counted, with its own attention kernels."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,9 @@ def test_losses_equal_those_of_whole_rows(batch_of, compiled):
     for tiling in ("off", "tokens"):
         loaded = tiny_loaded("llama", dtype=torch.bfloat16, **WIDE)
         settings = replace(SETTINGS, tiling=tiling, tile_bytes=4 * MIB, compile=compiled)
-        engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
-        try:
+        with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
             results = [engine.train_step([batch_of(1, 4096, seed=step)], 1e-3) for step in range(4)]
             found.append([(result.loss, result.grad_norm) for result in results])
-        finally:
-            engine.close()
     for (loss, norm), (tiled_loss, tiled_norm) in zip(*found, strict=True):
         assert tiled_loss == pytest.approx(loss, rel=5e-3) and tiled_norm == pytest.approx(norm, rel=3e-2)
 

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,7 @@ def train(
     """Losses, norms, an evaluation's loss and every weight after training on this rank's share of `micro`
     micro-batches a step. `sums`: bytes of gradients that are added up together, and of a rank's slots."""
     reduce.SUM_GROUP_BYTES, streaming.RANK_SLOTS_BYTES = sums
-    engine = open_engine(place, model, settings, **build)
-    try:
+    with closing(open_engine(place, model, settings, **build)) as engine:
         if load:
             engine.load(Path(load), json.loads((Path(load) / "engine.json").read_text()))
         results = []
@@ -160,8 +160,6 @@ def train(
             "norms": [r.grad_norm for r in results], "tokens": [r.tokens for r in results],
             "evaluated": (evaluated.loss, evaluated.tokens), "weights": weights, "words": engine.describe(),
         }  # fmt: skip
-    finally:
-        engine.close()
 
 
 def train_each(place: RankPlace, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -192,8 +190,7 @@ def train_with_fault(place: RankPlace, fault: str, drive: str) -> str:
         settings = SETTINGS
         if fault == "no room":
             settings = replace(SETTINGS, nvme_path=drive, state_ram_bytes=0)
-        engine = open_engine(place, "llama", settings)
-        try:
+        with closing(open_engine(place, "llama", settings)) as engine:
             engine.train_step(global_batches(0, 2)[place.rank :: 2], LR)
             if place.rank == 1:
                 _arm(engine, fault)
@@ -203,8 +200,6 @@ def train_with_fault(place: RankPlace, fault: str, drive: str) -> str:
             Path(drive, "save").mkdir(exist_ok=True)
             engine.save(Path(drive, "save"), lambda path, crc: None)
             return "no error"
-        finally:
-            engine.close()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

@@ -12,7 +12,7 @@ from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.residents import measured_use
 from outcore.sizing.residents import OTHERS_BYTES, SPARE_BYTES, DeviceUse, num_resident, resident_bytes
 from tests.engine.inside import parts_of
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures
+from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most
 from tests.flow.models import plain_batch
 from tests.refused import refused
 
@@ -100,12 +100,8 @@ def test_a_closed_engine_leaves_the_weights_of_its_last_step(build):
 
 
 def test_frozen_parameters_stay_too(build):
-    def freeze(model):
-        for name, p in model.named_parameters():
-            p.requires_grad_("layers.1." in name and "self_attn" in name)
-
-    engine = build("llama", HOLDING, prepare=freeze)
-    assert train(engine, 5) == train(build("llama", prepare=freeze), 5)
+    engine = build("llama", HOLDING, prepare=freeze_most)
+    assert train(engine, 5) == train(build("llama", prepare=freeze_most), 5)
     assert held(engine) == len(parts_of(engine).units.layers)
 
 

@@ -9,7 +9,7 @@ from outcore.common.quantities import MIB
 from outcore.sizing.residents import SPARE_BYTES, DeviceUse, num_saved
 from tests.engine.inside import parts_of
 from tests.engine.stream.runs.test_residents import ALL, longer, saved, train
-from tests.engine.stream.training import LR, TINY, batches_of, fixtures
+from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most
 from tests.refused import refused
 
 (build,) = fixtures
@@ -58,13 +58,9 @@ def test_no_second_forward_and_the_same_bits(build, tmp_path, model, dtype, chan
 def test_saved_weights_are_those_that_backward_brings(build):
     """The one buffer for layers is overwritten in between; frozen layers below have no backward and are not saved."""
 
-    def freeze(model):
-        for name, p in model.named_parameters():
-            p.requires_grad_("layers.1." in name and "self_attn" in name)
-
     settings = replace(SAVING, num_layer_buffers=1)
-    engine = build("llama", settings, prepare=freeze)
-    assert train(engine, 5) == train(build("llama", TOLD, prepare=freeze), 5)
+    engine = build("llama", settings, prepare=freeze_most)
+    assert train(engine, 5) == train(build("llama", TOLD, prepare=freeze_most), 5)
     assert num_saving(engine) == 1
 
 
