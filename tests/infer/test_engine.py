@@ -59,9 +59,12 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     loaded = tiny_loaded("llama")
     prompts = prompts_of(14)
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
-    one = tiny(loaded=loaded, limits=ScheduleLimits(14, 64, 16, 16))
+    one, waiting = tiny(loaded=loaded, limits=ScheduleLimits(14, 64, 16, 16)), []
+    one.engine.on_pass = lambda *_: waiting.append([s.num_prompt for s in one.scheduler.waiting])
     assert one.greedy(prompts, 20) == expected
     assert one.scheduler.num_preempted > 0
+    lengths = [len(prompt) for prompt in prompts]
+    assert all(order == lengths[14 - len(order) :] for order in waiting), "who came first goes on first"
 
 
 @pytest.mark.more(after=1)
