@@ -11,7 +11,7 @@ import torch
 from outcore.common.errors import EngineError
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
-from outcore.infer.schedule import ScheduleLimits
+from outcore.infer.schedule import Drafter, ScheduleLimits
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, chance_of, distribution_of, greedy_by_transformers, prompts_of
 from tests.refused import failing, refused
@@ -65,6 +65,15 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     assert one.scheduler.num_preempted > 0
     lengths = [len(prompt) for prompt in prompts]
     assert all(order == lengths[14 - len(order) :] for order in waiting), "who came first goes on first"
+
+
+@pytest.mark.parametrize(("count", "drafted"), [(2, 0), (3, 1)])
+def test_the_last_token_is_not_guessed(tiny, monkeypatch, count, drafted):
+    """The pass that checks the guess before it gives it."""
+    monkeypatch.setattr(Drafter, "propose", lambda self, tokens, most, worth: [5] * most)
+    one = tiny()
+    one.greedy([[2, 3, 4] * 4], count)
+    assert one.engine.counts.drafted == drafted
 
 
 @pytest.mark.more(after=1)

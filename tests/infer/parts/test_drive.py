@@ -1,6 +1,8 @@
 """Keys and values on a drive: the same as in RAM; damage is told; beginnings of prompts outlive the program."""
 
 import random
+from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from outcore.infer.cache import (
     KvStore,
 )
 from outcore.infer.opening import InferSettings
-from outcore.storage import StorageError
+from outcore.storage import PosixEngine, StorageError, TensorStore
 from tests.infer.models import greedy, opening
 from tests.refused import refused
+from tests.storage.faulty import FaultyEngine
 
 CPU = torch.device("cpu")
 SHAPE = KvShape(2, 8, 6)
@@ -159,6 +162,26 @@ def test_the_budget_is_kept_and_the_oldest_ends_go(tmp_path):
     assert len(again) == 4
     again.close()
     refused(ValueError, "one page of 4 tokens takes", lambda: kept_at(tmp_path, 4096))
+
+
+def test_a_page_takes_the_place_of_another_once_that_one_is_written(tmp_path, monkeypatch):
+    """Two writes to one place have no order."""
+    submit, writes = TensorStore.submit_write, {}
+
+    def noted(store, name, record):
+        assert name not in writes or writes[name].done()
+        writes[name] = submit(store, name, record)
+        return writes[name]
+
+    with closing(FaultyEngine(PosixEngine(2))) as drive:
+        drive.delay(0.05, "write")
+        monkeypatch.setattr(TensorStore, "create", partial(TensorStore.create, engine=drive))
+        monkeypatch.setattr(TensorStore, "submit_write", noted)
+        kept = kept_at(tmp_path, 8192 * 2)
+        for first in (0, 50, 100):
+            chain(kept, [*range(first, first + 8)])
+        kept.close()
+    assert len(writes) == 2 and not kept.why_not
 
 
 def test_small_pages_are_kept_up_to_a_number(tmp_path, monkeypatch):
