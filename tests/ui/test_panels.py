@@ -289,6 +289,27 @@ def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
     assert "four" in marked and "2 + 2?" in plain and "2 + 2?" not in marked
 
 
+def test_documents_of_an_evaluation_are_drawn_as_questions():
+    from outcore.ui.panels.evaluate import document_of
+
+    one = {
+        "task": "t",
+        "doc_id": 4,
+        "prompt": "x" * 900 + "2 +",
+        "metrics": {"acc": 1.0},
+        "continuations": [],
+        "target": 1,
+    }
+    chosen = document_of(
+        one | {"target": 1, "continuations": ["<b>", " 2"], "answers": [[-3.25, False], [-14.5, False]]}
+    )
+    assert "document 4: acc 1<" in chosen and "2 +</pre>" in chosen and "x" * 700 not in chosen
+    assert re.findall(r"<td[^>]*>(.*?)</td>", chosen) == ["", "&lt;b&gt;", "-3.25", "▸", " 2", "-14.5"]
+    written = document_of(one | {"target": "4", "answers": ["five"]})
+    assert re.findall(r"<td[^>]*>(.*?)</td>", written) == ["4", "five"]
+    assert "log-probability -20.5" in document_of(one | {"target": "a whole file", "answers": [[-20.5]]})
+
+
 def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):
     from outcore.ui.panels.machine import alerts_of
 

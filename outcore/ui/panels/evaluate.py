@@ -15,6 +15,8 @@ from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, tellin
 from outcore.ui.panels.model import model_state_of
 
 REFRESH_S = 2.0
+SHOWN_CHARS = 600
+"""Of a question its end, of an answer its beginning."""
 
 
 class EvaluatePanel:
@@ -157,10 +159,27 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
         draw.heading("Exact settings, launch descriptor"),
         _as_json(facts),
         draw.heading(f"Some of {counted(samples['total'], 'document')}"),
-        *(
-            f"<pre tabindex=0>{draw.text(json.dumps(one, indent=1, ensure_ascii=False)[:3000])}</pre>"
-            for one in samples["data"]
-        ),
+        *map(document_of, samples["data"]),
+    )
+
+
+def document_of(one: dict[str, Any]) -> str:
+    """A question, what was wanted, what the model made of it."""
+    got = ", ".join(f"{name} {draw.number(v) if isinstance(v, float) else v}" for name, v in one["metrics"].items())
+    if one["continuations"]:
+        head, numbers = ("wanted", "how it may go on", "log-probability"), (2,)
+        rows = [
+            ("▸" if number == one["target"] else "", words, draw.number(answer[0], 5))
+            for number, (words, answer) in enumerate(zip(one["continuations"], one["answers"]))
+        ]
+    else:
+        head, numbers = ("wanted", "answered"), ()
+        said = [a if isinstance(a, str) else f"log-probability {draw.number(a[0], 5)}" for a in one["answers"]]
+        rows = [(str(one["target"])[:SHOWN_CHARS], words[:SHOWN_CHARS]) for words in said]
+    return (
+        draw.paragraph(f"{one['task']}, document {one['doc_id']}: {got}", "dim")
+        + draw.console([one["prompt"][-SHOWN_CHARS:]])
+        + draw.table(head, rows, numbers)
     )
 
 
