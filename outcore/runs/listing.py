@@ -72,9 +72,9 @@ def _state_of(folder: RunFolder) -> RunState:
     else:
         is_finished = folder.export.exists() or (total is not None and step >= total)
         state = "finished" if is_finished else "stopped"
-    began_s = float((holder or {}).get("since_s", 0))  # a run that starts has no file yet
-    changed_s = max([began_s, *(stat.st_mtime for stat in stats)])
-    return RunState(folder, state, step, total, last.get("loss"), sum(stat.st_size for stat in stats), changed_s)
+    began_s = (holder or {}).get("since_s")  # a run that starts has no file yet
+    times_s = [began_s if isinstance(began_s, float) else 0.0, *(stat.st_mtime for stat in stats)]
+    return RunState(folder, state, step, total, last.get("loss"), sum(stat.st_size for stat in stats), max(times_s))
 
 
 def _folders(folder: RunFolder) -> tuple[Path, ...]:

@@ -16,7 +16,7 @@ from outcore.ui.panels.model import model_state_of
 
 REFRESH_S = 2.0
 SHOWN_CHARS = 600
-"""Of a question its end, of an answer its beginning."""
+"""Letters shown of a question (its end) and of an answer (its beginning)."""
 
 
 class EvaluatePanel:
