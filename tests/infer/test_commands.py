@@ -305,7 +305,9 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
             submit(request, piece, on_answer)
 
         monkeypatch.setattr(opened.engine, "submit", interrupt)
-        lines = iter(["Hello", "And now?", "/stats", f"/save {tmp_path / 'talk.json'}", "/nonsense", "/reset", "/quit"])
+        lines = iter(
+            ["Hello", "And now?", "/stats", f"/save {tmp_path / 'talk.json'}", "/nonsense", "/reset", "/quit now"]
+        )
         monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
         talk.run()
         out = capsys.readouterr()

@@ -74,10 +74,10 @@ class Conversation:
             except KeyboardInterrupt:
                 say("\n(/quit or Ctrl-D ends)")
                 continue
-            if line == "/quit":
-                return
             if line.startswith("/"):
                 name, _, rest = line.partition(" ")
+                if name == "/quit":
+                    return
                 command = self._commands.get(name)
                 if command is None:
                     say(f"unknown command {name}; /help lists them")
