@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """What `flock` says on file systems without locks (some network mounts)."""
@@ -118,7 +119,7 @@ def lock_path(parent: Path, run_name: str) -> Path:
     return parent / f".{run_name}.lock"
 
 
-def holder_of(path: Path) -> dict[str, object] | None:
+def holder_of(path: Path) -> dict[str, Any] | None:
     """Who holds a lock's file: pid, host and since_s ({} while the holder is writing them); None: nobody."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
