@@ -36,6 +36,7 @@ from real_text import SHAPES, Text, device_name, model, write_json
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.forward import MATMULS
 from outcore.optim import FORMATS
 from outcore.train.configure.schedule import LrSchedule
 
@@ -57,6 +58,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         max_grad_norm=CLIP,
         states=options.format,
         compile=options.compile,
+        matmul=options.matmul,
         staging_bytes=options.staging_mib * MIB,
         optimizer_threads=options.threads,
         seed=options.seed,
@@ -228,6 +230,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--format", choices=FORMAT_NAMES, help="train with these optimizer states")
+    parser.add_argument("--matmul", choices=MATMULS, default=MATMULS[0], help="how layers multiply (docs/exactness.md)")
     parser.add_argument("--name", help="of the run, where it is not the format's")
     parser.add_argument("--compare", action="store_true", help="judge the results in --out")
     parser.add_argument("--plot", type=Path, help="judge, and draw the curves here")

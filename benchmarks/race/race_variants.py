@@ -226,6 +226,10 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for states in ("fp32", "split")
         for clip, suffix in ((1, "-clip"), (0, ""))
     }
+    float8 = {
+        f"ours-{name}-clip": ours(shape, t16, 1, "fp32", matmul=name)
+        for name in ("same", "float8_tensorwise", "float8_rowwise")
+    }
     eager = {"compile": "off"}  # on both sides: compiling takes a minute and is not what is asked here
     in_ram = {"activations": "ram", "tiling": "auto", "cuda_graphs": "off", **eager}
 
@@ -276,6 +280,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "8b": full8b,
         "idle": idle,
         "expectations": expectations,
+        "float8": float8,
         "muon": muon,
         "mfu": mfu,
     }

@@ -41,6 +41,7 @@ from outcore.formats import QUANTIZE_CHOICES
 from outcore.machine.host import available_ram_bytes
 from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 from outcore.model.adapters.lora import apply_lora
+from outcore.model.forward import MATMULS
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
 
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--vram_gib", type=float, help="cap of the allocator")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--matmul", choices=MATMULS, default=MATMULS[0])
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
     parser.add_argument("--bound", action="store_true", help="measure the link's and the arithmetic's seconds as well")
     arguments = parser.parse_args()
@@ -174,6 +176,7 @@ def main() -> None:
         staging_bytes=staging_bytes,
         weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
         compile=arguments.compile,
+        matmul=arguments.matmul,
         step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
     )
     if arguments.ram_gib is not None:

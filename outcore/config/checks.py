@@ -147,6 +147,7 @@ def _check_engine(config: TrainConfig) -> None:
     _check_muon(config)
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
+        only_stream += ["matmul"] if config.matmul != "same" else []
         only_stream += ["quantize"] if config.quantize != "none" else []
         only_stream += [n for n in ("tile_bytes", "resident_gib", "saved_gib") if getattr(config, n) is not None]
         if only_stream:

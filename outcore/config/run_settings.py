@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """Fields that nothing but flag, YAML and file decide -> the default."""
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
-AS_SAID = ("optimizer", "seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
+AS_SAID = ("optimizer", "seed", "matmul", "compile", "tiling", "tile_bytes", "nvme_checksums")
 """Fields that the file cannot give."""
 
 
@@ -103,6 +103,7 @@ class RunSettings:
     lane_slots: int
     lane_slot_bytes: int
     activations: Literal["auto", "device", "ram", "nvme"]
+    matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"]
     compile: Literal["auto", "on", "off"]
     tiling: Literal["auto", "on", "off", "tokens"]
     tile_bytes: int | None

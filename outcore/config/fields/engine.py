@@ -61,6 +61,10 @@ class EngineFields:
         "auto", file=("activation_checkpointing.cpu_checkpointing",), file_words={"true": "ram", "false": "auto"}
     )
     """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
+    matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"] = "same"
+    """Engine stream: how layers multiply: same, in the run's precision, or with other numerics for speed: bf16 rounded
+    to float8 with one scale a matrix or a row (GPUs from Ada and Hopper on), fp16 summed in fp16 (GeForce does it twice
+    as fast)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
     tiling: Literal["auto", "on", "off", "tokens"] = "auto"

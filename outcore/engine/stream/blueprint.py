@@ -21,6 +21,7 @@ from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model import LoadedModel
 from outcore.model.adapters import add_to_products, multiply_dora
+from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
 from outcore.states import StateChunk, cut_states, spill
 
@@ -40,6 +41,7 @@ class Blueprint:
     packed_rows: str
     """How attention keeps packed documents apart, for people; '' when it does not come up."""
     compiled: CompiledLayers
+    products: LayerProducts
     tile_plan: TilePlan
     states: StateFormat
     chunks: dict[int, list[StateChunk]]
@@ -109,6 +111,7 @@ def draw_blueprint(
         compiled.give_up("they are computed in tiles.")
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
+    products = LayerProducts(settings.matmul, units.layers, device, dtype, tiled=bool(tile_plan.tiled))
     is_deferred = settings.is_deferred(dtype)
     uses_muon = settings.optimizer == "muon"
     if uses_muon:
@@ -137,6 +140,7 @@ def draw_blueprint(
         aux_coefficient,
         packed_rows,
         compiled,
+        products,
         tile_plan,
         states,
         place.owned(chunks),

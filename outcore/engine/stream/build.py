@@ -135,6 +135,7 @@ def build_stream_engine(
             schedule=schedule,
             stalls=stalls,
             tile_plan=plan.tile_plan,
+            products=plan.products,
             residents=residents,
             arena=arena,
             ring=optimizer.ring,

@@ -22,6 +22,7 @@ from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TilePlan
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch
+from outcore.model.forward import LayerProducts
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pool import HostMemory
@@ -55,6 +56,7 @@ class EngineParts:
     schedule: VerticalSchedule
     stalls: Stalls
     tile_plan: TilePlan
+    products: LayerProducts
     residents: Residents
     arena: GradientArena
     ring: StateRing | None
@@ -93,6 +95,7 @@ class EngineParts:
                 *self._ranks_in_words(),
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
+                *([f"  products: {words}"] if (words := self.products.words()) else []),
                 *([f"  residents: {words}"] if (words := self.residents.words()) else []),
                 *([f"  saved: {words}"] if (words := self.schedule.saved.words()) else []),
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
@@ -163,6 +166,7 @@ class EngineParts:
         to, and so do the scratch files that are in use.
         """
         deadline, is_idle = Deadline(timeout_s), True
+        self.products.close()
 
         def close_lane(lane: UploadLane | DownloadLane) -> None:
             lane.close(timeout_s=min(lane.timeout_s, deadline.left_s()))

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from outcore.model.forward import MATMULS
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
@@ -96,6 +97,8 @@ class StreamSettings(StreamSizes):
     weight_ram_bytes: int | None = None
     """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
     keeps what it trains in RAM."""
+    matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"] = "same"
+    """How layers multiply (`model.forward.LayerProducts`)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     packed_attention: Literal["auto", "masks"] = "auto"
@@ -212,6 +215,7 @@ _CHOICES = {
     "optimizer": ("adamw", "muon"),
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
+    "matmul": MATMULS,
     "compile": ("auto", "on", "off"),
     "cuda_graphs": ("auto", "off"),
     "packed_attention": ("auto", "masks"),

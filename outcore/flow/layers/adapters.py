@@ -23,15 +23,30 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from outcore.flow.parts import Stand, shell_of
+from outcore.model.forward import Float8Linear, float8_product
 
 
 @torch.library.custom_op("outcore::adapted_linear", mutates_args=())
 def adapted_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor, up: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scale: float,
+    recipe: str,
+    of_gradient: bool,
 ) -> torch.Tensor:
-    """x [..., in], weight [out, in], bias [out] or None, down (A) [rank, in], up (B) [out, rank] -> [..., out]."""
+    """x [..., in], weight [out, in], bias [out] or None, down (A) [rank, in], up (B) [out, rank] -> [..., out].
+
+    `recipe`: of the weight's product in float8 (`model.forward.products`); '': in x's type. `of_gradient`: x is one."""
     rows = x.reshape(-1, x.shape[-1])
-    y = linear(rows, weight, bias)
+    if recipe:
+        y = float8_product(rows, weight, recipe, of_gradient=of_gradient, fast_sums=not of_gradient)
+        if bias is not None:
+            y += bias
+    else:
+        y = linear(rows, weight, bias)
     y.addmm_(linear(rows, down).mul_(scale), up.t())
     return y.view(*x.shape[:-1], -1)
 
@@ -48,12 +63,12 @@ class _Adapted(torch.autograd.Function):
     go before the gradient of x comes."""
 
     @staticmethod
-    def forward(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float) -> torch.Tensor:
-        return adapted_linear(x, weight, bias, down, up, scale)
+    def forward(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float, recipe: str) -> torch.Tensor:
+        return adapted_linear(x, weight, bias, down, up, scale, recipe, False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, bias, down, up, ctx.scale = inputs
+        x, weight, bias, down, up, ctx.scale, ctx.recipe = inputs
         ctx.trains_bias = bias is not None and ctx.needs_input_grad[2]
         ctx.save_for_backward(x, weight, down, up)
 
@@ -63,13 +78,13 @@ class _Adapted(torch.autograd.Function):
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)
         grad_down = (g @ (ctx.scale * up)).t() @ rows
         grad_up = g.t() @ (rows @ (ctx.scale * down).t())
-        grad_x = adapted_linear(grad, weight.t(), None, up.t(), down.t(), ctx.scale)
+        grad_x = adapted_linear(grad, weight.t(), None, up.t(), down.t(), ctx.scale, ctx.recipe, True)
         grad_bias = g.sum(0) if ctx.trains_bias else None
-        return grad_x, None, grad_bias, grad_down, grad_up, None
+        return grad_x, None, grad_bias, grad_down, grad_up, None, None
 
 
-def _adapted(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float) -> torch.Tensor:
-    return _Adapted.apply(x, weight, bias, down, up, scale)  # pyright: ignore[reportReturnType]
+def _adapted(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float, recipe: str) -> torch.Tensor:
+    return _Adapted.apply(x, weight, bias, down, up, scale, recipe)  # pyright: ignore[reportReturnType]
 
 
 @cache  # not at import: it imports the compiler, 1.4 s that runs without it need not wait for
@@ -100,11 +115,12 @@ class AddedAdapter(Stand):
         self.lora_A, self.lora_B = original.lora_A[name], original.lora_B[name]
         self.scale = float(original.scaling[name])
         self.is_transposed = bool(original.fan_in_fan_out)
+        self.recipe = original.base_layer.recipe if isinstance(original.base_layer, Float8Linear) else ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = self.base_layer
         weight = base.weight.t() if self.is_transposed else base.weight
-        return _adapted(x, weight, base.bias, self.lora_A.weight, self.lora_B.weight, self.scale)
+        return _adapted(x, weight, base.bias, self.lora_A.weight, self.lora_B.weight, self.scale, self.recipe)
 
 
 def _is_plain(module: Any) -> bool:
@@ -121,7 +137,7 @@ def _is_plain(module: Any) -> bool:
     thin, wide = module.lora_A[names[0]], module.lora_B[names[0]]
     if type(thin) is not nn.Linear or type(wide) is not nn.Linear or thin.bias is not None or wide.bias is not None:
         return False
-    if type(base) not in (nn.Linear, Conv1D) or base.weight.requires_grad:
+    if type(base) not in (nn.Linear, Float8Linear, Conv1D) or base.weight.requires_grad:
         return False
     if not isinstance(module.lora_dropout[names[0]], nn.Identity):
         return False

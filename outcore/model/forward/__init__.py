@@ -12,3 +12,4 @@ from outcore.model.forward.inputs import (
     forward_inputs,
     shifted_targets,
 )
+from outcore.model.forward.products import MATMULS, Float8Linear, LayerProducts, float8_product

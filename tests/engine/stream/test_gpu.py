@@ -12,7 +12,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from tests.engine.inside import parts_of
-from tests.engine.stream.training import LR, losses_of, plain_training, same
+from tests.engine.stream.training import LR, adapted, losses_of, plain_training, same
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -174,3 +174,35 @@ def test_muon_follows_the_cpu_and_repeats_its_bits(fixed_order, engines, max_nor
     found = train("llama", settings, 6)
     assert found[0] == pytest.approx(expected, rel=5e-3)
     assert same(train("llama", settings, 6), found)
+
+
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise"])
+@pytest.mark.parametrize("kind", ["whole", "adapters"])
+def test_float8_products_are_the_same_compiled_in_graphs_and_eagerly(recipe, kind):
+    def first_losses(**changes) -> list[float]:
+        loaded = (
+            adapted(r=16, dtype=torch.bfloat16) if kind == "adapters" else tiny_loaded("llama", dtype=torch.bfloat16)
+        )
+        set_dropout(loaded.model, 0.0)
+        settings = replace(SETTINGS, **{"matmul": recipe, **changes})
+        engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
+        try:
+            return losses_of(engine, range(4), batches_of)
+        finally:
+            engine.close()
+
+    eager = first_losses(cuda_graphs="off")
+    assert first_losses(compile="on") == pytest.approx(eager, rel=1e-2)
+    assert first_losses(compile="on", matmul="same") != eager
+
+
+def test_fp16_sums_are_switched_on_while_the_engine_is_open():
+    switch = torch.backends.cuda.matmul
+    before, seen = switch.allow_fp16_accumulation, []
+    settings = replace(SETTINGS, matmul="fp16_accumulation", states="fp32")
+    losses, _ = train(
+        "llama", settings, 3, dtype=torch.float16, look=lambda _: seen.append(switch.allow_fp16_accumulation)
+    )
+    expected, _ = train("llama", replace(settings, matmul="same"), 3, dtype=torch.float16)
+    assert seen == [True] and switch.allow_fp16_accumulation is before
+    assert losses == pytest.approx(expected, rel=2e-2)

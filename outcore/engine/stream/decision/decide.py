@@ -120,6 +120,10 @@ def stream_decision(
     probed = [f"{name} {getattr(settings, name)}" for name in PROBED if _is_of_file(settings, name)]
     if probed:
         notes.append(f"as {settings.file.path} has it, where gds_optimizer.py --apply writes: {', '.join(probed)}")
+    if settings.matmul != "same":
+        notes.append(
+            f"matmul {settings.matmul}: other numerics (docs/exactness.md); the forecast does not count its speed"
+        )
     device = "cuda" if sizes.has_cuda else "cpu"
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
@@ -131,6 +135,7 @@ def stream_decision(
         states=settings.state_format,
         accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
         activations=settings.activations,
+        matmul=settings.matmul,
         compile=settings.compile,
         packed_attention=settings.packed_attention,
         tiling=settings.tiling,
