@@ -50,7 +50,7 @@ def float8_product(
     wide = of_gradient and recipe == "float8_tensorwise"
     a, scale_a = _rounded(left, recipe, torch.float8_e5m2 if wide else torch.float8_e4m3fn)
     b, scale_b = _rounded(right, recipe, torch.float8_e4m3fn)
-    return torch._scaled_mm(  # what torchao calls; torch has no public name for it
+    return torch.ops.aten._scaled_mm(  # what torchao calls; torch has no public name for it
         a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=left.dtype, use_fast_accum=fast_sums
     )
 
@@ -149,7 +149,7 @@ class LayerProducts:
             if type(module) is not nn.Linear or not is_wide or "lora_" in path or path.rpartition(".")[2] in ROUTERS:
                 continue
             module.__class__ = Float8Linear
-            module.recipe = self.name  # pyright: ignore[reportAttributeAccessIssue]
+            module.__dict__["recipe"] = self.name
             self._changed.append(module)
 
     def words(self) -> str:
@@ -162,6 +162,6 @@ class LayerProducts:
         """Products are the run's own again."""
         for module in self._changed:
             module.__class__ = nn.Linear
-            del module.recipe
+            del module.__dict__["recipe"]
         self._changed = []
         torch.backends.cuda.matmul.allow_fp16_accumulation = self._was
