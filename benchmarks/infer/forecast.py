@@ -37,6 +37,14 @@ RUNS: tuple[tuple[str, dict[str, Any], int, int, int], ...] = (
     ("llama-3b", {"vram_gib": 3.0, "preset": "balanced", "context": 1024, "kv_format": "int8"}, 8, 512, 16),
 )
 """(shape, settings, answers at once, tokens of a prompt, tokens of an answer)."""
+PACKED_RUNS: tuple[tuple[str, dict[str, Any], int, int, int], ...] = (
+    ("llama-8b", {"vram_gib": 3.0, "quantize": "nf4", "preset": "latency", "context": 1024}, 1, 512, 24),
+    ("llama-8b", {"vram_gib": 3.0, "quantize": "nf4", "preset": "balanced", "context": 1024}, 8, 256, 24),
+    ("llama-8b", {"vram_gib": 4.0, "quantize": "int8", "preset": "throughput", "context": 1024}, 64, 128, 16),
+    ("qwen3-4b", {"vram_gib": 2.0, "quantize": "int8", "preset": "latency", "context": 1024}, 1, 512, 24),
+    ("llama-3b", {"quantize": "nf4", "preset": "balanced", "context": 1024}, 8, 256, 32),
+)
+"""The same for packed weights."""
 
 
 def hardware_here(cases: Cases) -> Hardware:
@@ -99,6 +107,9 @@ def main() -> None:
     """Run all ten."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit_s", type=float, default=105.0, help="runs that would begin later are left out")
+    parser.add_argument(
+        "--packed", action="store_true", help="five runs with packed weights instead of the ten in 16 bits"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry_run", action="store_true")
     args = parser.parse_args()
@@ -106,9 +117,10 @@ def main() -> None:
     device = device_of(1e6, dry_run=args.dry_run)
     cases = Cases(device, args.out)
     hardware = hardware_here(cases)
-    runs = RUNS
+    runs = PACKED_RUNS if args.packed else RUNS
     if args.dry_run:
-        runs = tuple(("tiny", {"context": 128}, batch, 24, 6) for batch in (1, 2, 4))
+        packed = {"quantize": "nf4"} if args.packed else {}
+        runs = tuple(("tiny", {"context": 128, **packed}, batch, 24, 6) for batch in (1, 2, 4))
     rows = []
     for number, (model, settings, batch, prompt, answer) in enumerate(runs):
         if time.perf_counter() - began > args.limit_s:
