@@ -32,7 +32,7 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     for words in (
         "messages: loss on every assistant message", "<|im_start|>assistant\n⟦a dog 🙂 <b><|im_end|>⟧\n",
-        "the fox ⟦jumps<|endoftext|>⟧", "columns that are not used: 'url' (6 rows)", "left out: 1 malformed rows",
+        "the fox ⟦jumps<|endoftext|>⟧", "columns that are not used: 'url' (6 rows)", "left out: 1 malformed row,",
         "marks what the assistant writes itself", "(from text)",
     ):  # fmt: skip
         assert words in said, said
