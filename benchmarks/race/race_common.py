@@ -89,11 +89,11 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def cap_allocator(cap_gib: float) -> None:
-    """Let torch's allocator have at most this much of the device."""
+def cap_allocator(cap_gib: float, gpu: int | None = None) -> None:
+    """Let torch's allocator have at most this much of a GPU (None: the current one)."""
     if cap_gib and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total)
+        total = torch.cuda.get_device_properties(gpu).total_memory
+        torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, gpu)
 
 
 def rss_bytes() -> dict[str, int]:

@@ -290,7 +290,7 @@ def _microbatch_loss(tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def roundpipe(options: dict[str, Any], device: str) -> Step:
-    """RoundPipe over an own nn.Sequential, fp32 masters in RAM."""
+    """RoundPipe over an own nn.Sequential, fp32 masters in RAM, on every GPU that it sees."""
     from roundpipe import RoundPipe, RoundPipeRunConfig
     from roundpipe.optim import Adam
 
@@ -339,7 +339,8 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = DeviceWatch() if device == "cuda" else None
-    cap_allocator(options.get("cap_gib", 0))
+    for gpu in range(torch.cuda.device_count() if options["system"] == "roundpipe" else 1):
+        cap_allocator(options.get("cap_gib", 0), gpu)
     begin_s = time.perf_counter()
     step = SYSTEMS[options["system"]](options, device)
     if device == "cuda":
