@@ -123,6 +123,11 @@ def _deepspeed(
         raise ConfigError(
             f"optimizer muon is the streaming engine's, and this run is DeepSpeed's ({choice.reason}). Leave it out."
         )
+    if settings.matmul != "same":
+        raise ConfigError(
+            f"matmul {settings.matmul} is the streaming engine's, and this run is DeepSpeed's ({choice.reason}). Leave "
+            "it out."
+        )
     if model.quantize is not None:
         raise ConfigError(
             f"quantize {model.quantize}: only the streaming engine keeps a packed base, and this run is DeepSpeed's "

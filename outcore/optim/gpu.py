@@ -22,10 +22,13 @@ from outcore.optim.jobs import ChunkJob
 from outcore.optim.reference import update_chunk
 from outcore.sizing.states import MUON_BYTES_UNDER_WAY
 
+MOST_NUMEL = (1 << 31) - 1024
+"""Parameters of one update on a GPU: its kernel counts in 32 bits, and its last block may reach beyond the end."""
 
-def updates_on_device(state_format: StateFormat) -> bool:
-    """Whether `update_on_device` knows the format: those with fp32 moments."""
-    return not (state_format.moments8 or state_format.compressed)
+
+def updates_on_device(state_format: StateFormat, numel: int) -> bool:
+    """Whether `update_on_device` knows the format, one with fp32 moments, and takes so many parameters at once."""
+    return numel <= MOST_NUMEL and not (state_format.moments8 or state_format.compressed)
 
 
 def update_on_device(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper, usable: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from outcore.common.quantities import GIB
 from outcore.config import ConfigError, DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
 from outcore.engine.decide import EngineChoice, ask_model, choose_engine
+from outcore.engine.decide import decide as decide_engine
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
 from outcore.engine.stream.decision import decide
 from outcore.machine.offload import slow_drive_warning
@@ -62,6 +63,14 @@ def test_gradients_on_nvme_are_deepspeeds_or_refused():
     assert auto.name == "deepspeed" and "nvme_offload_gradients" in auto.reason
     with pytest.raises(ConfigError, match="nvme_offload_gradients is set"):
         choose_engine(resolve(TrainConfig(engine="stream", **flags), DeepSpeedFile(), ProcessFacts("bf16")))
+
+
+def test_products_in_float8_are_refused_where_the_run_is_deepspeeds():
+    """Under engine auto as well: the run would train with other numerics than were asked for."""
+    config = TrainConfig(zero_stage="zero2", matmul="float8_rowwise")
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
+    with pytest.raises(ConfigError, match="matmul float8_rowwise is the streaming engine's"):
+        decide_engine(settings, ModelSettings(preset="tiny"), Host(False, GIB, "run"), None, print)
 
 
 @pytest.mark.parametrize("nvme_path, rates", [("/mnt/n", (1.0, 5.0)), ("/mnt/n", None), (None, (1.0, 5.0))])

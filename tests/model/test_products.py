@@ -76,6 +76,7 @@ def test_wide_linear_layers_are_changed_until_the_end():
             super().__init__()
             self.gate, self.up, self.narrow = nn.Linear(32, 16), nn.Linear(32, 32), nn.Linear(32, 1)
             self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16)})
+            self.router = nn.ModuleDict({"layer": nn.Linear(32, 16)})
 
     layer = Layer().to(BF16)
     names = list(layer.state_dict())
@@ -84,6 +85,7 @@ def test_wide_linear_layers_are_changed_until_the_end():
     changed = [name for name, module in layer.named_modules() if type(module) is not nn.Linear and name == "up"]
     assert changed == ["up"] and list(layer.state_dict()) == names
     assert all(type(module) is nn.Linear for module in (layer.gate, layer.narrow, layer.lora_A["default"]))
+    assert type(layer.router["layer"]) is nn.Linear
     products.close()
     assert type(layer.up) is nn.Linear
 
@@ -115,4 +117,10 @@ def test_by_default_nothing_changes():
     layer = nn.Sequential(nn.Linear(16, 16))
     products = LayerProducts(MATMULS[0], [layer], CPU, torch.float32, tiled=True)
     assert products.words() == "" and type(layer[0]) is nn.Linear
-    products.close()
+    was = torch.backends.cuda.matmul.allow_fp16_accumulation
+    try:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+        products.close()
+        assert torch.backends.cuda.matmul.allow_fp16_accumulation, "somebody else's"
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = was

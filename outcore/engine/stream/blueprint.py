@@ -111,7 +111,6 @@ def draw_blueprint(
         compiled.give_up("they are computed in tiles.")
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
-    products = LayerProducts(settings.matmul, units.layers, device, dtype, tiled=bool(tile_plan.tiled))
     is_deferred = settings.is_deferred(dtype)
     uses_muon = settings.optimizer == "muon"
     if uses_muon:
@@ -132,6 +131,7 @@ def draw_blueprint(
             f"{place.world_size} ranks share the parameters in RAM, and weight_ram_bytes puts some on NVMe: leave it "
             "out, or train on one rank"
         )
+    products = LayerProducts(settings.matmul, units.layers, device, dtype, tiled=bool(tile_plan.tiled))
     return Blueprint(
         loaded,
         settings,

@@ -86,6 +86,7 @@ def build_stream_engine(
     let_segments_grow(device)
     prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
     with ExitStack() as undo:
+        undo.callback(plan.products.close)
         ground = _open_ground(plan, pinned_grant, storage, undo)
         host, shared = ground.host, ground.shared
         weights = WeightHomes(
@@ -110,8 +111,7 @@ def build_stream_engine(
             backend=backend,
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
-        arena = _gradient_arena(plan, ground)
-        stalls, saved = Stalls(device), open_saved(plan)
+        stalls, saved, arena = Stalls(device), open_saved(plan), _gradient_arena(plan, ground)
         residents = open_residents(plan, homes, saved)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)

@@ -166,9 +166,13 @@ class Residents:
         self._held, self._parts, self._steps = {}, [], 0
 
     def give_way(self, why: str) -> bool:
-        """Give memory back: what is used for saved layers first, then all. False when there is none."""
+        """Give memory back: what is used for saved layers first, then all, of which one less comes again. False when
+        there is none."""
         if not self._saved.num_layers:
-            return self.go_home(why)
+            one_less = len(self._parts) - 1
+            if gave := self.go_home(why):
+                del self._candidates[one_less:]  # beside as many memory would be short again
+            return gave
         logger.warning("layers are computed again in backward, instead of kept: %s", why)
         self._saved.offer(0)
         self._saved.step_begins(0)
@@ -305,13 +309,14 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Resid
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
+    largest = max(part.layout.trainable_numel for part in plan.units.layer_units)
     fits_none = (
         plan.tile_plan.tiled
         or plan.tile_plan.holding.tile_tokens
         or on_drive
         or settings.optimizer == "muon"
         or not plan.place.is_alone
-        or not updates_on_device(plan.states)
+        or not updates_on_device(plan.states, largest)
     )
     work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
     return Residents(

@@ -24,8 +24,8 @@ MATMULS = ("same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation")
 FLOAT8 = ("float8_tensorwise", "float8_rowwise")
 MULTIPLE = 16
 """The tensor cores want both sides of a matrix in 8 bits to be multiples of this."""
-ROUTERS = ("gate", "router")
-"""Names of a mixture's linear layers that choose experts."""
+ROUTERS = frozenset({"gate", "router"})
+"""Names of what chooses a mixture's experts: a linear layer, or a module around it."""
 LEAST_AMAX = 1e-12
 """A matrix of zeros is divided by this over the format's largest value, as torchao does."""
 
@@ -146,7 +146,8 @@ class LayerProducts:
             is_wide = isinstance(module, nn.Linear) and not (
                 module.in_features % MULTIPLE or module.out_features % MULTIPLE
             )
-            if type(module) is not nn.Linear or not is_wide or "lora_" in path or path.rpartition(".")[2] in ROUTERS:
+            stays = "lora_" in path or not ROUTERS.isdisjoint(path.split("."))
+            if type(module) is not nn.Linear or not is_wide or stays:
                 continue
             module.__class__ = Float8Linear
             module.__dict__["recipe"] = self.name
@@ -164,4 +165,5 @@ class LayerProducts:
             module.__class__ = nn.Linear
             del module.__dict__["recipe"]
         self._changed = []
-        torch.backends.cuda.matmul.allow_fp16_accumulation = self._was
+        if self.name == "fp16_accumulation":
+            torch.backends.cuda.matmul.allow_fp16_accumulation = self._was

@@ -40,6 +40,14 @@ def test_losses_and_gradients_are_those_of_plain_pytorch_with_these_products(bui
     assert not [m for m in engine.loaded.model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
 
 
+def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(build):
+    loaded = tiny_loaded("llama", dtype=BF16)
+    settings = replace(TINY, matmul="float8_rowwise", max_grad_norm=0.0, gradient_bytes=1)
+    with pytest.raises(ValueError, match="cannot hold the gradient"):
+        build(loaded, settings)
+    assert not [m for m in loaded.model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+
+
 @pytest.mark.more(after=1)
 def test_compiled_adapters_compute_what_eager_ones_do(build):
     """On a CPU torch's compiler makes no code for float8, but what adapters stand on it does not look into."""

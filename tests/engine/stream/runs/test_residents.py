@@ -160,6 +160,24 @@ def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when, 
         engine.train_step(batches_of(6), LR)
 
 
+def test_after_memory_was_short_one_less_comes_again(build):
+    """As many would be short of it again, and a pass be lost every third step."""
+    engine = build("llama", HOLDING)
+    runner = parts_of(engine).flow.runner
+    train(engine, 3)
+    original, counts = runner.layer, [held(engine)]
+    for _ in range(counts[0]):
+
+        def refuses(*args):
+            runner.layer = original
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        runner.layer = refuses
+        train(engine, 3)
+        counts.append(held(engine))
+    assert counts == list(range(counts[0], -1, -1)) and counts[0] > 1
+
+
 def test_without_clipping_no_step_is_made_again_once_a_layer_is_updated(build):
     engine = build("llama", replace(HOLDING, max_grad_norm=0.0))
     train(engine, 3)
@@ -207,6 +225,13 @@ def test_none_stay_with_8_bit_moments_tiles_muon_or_states_on_a_drive(build, tmp
     engine = build("llama", replace(HOLDING, **changes), dtype=torch.bfloat16)
     train(engine, 3)
     assert held(engine) == 0 and "residents" not in engine.describe()
+
+
+def test_none_stay_where_a_layer_is_too_large_for_one_update(build, monkeypatch):
+    monkeypatch.setattr("outcore.optim.gpu.MOST_NUMEL", 100)
+    engine = build("llama", HOLDING)
+    train(engine, 3)
+    assert not held(engine)
 
 
 def test_none_stay_unless_told_where_there_is_no_gpu(build):
