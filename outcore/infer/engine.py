@@ -107,7 +107,7 @@ class InferenceEngine:
         device = runner.copies.device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         """The current device is each thread's own, and graphs, streams and kernels are made on it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while its own thread has it, and cancels
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
@@ -280,7 +280,7 @@ class InferenceEngine:
 
     def _take_notes(self) -> bool:
         with self._lock:
-            notes, self._notes = list(self._notes), deque()
+            notes, self._notes = self._notes, deque()
         for note in notes:
             note()
         return bool(notes)

@@ -21,7 +21,7 @@ from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
 from outcore.serve.jobs import Batches, Files, add_jobs
-from outcore.serve.service import Service
+from outcore.serve.service import STOPS, Service
 from outcore.serve.settings import ServeSettings
 from outcore.serve.watch import RequestMetrics
 
@@ -187,7 +187,7 @@ def _add_answers(
 
             return ClosedEvents(told(), held, headers=headers, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
         try:
-            return JSONResponse(await while_connected(http, whole(call)), headers=headers)
+            return JSONResponse(await while_connected(http, whole(call), service), headers=headers)
         finally:
             service.leave_place(places)
 
@@ -211,14 +211,16 @@ class ClosedEvents(EventSourceResponse):
                 await self._source.aclose()
 
 
-async def while_connected(http: HttpRequest, work: Awaitable[Any]) -> Any:
-    """The result of `work`, which is cancelled when the client goes away."""
+async def while_connected(http: HttpRequest, work: Awaitable[Any], service: Service | None = None) -> Any:
+    """The result of `work`, which is cancelled when the client goes away, or the service stops."""
     task = asyncio.ensure_future(work)
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=LOOK_EVERY_S)
             if done:
                 return task.result()
+            if service is not None and service.is_stopping:
+                raise ApiError(503, STOPS, code="server_stopping")
             if await http.is_disconnected():
                 raise ApiError(499, "The client went away.")
     finally:

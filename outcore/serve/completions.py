@@ -33,7 +33,7 @@ class CompletionCall:
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
         self.prompts = texts_of(fields.get("prompt"), "prompt", service)
-        if fields.get("max_completion_tokens") is None:
+        if all(fields.get(name) is None for name in ("max_completion_tokens", "max_output_tokens")):
             fields.setdefault("max_tokens", 16)
         self.only_scores = fields.get("max_tokens") == 0
         if self.only_scores:

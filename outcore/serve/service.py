@@ -41,6 +41,7 @@ class EngineThread:
         self.failures = 0
         self._stopping = threading.Event()
         self._ends: set[Callable[[], None]] = set()
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -89,6 +90,8 @@ class EngineThread:
         self.engine.submit(request, put, put)
         left = request.n
         self._ends.add(end)
+        if self._is_ending:  # its place was taken before
+            end()
         try:
             while left:
                 item = await queue.get()
@@ -100,7 +103,9 @@ class EngineThread:
                 self.engine.cancel(request.name)
 
     def end_streams(self) -> None:
-        """Have every stream end now with an answer that says why, whatever the pass under way takes."""
+        """Have every stream, and each that begins yet, end at once with an answer that says why, whatever the pass
+        under way takes."""
+        self._is_ending = True
         for end in self._ends:
             end()
 

@@ -1,6 +1,7 @@
 """The engine: answers do not depend on company, guesses, room or order; what is cancelled or late ends at once."""
 
 import dataclasses
+import threading
 from collections import Counter
 from contextlib import closing
 from typing import Any
@@ -193,6 +194,21 @@ def test_what_cannot_be_trusted_ends_answers_untold(tiny, prompt_tokens):
         one.engine.step()
     assert [answer.error for answer in ended] == ["RuntimeError: no results"] and one.scheduler.is_idle
     assert not any(piece.tokens for piece in told)
+
+
+def test_a_signal_cancels_wherever_it_comes(tiny):
+    """Ctrl-C in a chat comes to the thread that runs passes, also while it takes notes."""
+    one, ended = tiny(), []
+    one.engine.submit(Request("a", (5,), Sampling(max_tokens=50)), None, ended.append)
+
+    def interrupted():
+        with one.engine._wake:
+            one.engine.cancel("a")
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and one.engine.step() and [answer.finish for answer in ended] == ["cancelled"]
 
 
 def test_refused(tiny):

@@ -307,6 +307,8 @@ def test_documents_of_an_evaluation_are_drawn_as_questions():
     assert re.findall(r"<td[^>]*>(.*?)</td>", chosen) == ["", "&lt;b&gt;", "-3.25", "▸", " 2", "-14.5"]
     written = document_of(one | {"target": "4", "answers": ["five"]})
     assert re.findall(r"<td[^>]*>(.*?)</td>", written) == ["4", "five"]
+    several = document_of(one | {"target": "4", "answers": [["five", ""]]})  # asked for twice
+    assert re.findall(r"<td[^>]*>(.*?)</td>", several) == ["4", "five", "4", ""]
     assert "log-probability -20.5" in document_of(one | {"target": "a whole file", "answers": [[-20.5]]})
 
 

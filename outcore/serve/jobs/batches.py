@@ -176,7 +176,7 @@ class Batches:
                 error = error.exceptions[0]
             if isinstance(error, EngineFailed):
                 journal.close()
-                logger.error("%s waits for the next start: the engine has failed", batch["id"])
+                logger.error("%s waits for the next start: no pass runs any more", batch["id"])
                 return
             logger.error("%s failed", batch["id"], exc_info=error)
             self._fail(batch, f"the server failed: {line_of(error)}")
@@ -201,7 +201,7 @@ class Batches:
             if all(answer.finish != "error" for answer in answers):
                 break
             await self.service.thread.settled()
-            if not self.service.thread.is_well:
+            if self.service.is_stopping or not self.service.thread.is_well:
                 raise EngineFailed
         return answers
 

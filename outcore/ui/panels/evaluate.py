@@ -174,8 +174,9 @@ def document_of(one: dict[str, Any]) -> str:
         ]
     else:
         head, numbers = ("wanted", "answered"), ()
-        said = [a if isinstance(a, str) else f"log-probability {draw.number(a[0], 5)}" for a in one["answers"]]
-        rows = [(str(one["target"])[:SHOWN_CHARS], words[:SHOWN_CHARS]) for words in said]
+        said = [part for answer in one["answers"] for part in ([answer] if isinstance(answer, str) else answer)]
+        words = [part if isinstance(part, str) else f"log-probability {draw.number(part, 5)}" for part in said]
+        rows = [(str(one["target"])[:SHOWN_CHARS], part[:SHOWN_CHARS]) for part in words]
     return (
         draw.paragraph(f"{one['task']}, document {one['doc_id']}: {got}", "dim")
         + draw.console([one["prompt"][-SHOWN_CHARS:]])
