@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outcore.common.files import json_of
+
 Mode = Literal["content", "reasoning", "tool"]
 MARKS: dict[Mode, tuple[str, str]] = {"reasoning": ("<think>", "</think>"), "tool": ("<tool_call>", "</tool_call>")}
 
@@ -125,13 +127,20 @@ class TemplateParser:
         self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._unfinished = ""
         """Text of a part that is told only once it is whole."""
+        self._is_lost = False
 
     def add(self, text: str) -> Parsed:
-        """What more text settles."""
-        return self._told(self._parser.feed(text))
+        """What more text settles. Behind a part that is not written as it should be all is text."""
+        try:
+            return self.whole.take(Parsed(text)) if self._is_lost else self._told(self._parser.feed(text))
+        except ValueError:
+            self._is_lost = True
+            return self.whole.take(Parsed(self._unfinished + text))
 
     def finish(self) -> Parsed:
         """The rest; a call that was cut off is told as text."""
+        if self._is_lost:
+            return Parsed()
         try:
             return self._told(self._parser.finalize()[1])
         except ValueError:
@@ -148,9 +157,11 @@ class TemplateParser:
             elif kind == "region_chunk" and part in REASONING:
                 new.reasoning += event.get("text") or ""
             elif kind == "region_close":
-                self._unfinished = ""
                 if part == "tool_calls":
-                    new.tool_calls += self._calls(event.get("value"), len(new.tool_calls))
+                    calls = self._calls(event.get("value"), len(new.tool_calls))
+                    new.tool_calls += calls
+                    new.content += "" if calls else self._unfinished
+                self._unfinished = ""
         return self.whole.take(new)
 
     def _calls(self, value: Any, before: int) -> list[dict[str, Any]]:
@@ -167,7 +178,7 @@ class TemplateParser:
 def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
     """A call in OpenAI's shape; None when the text is none."""
     try:
-        call = json.loads(text)
+        call = json_of(text)
         function, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

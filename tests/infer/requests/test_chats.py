@@ -76,6 +76,16 @@ def test_a_call_that_is_cut_off_is_told_as_text_of_the_template_too():
     assert parser.whole.content.startswith("Yes.") and "lo" in parser.whole.content and not parser.whole.tool_calls
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("call", ["{bad", "[1]", '{"name": "look", "arguments": {"at": "\\ud83d"}}'])
+def test_what_is_no_call_is_text_of_the_template_too(step, call):
+    parser, text = TemplateParser("c", TEMPLATE, "<|im_start|>assistant\n", []), f"Yes.<|call|>{call}<|/call|> So."
+    told = [parser.add(text[at : at + step]) for at in range(0, len(text), step)] + [parser.finish()]
+    assert not parser.whole.tool_calls and parser.whole.content == "".join(one.content for one in told)
+    assert parser.whole.content.startswith("Yes.") and call in parser.whole.content
+    assert parser.whole.content.endswith(" So.")
+
+
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 ASKED = {"messages": [{"role": "user", "content": "Hi"}]}
 CALLED = '<think>so</think>Now <tool_call>{"name": "look", "arguments": {}}</tool_call>'
@@ -109,6 +119,12 @@ def test_tools_of_a_line_reach_the_model_and_its_calls_the_result(prompts):
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Now "
     assert choice["message"]["tool_calls"] == found["tool_calls"]
     assert "tool_calls" not in result(prompts, ASKED, CALLED)[0], "a chat without tools has no calls"
+
+
+def test_half_a_letter_in_a_call_leaves_it_text_that_can_be_written(prompts):
+    said = '<tool_call>{"name": "look", "arguments": {"at": "\\ud83d"}}</tool_call>'
+    found, _ = result(prompts, ASKED | {"tools": [LOOK]}, said)
+    assert found["text"] == said and json.dumps(found, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
