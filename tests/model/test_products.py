@@ -90,6 +90,17 @@ def test_wide_linear_layers_are_changed_until_the_end():
     assert type(layer.up) is nn.Linear
 
 
+def test_no_rows_give_none_and_gradients_of_zeros():
+    layer = nn.Linear(16, 32, bias=False).to(BF16)
+    products = LayerProducts("float8_rowwise", [nn.Sequential(layer)], CPU, BF16, tiled=False)
+    x = torch.empty(0, 16, dtype=BF16, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.empty(0, 32, dtype=BF16))
+    assert y.shape == (0, 32) and x.grad is not None and x.grad.shape == (0, 16)
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+    products.close()
+
+
 def test_a_row_of_zeros_gives_zeros():
     layer = nn.Linear(16, 16, bias=False).to(BF16)
     for recipe in RECIPES:

@@ -45,6 +45,8 @@ def float8_product(
     left: torch.Tensor, right: torch.Tensor, recipe: str, *, of_gradient: bool, fast_sums: bool = False
 ) -> torch.Tensor:
     """left [n, k], right [m, k] -> left right' [n, m] in left's type. `of_gradient`: the left one is a gradient."""
+    if not left.numel():  # an expert that no token chose
+        return left.new_zeros(left.shape[0], right.shape[0])
     if short := -left.shape[1] % MULTIPLE:
         left, right = pad(left, (0, short)), pad(right, (0, short))
     wide = of_gradient and recipe == "float8_tensorwise"
