@@ -29,6 +29,8 @@ from outcore.serve.watch import Records, ServeMetrics, header_of
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Passes that fail in a row after which the server says that it is not well."""
+TRIED_AGAIN_S = 30.0
+"""A server that is not well takes requests again so long after its last failure; a pass that succeeds makes it well."""
 IDLE_S = 0.5
 STOPS = "The server stops. Ask again when it has started."
 
@@ -38,7 +40,7 @@ class EngineThread:
 
     def __init__(self, engine: InferenceEngine, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         self.engine, self._on_failure = engine, on_failure
-        self.failures = 0
+        self.failures, self.failed_at_s = 0, -math.inf
         self._stopping = threading.Event()
         self._ends: set[Callable[[], None]] = set()
         self._is_ending = False
@@ -48,15 +50,23 @@ class EngineThread:
     def is_well(self) -> bool:
         return self._thread.is_alive() and self.failures < MAX_FAILURES
 
+    @property
+    def refused_for_s(self) -> float:
+        """How long requests are refused yet; 0 while they are taken."""
+        if not self._thread.is_alive():
+            return math.inf
+        return 0.0 if self.is_well else max(0.0, self.failed_at_s + TRIED_AGAIN_S - time.monotonic())
+
     def start(self) -> None:
         """Begin to run passes."""
         self._thread.start()
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """End after the pass under way; answers that are not finished are cancelled."""
+    def stop(self, timeout_s: float = 60.0) -> bool:
+        """End after the pass under way; answers that are not finished are cancelled. False when it takes longer."""
         self._stopping.set()
         self.engine.call_soon(lambda: None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -69,7 +79,7 @@ class EngineThread:
                     if self.engine.counts.passes > passes:  # and no note only was done
                         self.failures = 0
             except Exception as error:
-                self.failures += 1
+                self.failures, self.failed_at_s = self.failures + 1, time.monotonic()
                 self._on_failure(error)
                 logger.exception("a pass failed; its answers ended with an error")
         self.engine.cancel_all()
@@ -181,10 +191,13 @@ class Service:
 
     def close(self) -> None:
         """Cancel what is left, let the model go."""
-        self.thread.stop()
+        has_ended = self.thread.stop()
         self.events.note("serve ended", **self.metrics.against_plan.facts())
         self.records.close()
-        self.opened.close()
+        if has_ended:
+            self.opened.close()
+        else:  # the pass reads what closing would let go
+            logger.error("a pass is still under way: the model's memory stays until the process has ended")
 
     def _failed(self, error: Exception) -> None:
         counts = self.opened.engine.counts
@@ -252,8 +265,9 @@ class Service:
         """429 when too many requests are under way; 503 when none is taken."""
         if self.is_stopping:
             raise ApiError(503, STOPS, code="server_stopping")
-        if not self.thread.is_well:
-            raise ApiError(503, "The engine has failed; see the server's log.", code="engine_failed")
+        if left_s := self.thread.refused_for_s:
+            words = "The engine has failed; see the server's log."
+            raise ApiError(503, words, code="engine_failed", retry_s=math.ceil(left_s) if left_s < math.inf else None)
         if self.num_under_way + count > self.settings.max_queue:
             raise ApiError(
                 429, f"{self.num_under_way} requests are under way and {count} more came; this server takes "

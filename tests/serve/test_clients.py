@@ -322,10 +322,20 @@ def test_every_other_class_of_error(openai, client, start, monkeypatch):
         narrow.batches.cancel("batch-nobody")
     with pytest.raises(openai.APIConnectionError):
         openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="unused", max_retries=0).models.list()
-    monkeypatch.setattr(one.service.thread, "failures", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.service.opened.engine.runner, "run", lambda works: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError) as error:
+                narrow.completions.create(**asked)
+            assert error.value.code != "engine_failed"
+        until(lambda: one.service.thread.failures == 3)  # counted when the client has been told
     with pytest.raises(openai.InternalServerError) as error:
         narrow.completions.create(**asked)
     assert error.value.status_code == 503 and error.value.code == "engine_failed"
+    assert 1 <= int(error.value.response.headers["retry-after"]) <= 30
+    one.service.thread.failed_at_s -= 30
+    assert narrow.completions.create(**asked).choices[0].text
+    assert one.service.thread.is_well
 
 
 def test_who_waits_is_told_that_the_server_stops(openai, start, capsys):
