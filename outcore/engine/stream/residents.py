@@ -222,8 +222,7 @@ class Residents:
             count, said = self._choose(idle_bytes, phase_s)
             if count:
                 settle()
-                self._take(self._candidates[:count])
-                said = self.words() + said
+                said = self._take(self._candidates[:count], said)
                 idle_bytes -= sum(map(self._bytes_of, self._parts))
         self._saved.offer(idle_bytes)
         return said
@@ -263,21 +262,29 @@ class Residents:
             clips=self._is_deferred,
         )
 
-    def _take(self, parts: Sequence[Part]) -> None:
-        """Copy them up; every update is over."""
+    def _take(self, parts: Sequence[Part], why: str) -> str:
+        """Copy them up, as far as there is memory; every update is over. What came of it, with why, in words."""
         for part in parts:
-            home, numel = self._homes[part], part.layout.trainable_numel
-            slab = home.slab.view(torch.uint8).to(self._device, copy=True)
-            held = self._held[part.index] = Resident(slab, None, None)
-            if not numel:
-                continue
-            size_bytes = self._homes.state_format.chunk_bytes(numel)
-            held.states = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
-            for at_home, here in self._pieces(part, held):
-                here.copy_(at_home)
-            if self._is_deferred:
-                held.gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
-        self._parts = list(parts)
+            try:
+                self._held[part.index] = self._copied_up(part)
+            except torch.OutOfMemoryError:  # another program has taken it meanwhile
+                why = f"; {part.name} and those behind it do not: memory was short"
+                break
+            self._parts.append(part)
+        return (self.words() if self._parts else "no layer stays on the device") + why
+
+    def _copied_up(self, part: Part) -> Resident:
+        home, numel = self._homes[part], part.layout.trainable_numel
+        held = Resident(home.slab.view(torch.uint8).to(self._device, copy=True), None, None)
+        if not numel:
+            return held
+        size_bytes = self._homes.state_format.chunk_bytes(numel)
+        held.states = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+        for at_home, here in self._pieces(part, held):
+            here.copy_(at_home)
+        if self._is_deferred:
+            held.gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
+        return held
 
     def _pieces(self, part: Part, held: Resident) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(bytes of a state in RAM, the same bytes on the device), for each state of each chunk."""

@@ -178,6 +178,24 @@ def test_after_memory_was_short_one_less_comes_again(build):
     assert counts == list(range(counts[0], -1, -1)) and counts[0] > 1
 
 
+def test_where_memory_is_gone_when_layers_come_those_that_came_stay(build, monkeypatch):
+    engine, other = build("llama", HOLDING), build("llama", TINY)
+    assert train(engine, 1) == train(other, 1)
+    zeros, states = torch.zeros, []
+
+    def short(*args, **kwargs):
+        if kwargs.get("dtype") is torch.uint8:
+            states.append(args)
+            if len(states) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", short)
+    assert train(engine, 2, 1) == train(other, 2, 1)
+    assert held(engine) == 1 and len(states) == 2
+    assert train(engine, 3, 3) == train(other, 3, 3)
+
+
 def test_without_clipping_no_step_is_made_again_once_a_layer_is_updated(build):
     engine = build("llama", replace(HOLDING, max_grad_norm=0.0))
     train(engine, 3)
