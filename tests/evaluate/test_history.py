@@ -84,6 +84,13 @@ def test_a_lock_that_stays_is_said(history, monkeypatch):
         assert len(history.all()) == 2  # readers do not wait
 
 
+def test_a_file_of_another_kind_is_left_where_it_is(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights" * 9)
+    refused(HistoryError, "no database, and no results lie beside it", History(path).rebuild)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"weights" * 9
+
+
 @pytest.mark.parametrize("left", [0, 60, 5000, "garbage"])
 def test_a_damaged_file_is_said_and_made_again(history, left):
     whole = [history.get(name) for name in ("eval-a", "eval-b")], history.samples("eval-b")

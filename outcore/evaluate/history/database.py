@@ -21,6 +21,7 @@ WAIT_S = 30.0
 LOOKS = 3
 """Looks at a file that seems cut off: another process may just have begun to write its log back."""
 RESULT = "result.json"
+HEADER = b"SQLite format 3\0"
 SCHEMA = """
 CREATE TABLE evaluations (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, status TEXT NOT NULL, created_at REAL NOT NULL, model TEXT NOT NULL,
@@ -139,18 +140,22 @@ class History:
 
     def rebuild(self) -> tuple[int, Path | None]:
         """Make the database from the results beside it; (how many, where the old file went). Records without a result
-        are taken from an old database as far as it can be read."""
+        are taken from an old database as far as it can be read. HistoryError for a file of another kind."""
         kept: list[Record] = []
         with contextlib.suppress(HistoryError):
             kept = self.all()
-        aside = None
+        results, aside = sorted(self.folder.glob(f"*/{RESULT}")), None
+        if self.path.exists() and not results and not self._has_header():
+            raise HistoryError(
+                f"{self.path} is no database, and no results lie beside it that one could be made from. Give the "
+                "database that `outcore evaluate` wrote."
+            )
         if self.path.exists():
             aside = self.path.with_name(f"{self.path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
             for suffix in ("-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     self.path.with_name(self.path.name + suffix).rename(aside.with_name(aside.name + suffix))
             self.path.rename(aside)
-        results = sorted(self.folder.glob(f"*/{RESULT}"))
         with self._open(write=True) as database, _transaction(database):
             for record in kept:
                 _put_record(database, {k: v for k, v in record.items() if k != "scores"})
@@ -160,6 +165,10 @@ class History:
         return len(results), aside
 
     # --- the file
+
+    def _has_header(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(len(HEADER)) == HEADER
 
     @contextlib.contextmanager
     def _open(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
