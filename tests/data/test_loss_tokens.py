@@ -64,7 +64,7 @@ def test_an_empty_answer_is_not_trained(tmp_path: Path, nothing: str | None):
     empty = {"role": "assistant", "content": nothing}
     data = prepared(tmp_path, [{"messages": [user("a?"), empty, user("b?"), told("jars")]}], tokenizer_of("qwen2_5"))
     assert data.summary.loss_tokens == len(tokenizer_of("qwen2_5")("jars<|im_end|>\n")["input_ids"])
-    assert any("answers without words" in line and "(1 rows)" in line for line in data.summary.lines())
+    assert any("answers without words" in line and "(1 row)" in line for line in data.summary.lines())
     for row in ({"messages": [user("a?"), empty]}, {"prompt": [user("a?")], "completion": [empty]}):
         with pytest.raises(DataError, match="no assistant message with words, reasoning or tool calls: nothing to"):
             prepared(tmp_path, [row], tokenizer_of("qwen2_5"))
@@ -72,7 +72,7 @@ def test_an_empty_answer_is_not_trained(tmp_path: Path, nothing: str | None):
 
 def test_an_end_that_is_added_is_said(tmp_path: Path):
     data = prepared(tmp_path, [{"messages": [user("a?"), told("quick")]}], tokenizer_of("glm4moe"))
-    assert any("'<|user|>' is added" in line and "(1 rows)" in line for line in data.summary.lines())
+    assert any("'<|user|>' is added" in line and "(1 row)" in line for line in data.summary.lines())
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3", "lfm2_v2", "nemotron_3_nano", "phi3", "glm4moe"])
@@ -213,9 +213,9 @@ def test_what_is_not_used_is_named_with_a_count(tmp_path: Path):
     said = prepared(tmp_path, rows, tokenizer_of("deepseek_r1_distill")).summary.lines()
     for line in (
         "columns that are not used: 'url' (2 rows)",
-        "reasoning of the last answer is not written by the chat template (1 rows)",
-        "message key 'mood' is not read by the chat template (1 rows)",
-        "chat_template_kwargs key 'pace' is not read by the chat template (1 rows)",
+        "reasoning of the last answer is not written by the chat template (1 row)",
+        "message key 'mood' is not read by the chat template (1 row)",
+        "chat_template_kwargs key 'pace' is not read by the chat template (1 row)",
     ):
         assert line in said, said
 
