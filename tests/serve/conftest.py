@@ -37,3 +37,14 @@ def start(tiny_folder, tmp_path_factory):
 def server(start):
     """One with the usual settings."""
     return start(ServeSettings(max_answer_tokens=64, max_body_bytes=100_000, max_queue=40))
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """Imported where it is asked for: it takes seconds."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(openai, server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)

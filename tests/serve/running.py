@@ -4,6 +4,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.serve import ServeSettings
@@ -48,3 +49,15 @@ class Running:
         self.server.should_exit = True
         self._thread.join(120)
         assert not self._thread.is_alive()
+
+
+@contextmanager
+def held(engine):
+    """Let no pass run meanwhile; what was noted before is done."""
+    is_held, is_over = threading.Event(), threading.Event()
+    engine.call_soon(lambda: is_held.set() or is_over.wait(120))
+    assert is_held.wait(120)
+    try:
+        yield
+    finally:
+        is_over.set()

@@ -1,6 +1,7 @@
-"""Batches as the event loop runs them, without a model."""
+"""Batches over HTTP, and as the event loop runs them without a model."""
 
 import asyncio
+import json
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -10,6 +11,10 @@ pytest.importorskip("fastapi")
 from outcore.serve.errors import ApiError
 from outcore.serve.jobs.batches import Batches
 from outcore.serve.jobs.files import Files
+from tests.serve.running import Running, held
+from tests.waiting import until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def service_of(name="tiny"):
@@ -63,3 +68,94 @@ def test_two_who_cancel_a_batch_both_wait_for_its_end(tmp_path):
 
     first, second = asyncio.run(cancelled())
     assert first == second and first["status"] == "cancelled"
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def batch_lines(count: int) -> bytes:
+    body = {"messages": HELLO, "max_tokens": 5, "seed": 1}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(count)]
+    return "".join(json.dumps(line) + "\n" for line in [*lines, {"custom_id": "bad", "url": "/v1/none"}]).encode()
+
+
+def wait_for_batch(client, name):
+    return until(lambda: (batch := client.batches.retrieve(name)).status != "in_progress" and batch)
+
+
+def test_batches(openai, client):
+    file = client.files.create(file=("in.jsonl", batch_lines(6)), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = wait_for_batch(client, made.id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (7, 6, 1)
+    lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [line["custom_id"] for line in lines] == [*map(str, range(6))]
+    texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+    [failed] = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    assert len(texts) == 1 and failed["custom_id"] == "bad" and failed["response"]["status_code"] == 400
+    assert made.id in [b.id for b in client.batches.list()]
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve("batch-none")
+    client.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
+
+
+def test_lines_that_a_failed_pass_ended_are_asked_again(openai, start, tiny_folder, monkeypatch, caplog):
+    """As often as passes fail; where the engine fails for good, by the next server."""
+    servers = [start(max_sequences=2)]
+    runner = servers[0].service.opened.engine.runner
+    run, failing = runner.run, iter([True, True])
+    monkeypatch.setattr(runner, "run", lambda works: 1 / 0 if next(failing, False) else run(works))
+
+    def ask():
+        client = openai.OpenAI(base_url=f"{servers[-1].url}/v1", api_key="unused", max_retries=0, timeout=120)
+        file = client.files.create(file=("in.jsonl", batch_lines(3)), purpose="batch")
+        return client, client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+
+    client, made = ask()
+    counts = wait_for_batch(client, made.id).request_counts
+    assert (counts.completed, counts.failed) == (3, 1)  # one of the lines cannot be
+    monkeypatch.setattr(runner, "run", lambda works: 1 / 0)
+    client, made = ask()
+    until(lambda: "waits for the next start" in caplog.text)
+    assert client.batches.retrieve(made.id).status == "in_progress"
+    servers[0].stop()
+    servers.append(Running(tiny_folder[0], servers[0].service.settings, max_sequences=2))
+    client = openai.OpenAI(base_url=f"{servers[-1].url}/v1", api_key="unused", max_retries=0, timeout=120)
+    counts = wait_for_batch(client, made.id).request_counts
+    assert (counts.completed, counts.failed) == (3, 1)
+    servers[-1].stop()
+
+
+def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):
+    body = {"messages": HELLO, "ignore_eos": True}  # the server gives 64 tokens at most
+    bodies = [body | {"max_tokens": 65}, body | {"max_completion_tokens": 65}, body | {"max_tokens": 64}, body]
+    lines = [{"custom_id": str(i), "url": "/v1/chat/completions", "body": one} for i, one in enumerate(bodies)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = wait_for_batch(client, made.id)
+    found = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    for line in client.files.content(batch.error_file_id).text.splitlines():
+        assert json.loads(line)["error"]["message"] == "max_tokens is 65, but this server gives at most 64."
+    assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found] == [64, 64]
+
+
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(openai, client, server):
+    file = client.files.create(file=("in.jsonl", batch_lines(300)), purpose="batch")
+    with held(server.service.opened.engine):
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        with pytest.raises(openai.ConflictError, match="reads this file"):
+            client.files.delete(file.id)
+        batch = client.batches.cancel(made.id)
+    assert batch.status == "cancelled" and client.files.delete(file.id).deleted
+    files = [name for name in (batch.output_file_id, batch.error_file_id) if name]
+    lines = [json.loads(line) for name in files for line in client.files.content(name).text.splitlines()]
+    assert len(lines) == 301 and any(line["error"] and line["error"]["message"] == "cancelled" for line in lines)
