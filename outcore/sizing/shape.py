@@ -58,6 +58,8 @@ class ModelShape:
     """Elements of each weight that the constructor makes and then ties away; not in the other counts."""
     is_encoder_decoder: bool = False
     max_positions: int | None = None
+    short_positions: int | None = None
+    """Positions up to which it takes its short rotary factors, where it has two sets."""
     adapters: Blocks = ()
     """(in, out) of each linear layer that adapters go on, in turn: rank r trains a matrix of r times either."""
     lora_targets: tuple[str, ...] = ()

@@ -13,7 +13,9 @@ from outcore.flow import discover_units
 from outcore.infer.commands.options import settings_of
 from outcore.infer.opening import InferSettings, open_engine, weights
 from outcore.infer.opening.model import find_place
+from outcore.model import resolve_shape
 from outcore.plan import load_hardware, plan_of
+from outcore.plan.inference import plan_inference
 from outcore.sizing.inference import DoesNotFit
 from tests.flow.models import tiny_loaded
 from tests.infer.models import greedy, greedy_by_transformers, on_the_drive, opening, prompts_of, save_tiny_model
@@ -95,6 +97,23 @@ def test_scores_are_the_models_own(tiny_folder):
             logprobs = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0], -1)
         wanted = [float(logprobs[i - 1, token]) for i, token in enumerate(prompt) if i]
         assert found == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("family, more", [("phi3", {}), ("phimoe", {"num_local_experts": 4})])
+def test_rotary_factors_follow_the_context_and_no_other_text(tmp_path, family, more):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "short_mscale": 1.1, "long_mscale": 1.3}
+    sizes = {"positions": 128, "original_max_position_embeddings": 32, "pad_token_id": 0}
+    model, _ = save_tiny_model(tmp_path, family=family, rope_parameters=rope, **sizes, **more)
+    short, long = PROMPTS[0], [3 + i % 50 for i in range(40)]
+    for context, prompt in ((None, short), (128, long)):
+        wanted = greedy_by_transformers(model, prompt, 10)
+        with opening(tmp_path, context=context) as opened:
+            assert opened.placement.context_tokens == (context or 32)
+            assert greedy(opened.engine, [prompt, short], 10, ignore_eos=True)[0] == wanted
+            assert greedy(opened.engine, [prompt], 10, ignore_eos=True) == [wanted]
+    planned = plan_inference(resolve_shape(str(tmp_path)), load_hardware("rtx4070-laptop"))
+    assert planned.placement.context_tokens == 32
 
 
 def test_refused_with_numbers(tiny_folder, tmp_path):

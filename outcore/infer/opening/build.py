@@ -39,6 +39,7 @@ from outcore.infer.opening.limits import (
 )
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.pages import cache_of, kept_of
+from outcore.infer.opening.rotary import fix_factors
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import (
     HostShare,
@@ -272,6 +273,7 @@ def open_found(
             schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
         )
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
+        fix_factors(loaded, context, progress)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)

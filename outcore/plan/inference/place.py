@@ -52,8 +52,7 @@ def plan_inference(
     needs = needs_of(shape, **sizes)
     if context is not None and shape.max_positions is not None and context > shape.max_positions:
         raise ValueError(f"context is {context}, but the model knows {shape.max_positions} positions.")
-    if context is None and shape.max_positions is not None:
-        context = min(PRESETS[preset].context_tokens, shape.max_positions)
+    context = PRESETS[preset].usual_context(context, shape.max_positions, shape.short_positions)
     limits = InferenceLimits(
         None if hardware.is_cpu else hardware.vram_bytes - hardware.gpu_context_bytes,
         max(0, hardware.ram_bytes - InferenceLimits.RAM_LEFT_BYTES),

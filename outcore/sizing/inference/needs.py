@@ -31,6 +31,12 @@ class PresetRule:
     """Tokens of one sequence, unless told."""
     objective: str
 
+    def usual_context(self, asked: int | None, positions: int | None, short_positions: int | None) -> int | None:
+        """Tokens of one sequence: as asked, else this preset's or what the model knows (its positions, those of its
+        short rotary factors); None where neither is known."""
+        known = [limit for limit in (positions, short_positions) if limit is not None]
+        return asked or (min(self.context_tokens, *known) if known else None)
+
 
 PRESETS: dict[str, PresetRule] = {
     rule.name: rule
