@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         resolve_shape,
         shape_from_config,
     )
-    from outcore.model.source import max_positions, resolve_source, short_positions
+    from outcore.model.source import max_positions, resolve_source
 
 _FILE_OF = {
     "context_length_of": "generate",
@@ -45,7 +45,6 @@ _FILE_OF = {
     "shape_from_config": "shape",
     "max_positions": "source",
     "resolve_source": "source",
-    "short_positions": "source",
 }
 
 

@@ -150,7 +150,7 @@ def shape_from_config(name: str, config: Any, *, adapts: bool = True) -> ModelSh
 @lru_cache(64)
 def _counted(asked: Any, adapts: bool) -> ModelShape | None:
     from outcore.model.facts import model_class_of, model_facts, resolve_attention, skeleton_and_tied
-    from outcore.model.source import max_positions, short_positions
+    from outcore.model.source import max_positions
     from outcore.model.states import state_numels
 
     config = asked.config
@@ -199,7 +199,7 @@ def _counted(asked: Any, adapts: bool) -> ModelShape | None:
         tied_numels=tied_numels,
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
-        short_positions=short_positions(config),
+        short_positions=facts.short_positions,
         adapters=_adapters(model, layers) if adapts else (),
         matrices=_by_layer(layers, _matrices(layers)),
         windows=_windows(text, len(layers)),

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -102,15 +101,6 @@ def max_positions(config: PreTrainedConfig) -> int | None:
         return None
     limit = getattr(text_config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def short_positions(config: PreTrainedConfig) -> int | None:
-    """Positions up to which a model with two sets of rotary factors (LongRoPE: Phi 3.5, Phi 4 mini) takes the short
-    ones; None for a model with one set."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    sets = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, Mapping))]
-    found = [one["original_max_position_embeddings"] for one in sets if one.get("rope_type") == "longrope"]
-    return min(found, default=None)
 
 
 def check_seq_length(config: PreTrainedConfig, seq_length: int) -> None:

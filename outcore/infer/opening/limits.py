@@ -19,7 +19,7 @@ from outcore.infer.opening.model import FoundModel
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.schedule import ScheduleLimits
 from outcore.machine import available_ram_bytes
-from outcore.model import LoadedModel, shape_from_config, short_positions
+from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
     PRESETS,
     AttentionSize,
@@ -107,7 +107,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
                 f"kv_home {kv_home}: this model keeps states of its own, which stay on the GPU. Leave it out."
             )
         kv_home = "vram"
-    context = PRESETS[settings.preset].usual_context(context, found.max_context, short_positions(found.loaded.config))
+    context = PRESETS[settings.preset].usual_context(context, found.max_context, found.loaded.facts.short_positions)
     whole = context or PRESETS[settings.preset].context_tokens if way in IN_ONE_PIECE else None
     return InferenceLimits(
         vram,

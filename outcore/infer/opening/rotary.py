@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model import LoadedModel, short_positions
+from outcore.model import LoadedModel
 from outcore.model.forward import unwrap
 
 
 def fix_factors(loaded: LoadedModel, context_tokens: int, progress: Callable[[str], None]) -> None:
     """Have the model turn all texts by one set of factors, the one for texts of `context_tokens`."""
-    short = short_positions(loaded.config)
+    short = loaded.facts.short_positions
     if short is None or context_tokens <= short:
         return
     progress(

@@ -28,6 +28,8 @@ class ModelFacts:
     is_moe: bool
     tied: bool
     """True when the output head shares its weight with the input embedding."""
+    short_positions: int | None = None
+    """Positions up to which a model with two sets of rotary factors (LongRoPE: Phi 3.5) takes the short ones."""
 
 
 def model_class_of(config: Any) -> type[Any]:
@@ -145,6 +147,7 @@ def model_facts(model_or_config: Any) -> ModelFacts:
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         is_moe=_is_moe(text),
         tied=_is_tied(model),
+        short_positions=_short_positions(text),
     )
 
 
@@ -154,6 +157,12 @@ def _num_layers(model: nn.Module, text: Any) -> int:
         decoder_layers = getattr(text, "num_decoder_layers", None)
         return layers + decoder_layers if isinstance(decoder_layers, int) else layers
     return max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
+
+
+def _short_positions(text: Any) -> int | None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    sets = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+    return min((s["original_max_position_embeddings"] for s in sets if s.get("rope_type") == "longrope"), default=None)
 
 
 def _is_moe(text: Any) -> bool:
