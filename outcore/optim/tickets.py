@@ -22,7 +22,8 @@ class UnitResult:
 
     unit_id: Hashable
     status: Status
-    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
+    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close;
+    'withdrawn' before it had begun."""
     stats: GradStats | None
     """Statistics of the unit's gradients, for guarded updates and sums of squares."""
     started_s: float

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 5
+#define OUTCORE_ABI 6
 
 namespace outcore {
 
