@@ -8,6 +8,8 @@ TOKENS = {
     "16k": {"mb": 4, "seq": 1024, "gas": 4},
     "16k-mb8": {"mb": 8, "seq": 1024, "gas": 2},
     "16k-mb16": {"mb": 16, "seq": 1024, "gas": 1},
+    "16k-mb2": {"mb": 2, "seq": 1024, "gas": 8},
+    "16k-mb1": {"mb": 1, "seq": 1024, "gas": 16},
     "13.5k": {"mb": 9, "seq": 512, "gas": 3},
     "13.5k-one": {"mb": 27, "seq": 512, "gas": 1},
     "512k": {"mb": 16, "seq": 1024, "gas": 32},
@@ -66,6 +68,7 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
     that takes no updates of the other layers.
     """
     as_used = {"compile": False, "chunked": False}
+    finer = {"roundpipe-eight-clip": "16k-mb2", "roundpipe-sixteen-clip": "16k-mb1"} if four == "16k" else {}
     return {
         "ours-fp32-clip": ours(shape, four, 1, "fp32"),
         "ours-fp32-streamed-clip": ours(shape, four, 1, "fp32", resident_bytes=0),
@@ -82,6 +85,7 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "trainstream-one-clip": rival(shape, one, 1, "trainstream", compile=False),
         "trainstream-four-clip": rival(shape, four, 1, "trainstream", compile=False),
         "roundpipe-four-clip": rival(shape, four, 1, "roundpipe", compile=False),
+        **{name: rival(shape, cut, 1, "roundpipe", compile=False) for name, cut in finer.items()},
         "roundpipe-stale-four-clip": rival(shape, four, 1, "roundpipe", compile=False, stale=True),
         "zero2-bf16-one-clip": rival(shape, one, 1, "zero2-bf16"),
         "torchao-one": rival(shape, one, 0, "torchao"),
