@@ -5,8 +5,12 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from outcore.infer import Answer, Piece
 from outcore.infer.chats import AnswerParser
+
+pytest.importorskip("fastapi")
 from outcore.serve.chat import events
 
 

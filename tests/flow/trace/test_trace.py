@@ -370,7 +370,8 @@ def test_listeners_leave_no_thread(build, tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_device_and_host_are_on_one_clock(build, tmp_path):
     """Compute by CUDA events lies within the step by the host's clock, and each gradient leaves after its backward."""
-    engine = build(replace(TINY_SETTINGS, staging_bytes=64 * MIB, slot_bytes=MIB, compile="off"), device="cuda")
+    streamed = replace(TINY_SETTINGS, staging_bytes=64 * MIB, slot_bytes=MIB, compile="off", resident_bytes=0)
+    engine = build(streamed, device="cuda")
     path = tmp_path / "t.json"
     engine.trace(TracePlan(path, 2, 2, 1), lambda _: None)
     train(engine, 5)
