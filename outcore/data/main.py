@@ -16,6 +16,7 @@ from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
 from outcore.data.tokenizer import load_or_train_tokenizer
+from outcore.model import max_positions, named_config
 
 GREEN = ("\x1b[32m⟦", "⟧\x1b[0m")
 PLAIN = ("⟦", "⟧")
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def _settings(args: argparse.Namespace) -> DataSettings:
     said = {
         **same_named(DataSettings, args),
+        "seq_length": _default_seq_length(args) if args.seq_length is None else args.seq_length,
         "eval_fraction": 0.0,
         "format": args.data_format,
         "train_on_prompt": args.train_on_prompt == "true",
@@ -50,6 +52,19 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         "cache_dir": args.data_cache_dir,
     }
     return DataSettings(**said)
+
+
+def _default_seq_length(args: argparse.Namespace) -> int:
+    """Tokens of a row as in training when nobody says: fewer than the default where the model can take fewer."""
+    if args.model is None:
+        return DataSettings.seq_length
+    try:
+        limit = max_positions(named_config(args.model, args.trust_remote_code))
+    except (ValueError, RuntimeError):  # a tokenizer alone is enough to look at rows
+        words = "has no configuration that says how long its rows may be: --seq_length says it"
+        print(f"note: {args.model} {words} ({DataSettings.seq_length})", file=sys.stderr)
+        return DataSettings.seq_length
+    return min(DataSettings.seq_length, limit or DataSettings.seq_length)
 
 
 def _show(look: Look, tokenizer: Any, args: argparse.Namespace) -> None:

@@ -127,12 +127,12 @@ class InferenceEngine:
         request.sampling.check_vocabulary(self.speech.vocab_size)
         if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
             raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
-        limit = self.max_tokens
-        if len(request.prompt) + request.sampling.max_tokens > limit:
+        limit, asked = self.max_tokens, request.sampling
+        if len(request.prompt) + asked.max_tokens > limit:
             raise ValueError(
-                f"the prompt has {counted(len(request.prompt), 'token')} and max_tokens is "
-                f"{request.sampling.max_tokens}: together more than the {limit} that fit. Shorten the "
-                "prompt or lower max_tokens."
+                f"the prompt has {counted(len(request.prompt), 'token')} and {asked.length_name} is "
+                f"{asked.max_tokens}: together more than the {limit} that fit. Shorten the "
+                f"prompt or lower {asked.length_name}."
             )
 
     def submit(

@@ -257,9 +257,10 @@ class Service:
 
     def check_length(self, request: Request) -> None:
         """ApiError for an answer that may become longer than the server gives."""
-        asked, most = request.sampling.max_tokens, self.settings.max_answer_tokens
-        if asked > most:
-            raise bad(f"max_tokens is {asked}, but this server gives at most {most}.", "max_tokens")
+        asked, most = request.sampling, self.settings.max_answer_tokens
+        if asked.max_tokens > most:
+            words = f"{asked.length_name} is {asked.max_tokens}, but this server gives at most {most}."
+            raise bad(words, asked.length_name)
 
     def take_place(self, count: int = 1) -> None:
         """429 when too many requests are under way; 503 when none is taken."""

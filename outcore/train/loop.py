@@ -226,6 +226,7 @@ class Trainer:
         p = self.parts
         if not p.prompt_ids or p.config.sample_tokens == 0:
             return
+        p.progress.activity(f"sampling at step {self.step}")
         ids = p.engine.sample(p.prompt_ids, p.config.sample_tokens, p.eos_token_id)
         if self.is_main:
             prompt, text = p.decode(p.prompt_ids), p.decode(ids)

@@ -48,6 +48,19 @@ def test_rows_may_be_shown_unpacked(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "rows: 6 to train on" in capsys.readouterr().out
 
 
+def test_rows_are_as_long_as_the_model_can_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6)
+    flags = shown(tmp_path)
+    assert outcore(flags) == 0
+    said = capsys.readouterr()
+    assert "of 1024 tokens" in said.out and "how long its rows may be: --seq_length says it (1024)" in said.err
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32}')
+    assert outcore(flags) == 0
+    said = capsys.readouterr()
+    assert "of 32 tokens" in said.out and "how long" not in said.err
+
+
 def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert outcore(["data", str(tmp_path / "nothing.jsonl"), "--html", "none"]) == 2
     assert "no such file or folder" in capsys.readouterr().err

@@ -132,6 +132,15 @@ def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:
     assert progress.time_left_s() == 5.0
 
 
+def test_time_left_counts_what_lies_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter((0.0, 1.0, 2.0, 7.0, 8.0))  # an evaluation of four seconds behind the second of four steps
+    monkeypatch.setattr("outcore.monitor.screen.progress.time.monotonic", lambda: next(now_s))
+    progress = RunProgress(8, enabled=False)
+    for step in range(1, 5):
+        progress.update({"step": step, "step_s": 1.0})
+    assert progress.time_left_s() == 8.0
+
+
 def test_fit_words_cuts_the_first_and_drops_the_last() -> None:
     assert fit_words(["abcdef"], 3).plain == "abc" and fit_words([], 3).plain == ""
     assert fit_words(["ab", "cd", "ef"], 7).plain == "ab  cd"

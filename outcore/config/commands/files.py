@@ -28,7 +28,7 @@ def data_flags() -> argparse.ArgumentParser:
     p.add_argument("--rows", type=int, default=5, help="how many rows to show, one of each shape first (5)")
     p.add_argument("--html", default="outcore_data.html", help="page to write, or none (outcore_data.html)")
     p.add_argument(
-        "--seq_length", type=int, default=1024, help="tokens of a row, which the model must be able to take (1024)"
+        "--seq_length", type=int, help="tokens of a row (as in training: 1024, or fewer where the model can take fewer)"
     )
     p.add_argument(
         "--data_format", choices=FIELDS["data_format"].choices, default="auto", help=FIELDS["data_format"].help

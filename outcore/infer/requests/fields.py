@@ -8,9 +8,10 @@ from typing import Any
 
 from outcore.infer.requests.sampling import MAX_TOP_LOGPROBS, Sampling
 
-PLAIN = tuple(f.name for f in fields(Sampling) if f.name not in ("stop", "logprobs", "logit_bias", "stop_token_ids"))
+NAMES = frozenset(f.name for f in fields(Sampling)) - {"length_name"}
+PLAIN = NAMES - {"stop", "logprobs", "logit_bias", "stop_token_ids"}
 RENAMED = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
-KNOWN = frozenset({*(f.name for f in fields(Sampling)), *RENAMED, "top_logprobs"})
+KNOWN = NAMES | {*RENAMED, "top_logprobs"}
 """Names that say how tokens are chosen."""
 
 
@@ -19,10 +20,11 @@ def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
     changes: dict[str, Any] = {}
     if len(said := [name for name in ("max_tokens", *RENAMED) if given.get(name) is not None]) > 1:
         raise ValueError(f"{said[1]} and {said[0]} mean the same: leave out one.")
-    for name, value in given.items():
-        name = RENAMED.get(name, name)
+    for said_as, value in given.items():
+        name = RENAMED.get(said_as, said_as)
         if value is not None and name in PLAIN:
-            changes[name] = _number(name, value)
+            changes[name] = _number(said_as, value)
+    changes["length_name"] = said[0] if said else "max_tokens"
     if (stop := given.get("stop")) is not None:
         changes["stop"] = (stop,) if isinstance(stop, str) else _list_of(str, "stop", stop)
     if (ids := given.get("stop_token_ids")) is not None:

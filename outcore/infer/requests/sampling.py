@@ -45,6 +45,8 @@ class Sampling:
     """Key of the generator; None: the engine's own, by the request's id."""
     logprobs: int | None = None
     """Report each token's log-probability, and those of so many likeliest beside it; None: none."""
+    length_name: str = field(default="max_tokens", compare=False, repr=False)
+    """What the request calls `max_tokens`, for words about it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", MappingProxyType({int(k): float(v) for k, v in self.logit_bias.items()}))
@@ -57,10 +59,10 @@ class Sampling:
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("repetition_penalty", self.repetition_penalty, 0.0, 10.0, above=True)
-        _whole("max_tokens", self.max_tokens, 1)
+        _whole(self.length_name, self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}. Lower it.")
+            raise ValueError(f"min_tokens is {self.min_tokens}, above {self.length_name} {self.max_tokens}. Lower it.")
         if len(self.stop) > MAX_STOPS or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop takes up to {MAX_STOPS} texts, none of them empty.")
         if self.seed is not None:

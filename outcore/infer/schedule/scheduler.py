@@ -105,7 +105,7 @@ class Scheduler:
             raise ValueError(
                 f"the prompt has {counted(sequence.num_prompt, 'token')} and may get "
                 f"{sequence.request.sampling.max_tokens} more, but the cache holds {most}. "
-                "Shorten the prompt, lower max_tokens, or give the cache more room."
+                f"Shorten the prompt, lower {sequence.request.sampling.length_name}, or give the cache more room."
             )
         place = next(
             (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),

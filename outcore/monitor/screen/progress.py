@@ -18,7 +18,7 @@ from outcore.common.quantities import format_count, format_s
 from outcore.monitor.screen.tiers import tier_words
 
 SPEED_WINDOW_STEPS = 50
-"""Steps over which speed and time left are averaged (their median, so that a checkpoint's pause does not count)."""
+"""Steps over which the speed is averaged: their median, so that a single slow step does not count."""
 
 
 class RunProgress(Closing):
@@ -59,6 +59,8 @@ class RunProgress(Closing):
         self._shown_at_s = -math.inf
         self._started_at_s = self._updated_at_s = time.monotonic()
         self._step_s: deque[float] = deque(maxlen=SPEED_WINDOW_STEPS)
+        self._steps_seen = 0
+        self._between_s = 0.0  # evaluations, samples and checkpoints so far
         self._activity = ""
         self._live: Any = None
         self._closed = threading.Event()
@@ -73,7 +75,11 @@ class RunProgress(Closing):
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` is its metrics line (needs "step"; the rest as far as known)."""
         now_s = time.monotonic()
-        self._step_s.append(record.get("step_s") or now_s - self._updated_at_s)
+        step_s = record.get("step_s") or now_s - self._updated_at_s
+        self._step_s.append(step_s)
+        if self._steps_seen:
+            self._between_s += max(0.0, now_s - self._updated_at_s - step_s)
+        self._steps_seen += 1
         self._record = record
         self._updated_at_s = now_s
         self._activity = ""
@@ -114,11 +120,12 @@ class RunProgress(Closing):
         return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
 
     def time_left_s(self) -> float | None:
-        """Seconds to the last step at the present speed; None before the first step or without a last one."""
+        """Seconds to the last step at the present speed, with as much between steps as so far; None before the first
+        step or without a last one."""
         step_s = self.step_s()
         if step_s is None or self.total_steps is None or not self._record:
             return None
-        return max(0, self.total_steps - self._record["step"]) * step_s
+        return max(0, self.total_steps - self._record["step"]) * (step_s + self._between_s / self._steps_seen)
 
     def fraction_done(self) -> float:
         """0 to 1 of the whole run, earlier processes' steps included; 0 without a last step."""
