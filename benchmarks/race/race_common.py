@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,18 @@ def drive_bytes(path: str | None) -> dict[str, int] | None:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def kernels_of(work: Callable[[], object], most: int = 30) -> list[tuple[float, int, str]]:
+    """(milliseconds in all, launches, name) of the kernels and copies that `work` queues, those of the most time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as found:
+        work()
+        synchronize()
+    rows = [(event.self_device_time_total / 1e3, event.count, event.key[:160]) for event in found.key_averages()]
+    return sorted(rows, reverse=True)[:most]
 
 
 def finish(result: dict[str, Any]) -> None:

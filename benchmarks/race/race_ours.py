@@ -16,6 +16,7 @@ from race_common import (
     config_of,
     drive_bytes,
     finish,
+    kernels_of,
     rss_bytes,
     synchronize,
     token_batches,
@@ -95,6 +96,8 @@ def main() -> None:
         turns[name] = measured(engine, batches, options | {"warm": options["turn_warm"]}, watch)
         print(name, json.dumps(turns[name]), flush=True)  # what was measured stays where time ends
     result |= {"turns": turns} if turns else {}
+    if options.get("kernels"):
+        result["kernels"] = kernels_of(lambda: engine.train_step(batches, 1e-4), options["kernels"])
     if watch is not None:
         watch.stop()
     engine.close()

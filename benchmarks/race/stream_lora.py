@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from infer.common import RandomFeed, link_gb_per_s
-from race_common import DeviceWatch, cap_allocator, rss_bytes, synchronize
+from race_common import DeviceWatch, cap_allocator, kernels_of, rss_bytes, synchronize
 from transformers import AutoModelForCausalLM
 
 from outcore.common.quantities import GIB, MIB
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--matmul", choices=MATMULS, default=MATMULS[0])
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
+    parser.add_argument("--kernels", type=int, help="measure so many kernels of a last step, those of the most time")
     parser.add_argument("--bound", action="store_true", help="measure the link's and the arithmetic's seconds as well")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,18 +195,24 @@ def main() -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (arguments.rows, arguments.seq_length)
         seconds, stalls = [], []
+
+        def batches() -> list[dict[str, torch.Tensor]]:
+            count, vocabulary = range(arguments.micro_batches), loaded.facts.vocab_size
+            ids = [torch.randint(2, vocabulary, shape, generator=generator) for _ in count]
+            return [{"input_ids": row, "labels": row} for row in ids]
+
         for step in range(arguments.steps + 1):
-            ids = [
-                torch.randint(2, loaded.facts.vocab_size, shape, generator=generator)
-                for _ in range(arguments.micro_batches)
-            ]
+            given = batches()
             begin_s = time.perf_counter()
-            result = engine.train_step([{"input_ids": row, "labels": row} for row in ids], 1e-4)
+            result = engine.train_step(given, 1e-4)
             engine._parts.updates.drain()
             print(f"step {step}: {time.perf_counter() - begin_s:.2f} s, {result.phase_s}", flush=True)
             if step:  # the first one compiles
                 seconds.append(time.perf_counter() - begin_s)
                 stalls.append(result.phase_s.get("stall_nvme", 0.0))
+        if arguments.kernels:
+            for row in kernels_of(lambda: engine.train_step(batches(), 1e-4), arguments.kernels):
+                print("{:9.2f} ms {:5d} x {}".format(*row), flush=True)
         weights, lanes = engine._parts.homes.weights, engine._parts.drive_lanes
         read_bytes = sum(lane.stats().n_bytes for lane in lanes) / (arguments.steps + 1)
         step_s = statistics.median(seconds)

@@ -23,68 +23,81 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from outcore.flow.parts import Stand, shell_of
-from outcore.model.forward import Float8Linear, float8_product
+from outcore.model.forward import Float8Linear, float8_product, float8_rounded
 
 
 @torch.library.custom_op("outcore::adapted_linear", mutates_args=())
 def adapted_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    sides: list[torch.Tensor],
     bias: torch.Tensor | None,
     down: torch.Tensor,
     up: torch.Tensor,
     scale: float,
-    recipe: str,
     of_gradient: bool,
 ) -> torch.Tensor:
-    """x [..., in], weight [out, in], bias [out] or None, down (A) [rank, in], up (B) [out, rank] -> [..., out].
+    """x [..., in], bias [out] or None, down (A) [rank, in], up (B) [out, rank] -> [..., out].
 
-    `recipe`: of the weight's product in float8 (`model.forward.products`); '': in x's type. `of_gradient`: x is one."""
+    `sides`: the weight [out, in]; where its product is in float8, x and the weight of `float8_product`. `of_gradient`:
+    x is one."""
     rows = x.reshape(-1, x.shape[-1])
-    if recipe:
-        y = float8_product(rows, weight, recipe, of_gradient=of_gradient, fast_sums=not of_gradient)
+    if len(sides) > 1:
+        y = float8_product(sides[:2], sides[2:], fast_sums=not of_gradient)
         if bias is not None:
             y += bias
     else:
-        y = linear(rows, weight, bias)
+        y = linear(rows, sides[0], bias)
     y.addmm_(linear(rows, down).mul_(scale), up.t())
     return y.view(*x.shape[:-1], -1)
 
 
 @adapted_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _(x: torch.Tensor, sides: Any, bias: Any, down: Any, up: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], up.shape[0]))
 
 
 class _Adapted(torch.autograd.Function):
-    """`adapted_linear`, differentiable in all but the weight, also for `torch.func`.
+    """`adapted_linear`, differentiable in all but the weight, also for `torch.func`. `in_8_bits`: the weight for
+    `recipe`'s products, and the transposed one where a gradient is asked for; nothing without a recipe.
 
     The gradient of x is the same operation with everything transposed; the thin ones are the compiler's, so that x can
     go before the gradient of x comes."""
 
     @staticmethod
-    def forward(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float, recipe: str) -> torch.Tensor:
-        return adapted_linear(x, weight, bias, down, up, scale, recipe, False)
+    def forward(
+        x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float, recipe: str, *in_8_bits: torch.Tensor
+    ) -> torch.Tensor:
+        sides = [*_rounded(x, recipe, of_gradient=False), *in_8_bits[:2]] if recipe else [weight]
+        return adapted_linear(x, sides, bias, down, up, scale, False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, bias, down, up, ctx.scale, ctx.recipe = inputs
+        x, weight, bias, down, up, ctx.scale, ctx.recipe, *in_8_bits = inputs
         ctx.trains_bias = bias is not None and ctx.needs_input_grad[2]
-        ctx.save_for_backward(x, weight, down, up)
+        ctx.save_for_backward(x, down, up, *in_8_bits[2:] if ctx.recipe else [weight])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        (grad,), (x, weight, down, up) = grad_outputs, ctx.saved_tensors
+        (grad,), (x, down, up, *sides) = grad_outputs, ctx.saved_tensors
         rows, g = x.flatten(0, -2), grad.flatten(0, -2)
         grad_down = (g @ (ctx.scale * up)).t() @ rows
         grad_up = g.t() @ (rows @ (ctx.scale * down).t())
-        grad_x = adapted_linear(grad, weight.t(), None, up.t(), down.t(), ctx.scale, ctx.recipe, True)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            sides = [*_rounded(grad, ctx.recipe, of_gradient=True), *sides] if ctx.recipe else [sides[0].t()]
+            grad_x = adapted_linear(grad, sides, None, up.t(), down.t(), ctx.scale, True)
         grad_bias = g.sum(0) if ctx.trains_bias else None
-        return grad_x, None, grad_bias, grad_down, grad_up, None, None
+        return grad_x, None, grad_bias, grad_down, grad_up, *(None for _ in ctx.needs_input_grad[5:])
+
+
+def _rounded(x: torch.Tensor, recipe: str, *, of_gradient: bool) -> list[torch.Tensor]:
+    return float8_rounded(x.flatten(0, -2), recipe, of_gradient, False)
 
 
 def _adapted(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float, recipe: str) -> torch.Tensor:
-    return _Adapted.apply(x, weight, bias, down, up, scale, recipe)  # pyright: ignore[reportReturnType]
+    to_x = torch.is_grad_enabled() and x.requires_grad
+    in_8_bits = float8_rounded(weight, recipe, False, to_x) if recipe else []
+    return _Adapted.apply(x, weight, bias, down, up, scale, recipe, *in_8_bits)  # pyright: ignore[reportReturnType]
 
 
 @cache  # not at import: it imports the compiler, 1.4 s that runs without it need not wait for

@@ -1,11 +1,9 @@
 """Matrix products of layers in fewer bits than the run's, where somebody asks for them: other numerics, for speed.
 
-float8: each operand of a linear layer's three products (output, gradient of the input, gradient of the weight) is
-divided by a scale, rounded to 8 bits and multiplied by the tensor cores, which sum in fp32. Scales are the operand's
-largest value over the format's, made anew for every product: one for all of it (`float8_tensorwise`; gradients of the
-output in e5m2, the rest in e4m3) or one for each row of the left and column of the right side, rounded up to a power of
-two (`float8_rowwise`; all in e4m3). Both are recipes of torchao.float8, whose own modules torch.func cannot
-differentiate. Embedding, head, routers and stacks of experts stay as they are.
+float8: the operands of a linear layer's three products (output, gradient of the input, gradient of the weight) are
+rounded to 8 bits with scales made anew each time (`float8`: torchao's recipes, whose own modules torch.func cannot
+differentiate) and multiplied by the tensor cores, which sum in fp32. Embedding, head, routers and stacks of experts
+stay as they are.
 
 `fp16_accumulation`: products of fp16 are summed in fp16 as well, which doubles their rate on GeForce cards. torch's own
 switch, which holds for the whole process while the engine is open."""
@@ -18,70 +16,44 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
-MATMULS = ("same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation")
-FLOAT8 = ("float8_tensorwise", "float8_rowwise")
-MULTIPLE = 16
-"""The tensor cores want both sides of a matrix in 8 bits to be multiples of this."""
+from outcore.model.forward.float8 import FLOAT8, MULTIPLE, float8_product, float8_rounded
+
+MATMULS = ("same", *FLOAT8, "fp16_accumulation")
 ROUTERS = frozenset({"gate", "router"})
 """Names of what chooses a mixture's experts: a linear layer, or a module around it."""
-LEAST_AMAX = 1e-12
-"""A matrix of zeros is divided by this over the format's largest value, as torchao does."""
-
-
-def _rounded(rows: torch.Tensor, recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [n, k] -> (in 8 bits, contiguous; fp32 scales, [n, 1] or a single one)."""
-    largest = torch.finfo(dtype).max
-    by_row = recipe == "float8_rowwise"
-    amax = rows.abs().amax(1, keepdim=True) if by_row else rows.abs().amax()
-    scale = amax.float().clamp(min=LEAST_AMAX) / largest
-    if by_row:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    return (rows.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
-
-
-def float8_product(
-    left: torch.Tensor, right: torch.Tensor, recipe: str, *, of_gradient: bool, fast_sums: bool = False
-) -> torch.Tensor:
-    """left [n, k], right [m, k] -> left right' [n, m] in left's type. `of_gradient`: the left one is a gradient."""
-    if not left.numel():  # an expert that no token chose
-        return left.new_zeros(left.shape[0], right.shape[0])
-    if short := -left.shape[1] % MULTIPLE:
-        left, right = pad(left, (0, short)), pad(right, (0, short))
-    wide = of_gradient and recipe == "float8_tensorwise"
-    a, scale_a = _rounded(left, recipe, torch.float8_e5m2 if wide else torch.float8_e4m3fn)
-    b, scale_b = _rounded(right, recipe, torch.float8_e4m3fn)
-    return torch.ops.aten._scaled_mm(  # what torchao calls; torch has no public name for it
-        a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=left.dtype, use_fast_accum=fast_sums
-    )
 
 
 class _Float8(torch.autograd.Function):
-    """x [n, in], weight [out, in] -> [n, out], differentiable, also for `torch.func`."""
+    """x [n, in], weight [out, in] -> [n, out], differentiable, also for `torch.func`.
+
+    Both are rounded for the way back as well while they are read: to results of their own, which are for nobody."""
 
     @staticmethod
-    def forward(x: Any, weight: Any, recipe: str) -> torch.Tensor:
-        return float8_product(x, weight, recipe, of_gradient=False, fast_sums=True)
+    def forward(x: Any, weight: Any, recipe: str) -> tuple[torch.Tensor, ...]:
+        x, weight = float8_rounded(x, recipe, False, True), float8_rounded(weight, recipe, False, True)
+        return float8_product(x[:2], weight[:2], fast_sums=True), *x[2:], *weight[2:]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, ctx.recipe = inputs
-        ctx.save_for_backward(x, weight)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.recipe = inputs[-1]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        (grad,), (x, weight) = grad_outputs, ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = float8_product(grad, weight.t(), ctx.recipe, of_gradient=True)
-        if ctx.needs_input_grad[1]:
-            grad_weight = float8_product(grad.t(), x.t(), ctx.recipe, of_gradient=True)
+        x, weight = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        to_x, to_weight, _ = ctx.needs_input_grad
+        grad = float8_rounded(grad_outputs[0], ctx.recipe, True, to_weight)
+        grad_x = float8_product(grad[:2], weight, fast_sums=False) if to_x else None
+        grad_weight = float8_product(grad[2:], x, fast_sums=False) if to_weight else None
         return grad_x, grad_weight, None
 
 
 def _float8(x: Any, weight: Any, recipe: str) -> torch.Tensor:
-    return _Float8.apply(x, weight, recipe)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Float8.apply(x, weight, recipe)[0]  # pyright: ignore[reportOptionalSubscript]
+    return float8_product(*(float8_rounded(side, recipe, False, False) for side in (x, weight)), fast_sums=True)
 
 
 @cache
@@ -137,8 +109,10 @@ class LayerProducts:
             return "takes whole weights, and some layers of this run are computed in tiles"
         try:
             ones = torch.ones(MULTIPLE, MULTIPLE, dtype=dtype, device=device)
-            float8_product(ones, ones, self.name, of_gradient=False)
-        except RuntimeError as error:
+            side = ones.to(torch.float8_e4m3fn), ones[:, :1].float() if "row" in self.name else ones[0, 0].float()
+            float8_product(side, side, fast_sums=True)  # before the kernels, which other GPUs cannot even compile
+            _float8(ones, ones, self.name)
+        except (RuntimeError, ImportError) as error:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
             return f"is nothing that {name} does ({str(error).splitlines()[0]})"
         return ""
