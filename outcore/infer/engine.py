@@ -289,6 +289,7 @@ class InferenceEngine:
         request, sampling = talk.request, talk.request.sampling
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.speech.end_tokens)
         seed = sampling.seed if sampling.seed is not None else seed_of(request.name)
+        before = request.prompt if request.goes_on else ()
         self._talks[request.name] = talk
         self._running[request.name] = []
         for choice in range(request.n):
@@ -296,7 +297,7 @@ class InferenceEngine:
                 request,
                 choice,
                 derived_seed(seed, choice),
-                TextStream(self.speech.tokenizer, sampling.stop, keeps_special=request.keeps_special),
+                TextStream(self.speech.tokenizer, sampling.stop, before, keeps_special=request.keeps_special),
                 Drafter(self.drafts is not None) if self.speculates else None,
                 Clock(arrived_s),
                 frozenset(ends),

@@ -17,11 +17,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
+from outcore.common.output import say
+from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
-from outcore.serve.errors import ApiError
+from outcore.serve.errors import ApiError, stops
 from outcore.serve.jobs import Batches, Files, add_jobs
-from outcore.serve.service import STOPS, Service
+from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
 from outcore.serve.watch import RequestMetrics
 
@@ -71,6 +73,8 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
             await asyncio.to_thread(service.close)
 
     async def tell_clients() -> None:
+        if count := service.num_under_way:
+            say(f"stopping: who waits for {counted(count, 'answer')} is told; the pass under way ends first")
         await batches.stop()
         service.end_answers()
 
@@ -187,7 +191,8 @@ def _add_answers(
 
             return ClosedEvents(told(), held, headers=headers, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
         try:
-            return JSONResponse(await while_connected(http, whole(call), service), headers=headers)
+            answered = while_connected(http, whole(call), lambda: service.is_stopping)
+            return JSONResponse(await answered, headers=headers)
         finally:
             service.leave_place(places)
 
@@ -211,16 +216,16 @@ class ClosedEvents(EventSourceResponse):
                 await self._source.aclose()
 
 
-async def while_connected(http: HttpRequest, work: Awaitable[Any], service: Service | None = None) -> Any:
-    """The result of `work`, which is cancelled when the client goes away, or the service stops."""
+async def while_connected(http: HttpRequest, work: Awaitable[Any], is_stopping: Callable[[], bool]) -> Any:
+    """The result of `work`, which is cancelled when the client goes away, or the server stops."""
     task = asyncio.ensure_future(work)
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=LOOK_EVERY_S)
             if done:
                 return task.result()
-            if service is not None and service.is_stopping:
-                raise ApiError(503, STOPS, code="server_stopping")
+            if is_stopping():
+                raise stops()
             if await http.is_disconnected():
                 raise ApiError(499, "The client went away.")
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
@@ -42,7 +43,8 @@ class CompletionCall:
             fields["max_tokens"] = 1
         self.name = service.new_name("cmpl")
         self.requests: list[Request] = [
-            service.request_of(fields, ids, f"{self.name}-{number}") for number, ids in enumerate(self.prompts)
+            replace(service.request_of(fields, ids, f"{self.name}-{number}"), goes_on=True)
+            for number, ids in enumerate(self.prompts)
         ]
         self.num_top = self.requests[0].sampling.logprobs
         if self.is_stream and self.echo:

@@ -18,6 +18,9 @@ KINDS = {
 }
 
 
+STOPS = "The server stops. Ask again when it has started."
+
+
 class ApiError(Exception):
     """What a client is told; `param`: the field it is about."""
 
@@ -46,3 +49,8 @@ class ApiError(Exception):
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be served as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def stops() -> ApiError:
+    """The server ends before the answer does."""
+    return ApiError(503, STOPS, code="server_stopping")

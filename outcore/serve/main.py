@@ -78,6 +78,6 @@ def _serve(
         say(f"no forecast beside the measured passes: {why}")
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
-    server = Server(create_app(service, additions(service)), service)
+    server = Server(create_app(service, additions(service)))
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

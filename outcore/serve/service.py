@@ -21,7 +21,7 @@ from outcore.infer import Answer, InferenceEngine, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
-from outcore.serve.errors import ApiError, bad
+from outcore.serve.errors import STOPS, ApiError, bad, stops
 from outcore.serve.settings import ServeSettings
 from outcore.serve.under_way import UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
@@ -32,7 +32,6 @@ MAX_FAILURES = 3
 TRIED_AGAIN_S = 30.0
 """A server that is not well takes requests again so long after its last failure; a pass that succeeds makes it well."""
 IDLE_S = 0.5
-STOPS = "The server stops. Ask again when it has started."
 
 
 class EngineThread:
@@ -265,7 +264,7 @@ class Service:
     def take_place(self, count: int = 1) -> None:
         """429 when too many requests are under way; 503 when none is taken."""
         if self.is_stopping:
-            raise ApiError(503, STOPS, code="server_stopping")
+            raise stops()
         if left_s := self.thread.refused_for_s:
             words = "The engine has failed; see the server's log."
             raise ApiError(503, words, code="engine_failed", retry_s=math.ceil(left_s) if left_s < math.inf else None)
@@ -331,7 +330,7 @@ def failure_of(answer: Answer) -> ApiError | None:
     if why.startswith("not finished within"):
         return ApiError(408, f"The answer was {why}.", code="timeout")
     if why == STOPS:
-        return ApiError(503, STOPS, code="server_stopping")
+        return stops()
     return ApiError(500, f"The answer failed: {why}", code="engine_error")
 
 

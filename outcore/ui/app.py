@@ -27,6 +27,7 @@ def create_app(settings: UiSettings, api: PanelsApi, *, with_panels: bool = True
             await api.end()
 
     app = FastAPI(title="outcore panels", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.tell_clients = api.tell_clients
     add_errors(app)
     api.add_to(app)
     if with_panels:

@@ -13,6 +13,8 @@ from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client", "gradio", "httpx")
+STOP_WITHIN_S = 3
+"""Connections that are still open so long after the panels were told to stop are cut: pages in browsers keep some."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,16 +35,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(settings: UiSettings, listening: socket.socket) -> None:
     """Serve until Ctrl-C."""
-    import uvicorn
-
+    from outcore.serve.additions import Server
     from outcore.ui.api import PanelsApi, warm_up
     from outcore.ui.app import create_app
 
     app = create_app(settings, PanelsApi())
     where = f"http://{settings.own_host}:{settings.port}"
     print(f"panels: {where}{'/?token=...' if settings.tokens else ''}  (Ctrl-C ends them; runs go on)", flush=True)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
-    server = uvicorn.Server(config)
+    server = Server(app, timeout_graceful_shutdown=STOP_WITHIN_S)
 
     def warm_up_then() -> None:
         while not server.started:  # imports side by side would make the start longer

@@ -1,6 +1,7 @@
 """Stands in for vLLM: its command line, health, answers and events. `MODEL/behaviour.json` says how it behaves."""
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -67,6 +68,8 @@ async def completions(http: Request):
         for text, reason in (("a", None), (" b", "length")):
             choice = {"index": 0, "text": text, "finish_reason": reason}
             yield f"data: {json.dumps({'id': 'c-2', 'choices': [choice]})}\n\n"
+            if body["prompt"] == "wait":
+                await asyncio.Event().wait()
             if body["prompt"] == "crash later":
                 os._exit(7)
         if body["stream_options"]["include_usage"]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from outcore.common.ports import free_port
 from outcore.config.commands import serve_flags
@@ -181,6 +182,20 @@ def test_a_process_that_dies_or_hangs_is_started_again(served):
         told = re.search(r"outcore_engine_restarts (\d+)", server.client.get("/metrics").text)
         assert told and int(told[1]) > restarts
         assert server.records()[-1]["finish"] == "stop"
+
+
+def test_who_waits_is_told_that_the_server_stops(served, monkeypatch):
+    running, serve = [], uvicorn.Server.serve
+    monkeypatch.setattr(uvicorn.Server, "serve", lambda self, **more: running.append(self) or serve(self, **more))
+    server = served()
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "wait", "stream": True}) as streamed:
+        lines = streamed.iter_lines()
+        assert '"a"' in next(lines)
+        running[0].should_exit = True
+        rest = "".join(lines)
+    assert "server_stopping" in rest and "[DONE]" not in rest
+    server.thread.join(60)
+    assert server.why == [""] and "The server stops" in server.records()[-1]["error"]
 
 
 def test_what_stops_coming_up_ends_the_hand_over_with_the_reason(served):

@@ -7,6 +7,7 @@ python pretender.py train ...                                       sleeps until
 import json
 import signal
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +26,7 @@ outcore_kv_pages{group="all",state="used"} 2
 class Handler(BaseHTTPRequestHandler):
     key = ""
     launch: ClassVar[dict[str, Any]] = {}
+    ending = threading.Event()
 
     def do_GET(self):
         if not self._allowed():
@@ -50,6 +52,9 @@ class Handler(BaseHTTPRequestHandler):
         count = int(body.get("max_tokens", 3))
         self._event({"choices": [{"delta": {"reasoning_content": "I think."}, "finish_reason": None}]})
         for word in WORDS[:count]:
+            if self.ending.is_set():
+                self._event({"error": {"message": "The server stops.", "code": "server_stopping"}})
+                return
             self._event({"choices": [{"delta": {"content": word}, "finish_reason": None}]})
             time.sleep(0.02)
         self._event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
@@ -99,7 +104,16 @@ def main():
         degrees = {name: int(argv[argv.index(f"--{name}") + 1]) for name in ("tensor_parallel", "pipeline_parallel")}
         world_size = degrees["tensor_parallel"] * degrees["pipeline_parallel"]
         Handler.launch = {"engine": argv[argv.index("--engine") + 1], "world_size": world_size, **degrees}
-    ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler)
+    server.daemon_threads = False  # its end waits for answers, which are told
+
+    def end(*_):
+        Handler.ending.set()
+        threading.Thread(target=server.shutdown).start()
+
+    signal.signal(signal.SIGTERM, end)
+    with server:
+        server.serve_forever()
 
 
 if __name__ == "__main__":

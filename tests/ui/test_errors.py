@@ -60,15 +60,15 @@ def client(api):
 @pytest.fixture
 def served(api, tmp_path):
     """The routes on a real port, for streams that break off."""
-    import uvicorn
+    from outcore.serve.additions import Server
 
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(UiSettings(), api, with_panels=False), log_level="error")
-    server = uvicorn.Server(config)
+    server = Server(create_app(UiSettings(), api, with_panels=False), log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     until(lambda: server.started)
+    api.ends_server = lambda: setattr(server, "should_exit", True)
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
     thread.join(60)
@@ -220,6 +220,18 @@ def test_conversation_removed_in_mid_stream_stays_removed(served):
             http.delete(path)
             list(lines)
         assert http.get(path).status_code == 404
+
+
+def test_who_waits_for_the_model_is_told_that_the_panels_stop(served, api):
+    with httpx.Client(base_url=served, timeout=120) as http:
+        loaded(http.request)
+        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
+        with http.stream("POST", f"/v1/conversations/{one['id']}/answer", json={"text": "go on"}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            api.ends_server()
+            rest = [line for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: ")) == {"event": "error", "message": "The server stops."}
 
 
 def test_server_killed_in_mid_stream(served, api):

@@ -58,6 +58,8 @@ class AnswerParser:
         self._name, self._marks = name, marks
         self._mode: Mode = begins_in
         self._held, self._tool = "", ""
+        self._skips_lines = False
+        """Whether what comes next is behind a closing mark, whose line breaks are no part of what is said."""
 
     def add(self, text: str) -> Parsed:
         """What more text settles."""
@@ -79,6 +81,9 @@ class AnswerParser:
 
     def _step(self, new: Parsed) -> bool:
         """Settle text up to the next mark; False when there is none yet."""
+        if self._skips_lines and self._held:
+            self._held = self._held.lstrip("\n")
+            self._skips_lines = not self._held
         begins: dict[str, Mode] = {MARKS[self._mode][1]: "content"} if self._mode != "content" else {}
         if self._mode == "content":
             begins = {MARKS[mode][0]: mode for mode in self._marks}
@@ -90,9 +95,7 @@ class AnswerParser:
             return False
         at, mark = found
         self._put(new, self._held[:at], self._mode)
-        self._held = (
-            self._held[at + len(mark) :].lstrip("\n") if self._mode != "content" else self._held[at + len(mark) :]
-        )
+        self._held, self._skips_lines = self._held[at + len(mark) :], self._mode != "content"
         if self._mode == "tool":
             self._end_tool(new)
         self._mode = begins[mark]

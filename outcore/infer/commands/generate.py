@@ -44,7 +44,8 @@ def _one(args: argparse.Namespace) -> int:
             ids = prompts.of_messages([{"role": "user", "content": args.prompt}])
         else:
             ids = prompts.of_text(args.prompt)
-        request = Request("prompt", ids, sampling_from(opened, sampling_fields(args))(len(ids)))
+        sampling = sampling_from(opened, sampling_fields(args))(len(ids))
+        request = Request("prompt", ids, sampling, goes_on=not args.chat)
         for answer in opened.engine.generate([request], lambda piece: print(piece.text, end="", flush=True)):
             print(flush=True)
             if answer.finish == "error":

@@ -80,8 +80,8 @@ def read_line(
         sampling = sampling_of(body, defaults(len(ids)))
         grammar = grammars.of(body.get("response_format"))
         count = 1 if body.get("n") is None else body["n"]
-        keeps_special = chat is not None and chat.keeps_special
-        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar, None, keeps_special)
+        reads = {"keeps_special": chat is not None and chat.keeps_special, "goes_on": chat is None}
+        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar, None, **reads)
         return Line(number, shape, name, request, chat=chat)
     except JSONDecodeError as error:
         return Line(number, shape, name, None, f'the line is no JSON ({error}); it should be {{"prompt": "..."}}')

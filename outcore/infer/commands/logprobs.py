@@ -16,13 +16,16 @@ _SEEN = (*range(33, 127), *range(161, 173), *range(174, 256))
 _UNSEEN = tuple(byte for byte in range(256) if byte not in _SEEN)
 BYTE_LETTERS = MappingProxyType({chr(b): b for b in _SEEN} | {chr(256 + n): b for n, b in enumerate(_UNSEEN)})
 """Letter of a byte-level vocabulary -> its byte, as GPT-2 writes them: those that cannot be seen from 256 on."""
+_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a blank in its pieces."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 """How SentencePiece writes a byte that is in no piece of its vocabulary."""
 
 
 def text_of(tokenizer: Any, token: int) -> str:
-    """One token as text."""
-    return tokenizer.decode([token], skip_special_tokens=False)
+    """One token as text, as it reads behind others: with the blank that some tokenizers leave out of a first word."""
+    text, piece = tokenizer.decode([token], skip_special_tokens=False), tokenizer.convert_ids_to_tokens(token)
+    return f" {text}" if piece and piece.startswith(_BLANK) and len(text) < len(piece) else text
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:
@@ -61,7 +64,7 @@ def of_completion(
 
     def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
         nonlocal offset
-        text = text_of(tokenizer, token)
+        text = text_of(tokenizer, token) if offsets or not prompt else tokenizer.decode([token])
         texts.append(text)
         values.append(logprob)
         tops.append(None if top is None else _by_text(tokenizer, top))

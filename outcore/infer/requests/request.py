@@ -30,6 +30,8 @@ class Request:
     """Seconds after which the request is given up, from its arrival."""
     keeps_special: bool = False
     """Whether marks that the tokenizer calls special stay in the text, for who reads the answer's parts by them."""
+    goes_on: bool = False
+    """Whether the answer's text goes on from the prompt's, as a completion does; a chat's begins anew."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))

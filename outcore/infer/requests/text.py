@@ -16,12 +16,17 @@ MAX_HELD_TOKENS = 8
 
 
 class TextStream:
-    """Text of one answer. `add` tokens, `finish` once."""
+    """Text of one answer. `add` tokens, `finish` once. `before`: tokens that it goes on from; some tokenizers
+    (SentencePiece's) leave out the blank before a text's first word, which is none behind others."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, keeps_special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = (), *, keeps_special: bool = False
+    ) -> None:
         self._tokenizer, self._stops, self._skips_special = tokenizer, tuple(stops), not keeps_special
-        self._tokens: list[int] = []
-        self._context, self._settled = 0, 0
+        self._tokens = list(before[-MAX_HELD_TOKENS:])
+        if self._tokens and self._decode(self._tokens).endswith(UNFINISHED):
+            self._tokens = []
+        self._context, self._settled = 0, len(self._tokens)
         """Tokens before `_settled` are told; those from `_context` on are decoded with the rest."""
         self._held = ""
         self.is_stopped = False

@@ -4,3 +4,4 @@ from outcore.serve.app import Addition, ClosedEvents, add_errors, create_app
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.service import Service
+from outcore.serve.stopping import Server

@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import Request as HttpRequest
 
-from outcore.serve.app import ClosedEvents, add_errors, add_key, while_connected
+from outcore.common.output import say
+from outcore.common.quantities import counted
+from outcore.serve.app import STOP_WITHIN_S, ClosedEvents, add_errors, add_key, while_connected
 from outcore.serve.body import read_body
-from outcore.serve.errors import ApiError
+from outcore.serve.errors import ApiError, stops
 from outcore.serve.handover.process import ServerProcess
 from outcore.serve.settings import ServeSettings
 from outcore.serve.watch import Records, RequestMetrics
@@ -94,13 +96,21 @@ class Forwarder:
         timeout = httpx.Timeout(settings.request_timeout_s, connect=10.0)
         headers = {"Authorization": f"Bearer {key}"}
         self.client = httpx.AsyncClient(base_url=process.url, headers=headers, timeout=timeout, limits=limits)
-        self.num_under_way = 0
+        self.num_under_way, self._stopping = 0, asyncio.Event()
         metrics.gauge("running_answers", "Requests under way", lambda: self.num_under_way)
         metrics.gauge("engine_up", "1 while the engine answers", lambda: process.state == "up")
         metrics.gauge("engine_restarts", "New starts of the engine", lambda: process.restarts)
 
+    async def tell_clients(self) -> None:
+        """Take no more requests, and tell clients that wait for answers that the server stops."""
+        if self.num_under_way:
+            say(f"stopping: who waits for {counted(self.num_under_way, 'answer')} is told")
+        self._stopping.set()
+
     async def send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
         """The response, its content not read yet. ApiError where there is none."""
+        if self._stopping.is_set():
+            raise stops()
         if self.process.state != "up":
             raise ApiError(503, f"The engine is {self.process.state}.", code="engine_down", retry_s=RETRY_S)
         with self._failing():
@@ -141,14 +151,15 @@ class Forwarder:
         self.num_under_way += 1
         is_streaming = False
         try:
-            response = await while_connected(http, self.send("POST", path, sent))
+            response = await while_connected(http, self.send("POST", path, sent), self._stopping.is_set)
             if response.headers.get("content-type", "").startswith("text/event-stream"):
                 is_streaming, held = True, AsyncExitStack()
                 held.callback(answered.note, self.metrics, self.records)
                 held.push_async_callback(response.aclose)
                 held.callback(self._leave)
-                return ClosedEvents(self._events(response, answered, held), held, sep="\n")
-            content = await while_connected(http, self.read(response))
+                events = self._events(response, answered, held)
+                return ClosedEvents(events, held, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
+            content = await while_connected(http, self.read(response), self._stopping.is_set)
             if response.status_code == 200:
                 answered.heard(content)
                 answered.note(self.metrics, self.records)
@@ -168,7 +179,7 @@ class Forwarder:
         event: dict[str, str] = {}
         async with held:
             try:
-                async for line in response.aiter_lines():
+                async for line in self._lines(response):
                     name, _, value = line.partition(":")
                     if name in ("event", "data"):
                         event[name] = value.removeprefix(" ")
@@ -178,12 +189,28 @@ class Forwarder:
                         if answered.asks_usage or data.get("choices") != [] or not data.get("usage"):
                             yield event
                         event = {}
-            except (
-                httpx.HTTPError,
-                ValueError,
-            ) as error:  # it died: the client must not take it for the end
+            except ApiError as error:
+                answered.error = error.message
+                yield {"data": json.dumps(error.body())}
+            except (httpx.HTTPError, ValueError) as error:  # it died: the client must not take it for the end
                 answered.error = f"the engine went away ({type(error).__name__})"
                 yield {"data": json.dumps(ApiError(503, answered.error, code="engine_down").body())}
+
+    async def _lines(self, response: httpx.Response) -> AsyncGenerator[str, None]:
+        """Lines as they come. ApiError when the server stops before the last one."""
+        lines, stopping = response.aiter_lines(), asyncio.ensure_future(self._stopping.wait())
+        try:
+            while True:
+                line = asyncio.ensure_future(anext(lines, None))
+                await asyncio.wait({line, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not line.done():
+                    line.cancel()
+                    raise stops()
+                if (text := line.result()) is None:
+                    return
+                yield text
+        finally:
+            stopping.cancel()
 
     async def plain(self, http: HttpRequest) -> Response:
         """A small request, handed through."""
@@ -212,6 +239,7 @@ def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
         forwarder.records.close()
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.tell_clients = forwarder.tell_clients
     add_errors(app, lambda status: forwarder.metrics.refused.labels(str(status)).inc())
     add_key(app, forwarder.settings, forwarder.metrics)
 

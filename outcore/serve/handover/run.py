@@ -30,10 +30,9 @@ def run_handover(
     """Serve at `listening`, which stays open, until the process is told to end; '' then. Where vLLM does not come up,
     or fails for good, why."""
     # Here, because the command's flags are read also where the packages for serving are missing.
-    import uvicorn
-
     from outcore.serve.handover.process import Care, ServerProcess
     from outcore.serve.handover.proxy import Forwarder, create_proxy
+    from outcore.serve.stopping import Server
     from outcore.serve.watch import Records, RequestMetrics
 
     for line in handover.lines:
@@ -56,7 +55,7 @@ def run_handover(
             process.bring_up()
             records = Records(settings.logs, _header(handover, settings, executable), with_text=settings.record_text)
             app = create_proxy(Forwarder(process, key, settings, RequestMetrics(), records), _launch(handover))
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+            server = Server(app)
             process.watch(lambda: setattr(server, "should_exit", True))
             say(f"records: {records.path}")
             say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {settings.name!r}")

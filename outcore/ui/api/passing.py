@@ -37,7 +37,8 @@ class PassOn:
         except ApiError as error:
             response = JSONResponse(error.body(), error.status, headers=error.headers())
         except httpx.HTTPError as error:
-            told = ApiError(502, f"The model's server broke off: {error or type(error).__name__}.", code="broken_off")
+            why = str(error).rstrip(".") or type(error).__name__
+            told = ApiError(502, f"The model's server broke off: {why}.", code="broken_off")
             response = JSONResponse(told.body(), told.status)
         await response(scope, receive, send)
 

@@ -29,6 +29,8 @@ from outcore.ui.api.serving import ServingWatch
 from outcore.ui.api.training import Training
 
 MAX_BODY_BYTES = 4 << 20
+TOLD_WITHIN_S = 3
+"""From telling the panels to stop until an answer is cut: the model's server ends it first."""
 Record = dict[str, Any]
 
 
@@ -48,6 +50,10 @@ class PanelsApi:
     def begin(self) -> None:
         """The server has started."""
         self.machine.begin()
+
+    async def tell_clients(self) -> None:
+        """The server is about to end: so does the model, whose server tells who waits for an answer."""
+        await asyncio.to_thread(self.host.close)
 
     async def end(self) -> None:
         """The server ends: the model with it; runs go on."""
@@ -180,4 +186,4 @@ def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
                 async for event in events:
                     yield event
 
-        return ClosedEvents(told(), sep="\n")
+        return ClosedEvents(told(), sep="\n", shutdown_grace_period=TOLD_WITHIN_S)

@@ -11,7 +11,7 @@ from outcore.infer.commands import read_line, result_of
 from outcore.infer.requests import Grammars, Prompts
 
 TEXT = (
-    'a<think>\nwhy < not</think>b <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    'a<think>\nwhy < not</think>\n\nb <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     "<tool_call>broken</tool_call> c <thin"
 )
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outcore.infer.commands.logprobs import of_chat
+from outcore.infer.commands.logprobs import of_chat, of_completion
 from outcore.infer.requests import Chosen
 
 TEXT = "é 世🎉 a�"
@@ -37,3 +37,13 @@ def test_bytes_of_tokens_are_those_of_the_text(made):
     told = of_chat(tokenizer, [Chosen(token, -1.0, ((token, -1.0),)) for token in ids])
     for entries in (told["content"], [entry["top_logprobs"][0] for entry in told["content"]]):
         assert b"".join(bytes(entry["bytes"]) for entry in entries) == TEXT.encode()
+
+
+def test_tokens_of_a_completion_read_as_its_text_does():
+    made = with_byte_pieces()  # and, as Llama's, no blank before the first word of a text
+    made.decoder = decoders.Sequence([made.decoder, decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    prompt, answer = tokenizer.encode("a a"), tokenizer.encode(" a")
+    told = of_completion(tokenizer, [Chosen(token, -1.0) for token in answer], [(token, None) for token in prompt])
+    assert "".join(told["tokens"]) == "a a a" and told["text_offset"] == [0, 1, 2, 3, 4]
+    assert of_completion(tokenizer, [Chosen(token, -1.0) for token in answer])["tokens"] == [" ", "a"]

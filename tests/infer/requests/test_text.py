@@ -41,6 +41,14 @@ def test_spaces_between_words_stay():
     assert "".join(stream.add([t]) for t in (0, 1, 2)) + stream.finish() == "Hello world!"
 
 
+def test_a_text_that_goes_on_keeps_the_space_before_its_first_word():
+    stream = TextStream(Pieces(" Hello", " world", "!"), (), [0])
+    assert stream.add([1]) + stream.add([2]) + stream.finish() == " world!"
+    letter = "é".encode()
+    stream = TextStream(Bytes(), (), letter[:1])  # a prompt that ends within a letter
+    assert stream.add(list(b"abc")) + stream.finish() == "abc"
+
+
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_stop_texts_across_chunk_borders(cut):
     text = b"one STOP two"
