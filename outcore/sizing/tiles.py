@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from outcore.common.quantities import MIB
 
@@ -61,7 +62,7 @@ class Model:
     sum_itemsize: int = 4
     tied: bool = False
 
-    @property
+    @cached_property
     def ends(self) -> frozenset[int]:
         """Embedding and head, as far as tiles help them."""
         return frozenset(unit.index for unit in self.units if unit.is_large and not unit.is_layer)
@@ -185,7 +186,7 @@ def held_bytes(model: Model, holding: Holding, tile_bytes: int = 0) -> HeldBytes
 def needed_bytes(model: Model, holding: Holding, work: TilingWork, tile_bytes: int) -> int:
     """The most that a step or an evaluation holds on the device."""
     held, work = held_bytes(model, holding, tile_bytes), work.of(holding)
-    some_layer_tiled = any(unit.is_layer and unit.index in holding.tiled for unit in model.units)
+    some_layer_tiled = bool(holding.tiled - model.ends)
     layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else work.layer)
     head = held.made_by_ends + (work.tiled_head if model.ends & holding.tiled else work.head)
     embedding = max(work.at_embedding, work.at_embedding // 2 + held.made_by_ends)
@@ -210,12 +211,13 @@ def choose_holding(
     share = WEIGHTS_SHARE if work is None else USABLE_SHARE
 
     def best(ways: list[Holding]) -> tuple[Holding, int]:
-        needed = [
-            held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes) for way in ways
-        ]
-        fitting = (at for at, n_bytes in enumerate(needed) if n_bytes <= device_bytes * share // 100)
-        at = next(fitting, needed.index(min(needed)))
-        return ways[at], needed[at]
+        needed = []
+        for way in ways:
+            needed.append(held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes))
+            if needed[-1] <= device_bytes * share // 100:
+                return way, needed[-1]
+        least = min(needed)
+        return ways[needed.index(least)], least
 
     ways = list(_ways(model, layer_buffers, may_tile))
     found, n_bytes = best(ways)

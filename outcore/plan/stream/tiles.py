@@ -6,6 +6,7 @@ memory less framework and desktop. Costs are those of docs/tiling.md."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from outcore.common.quantities import format_gib
 from outcore.plan.hardware import Hardware
@@ -106,6 +107,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     return Tiling(bool(holding.tiled & ends), layers, tile_bytes, chunk_bytes, holding)
 
 
+@lru_cache(maxsize=16)
 def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[UnitSize, ...]:
     """Parts as the engine takes the model apart; gaps between parameters are not counted."""
     adapters = -(-shape.adapter_params // shape.num_layers)

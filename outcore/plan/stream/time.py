@@ -7,6 +7,7 @@ they are from the engine itself is in docs/planning.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -285,17 +286,24 @@ class _Links:
         case, shape, placed = self.case, self.case.shape, self.placed
         if not placed.have_homes:
             return 0.0
+        lends = self.moved > 0 and case.layout.checkpoints_home == "ram"
+        alike = Counter(  # models have many layers of few kinds
+            (params, lends and layer < shape.num_layers - STAY_LAYERS, layer in placed.tiling.layers)
+            for layer, params in enumerate(shape.layer_params)
+        )
         waiting = 0.0
-        for layer, params in enumerate(shape.layer_params):
+        for (params, is_lent, in_tiles), times in alike.items():
             home_bytes = case.element_bytes * params
-            lends = self.moved > 0 and case.layout.checkpoints_home == "ram" and layer < shape.num_layers - STAY_LAYERS
-            waiting += home_bytes - waits_from(
-                home_bytes,
-                0 if shape.lora_r else home_bytes,
-                (1 - placed.spill.parameters) * home_bytes,
-                lent_bytes(case.checkpoint_ends, home_bytes) if lends else 0,
-                ranks=case.hardware.num_gpus,
-                in_tiles=layer in placed.tiling.layers,
+            waiting += times * (
+                home_bytes
+                - waits_from(
+                    home_bytes,
+                    0 if shape.lora_r else home_bytes,
+                    (1 - placed.spill.parameters) * home_bytes,
+                    lent_bytes(case.checkpoint_ends, home_bytes) if is_lent else 0,
+                    ranks=case.hardware.num_gpus,
+                    in_tiles=in_tiles,
+                )
             )
         return waiting / (case.element_bytes * sum(shape.layer_params))
 

@@ -48,7 +48,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(build):
     assert not [m for m in loaded.model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 def test_compiled_adapters_compute_what_eager_ones_do(build):
     """On a CPU torch's compiler makes no code for float8, but what adapters stand on it does not look into."""
 

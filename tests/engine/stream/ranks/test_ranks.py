@@ -39,10 +39,13 @@ SLOWLY = {"eight ranks"}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """What each of two ranks found in every case that is for two, one after another."""
+def pair(request, tmp_path_factory):
+    """What each of two ranks found in every case that is for two and is run this time, one after another."""
+    tests = [item for item in request.session.items if item.path == request.path and "case" in item.fixturenames]
+    chosen = {item.callspec.params["case"] for item in tests if item.get_closest_marker("skip") is None}
     cases = {name: {**job, "micro": 2} for name, (size, job) in SAME_BITS.items() if size == 2}
     cases |= {name: {"micro": 2, **job} for name, job in NEARLY.items()}
+    cases = {name: case for name, case in cases.items() if name in chosen}
     ranks = run_ranks(2, tmp_path_factory.mktemp("pair"), train_each, cases=cases)
     assert all(isinstance(rank, dict) for rank in ranks), ranks
     return ranks
