@@ -88,7 +88,8 @@ class Pasted:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.more(after=1)
+@pytest.mark.parametrize("examples", [2, 8, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_pasted_command_plans_to_the_same(monkeypatch, capsys, examples):
     pasted = Pasted(monkeypatch)
 

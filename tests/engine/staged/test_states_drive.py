@@ -163,40 +163,42 @@ def compare_weights(both, weights):
         assert torch.equal(here.home, weights(there))
 
 
-@given(
-    st.lists(st.sampled_from([64, 1000, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
-    st.sampled_from(PLACES), st.integers(1, 8), st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
-    st.sampled_from([0, 100_000]),
-    st.lists(st.sampled_from(["update", "part", "settle", "look", "wait", "rewrite"]), min_size=1, max_size=8),
-)  # fmt: skip
-@settings(
-    max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-def test_wherever_things_live_no_bit_changes(
-    tmp_path_factory, pool, numels, drive, num_slots, states, ram_bytes, actions
-):
+@pytest.mark.more(after=1)
+@pytest.mark.parametrize("examples", [8, 40])
+def test_wherever_things_live_no_bit_changes(tmp_path_factory, pool, examples):
     """`part`: an update where every other share got no gradient; `wait`: the drive has all parameters."""
-    folder = tmp_path_factory.mktemp("states")
-    both = [Run(numels, pool, folder, states), Run(numels, pool, folder, states, drive, num_slots, ram_bytes)]
-    for action in actions:
-        if action == "look":
-            compare(both)
+
+    @given(
+        st.lists(st.sampled_from([64, 1000, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
+        st.sampled_from(PLACES), st.integers(1, 8), st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
+        st.sampled_from([0, 100_000]),
+        st.lists(st.sampled_from(["update", "part", "settle", "look", "wait", "rewrite"]), min_size=1, max_size=8),
+    )  # fmt: skip
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def check(numels, drive, num_slots, states, ram_bytes, actions):
+        folder = tmp_path_factory.mktemp("states")
+        both = [Run(numels, pool, folder, states), Run(numels, pool, folder, states, drive, num_slots, ram_bytes)]
+        for action in actions:
+            if action == "look":
+                compare(both)
+            for run in both:
+                if action in ("update", "part"):
+                    run.update(without=range(0, len(numels), 2) if action == "part" else ())
+                elif action == "settle":
+                    run.states.settle()
+                elif action == "rewrite":
+                    rewrite(run)
+                elif action == "wait":
+                    run.states.wait_written()
+            if action == "wait":
+                compare_weights(both, both[1].weights)
+            elif action in ("update", "part") and drive == ("params",):
+                compare_weights(both, lambda share: share.loan)
+        compare(both)
         for run in both:
-            if action in ("update", "part"):
-                run.update(without=range(0, len(numels), 2) if action == "part" else ())
-            elif action == "settle":
-                run.states.settle()
-            elif action == "rewrite":
-                rewrite(run)
-            elif action == "wait":
-                run.states.wait_written()
-        if action == "wait":
-            compare_weights(both, both[1].weights)
-        elif action in ("update", "part") and drive == ("params",):
-            compare_weights(both, lambda share: share.loan)
-    compare(both)
-    for run in both:
-        run.close()
+            run.close()
+
+    check()
 
 
 @pytest.mark.more(after=1)

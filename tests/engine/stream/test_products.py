@@ -19,6 +19,7 @@ def batches_of(step: int):
     return [plain_batch(2, 16, seed=10 * step + micro) for micro in range(2)]
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise"])
 def test_losses_and_gradients_are_those_of_plain_pytorch_with_these_products(build, recipe):
     reference = tiny_loaded("llama", dtype=BF16)

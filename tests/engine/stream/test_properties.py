@@ -292,7 +292,7 @@ def place_cases():
     )
 
 
-@settings(max_examples=6, **FAST)
+@settings(max_examples=3, **FAST)
 @place_cases()
 def test_results_are_the_same_bits_wherever_things_live(model, one, other, steps, resumed):
     check_places(model, one, other, steps, resumed)
