@@ -8,7 +8,6 @@ import torch
 
 from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.updates import opening
 from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
 from tests.refused import refused
 from tests.waiting import until
@@ -38,8 +37,7 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
     settings = replace(TINY, **EVERYTHING, tiling=tiling, tile_bytes=2500, nvme_path=str(tmp_path))
     staging, optimizers = _watched(monkeypatch)
     name, _, from_drive = step.partition(" ")
-    module = opening if name in ("OptimizerPool", "StateRing", "PartUpdates") else build_module
-    original = getattr(module, name)
+    original = getattr(build_module, name)
 
     def fails(*args, **kwargs):
         if from_drive and not kwargs.get("owner", "").endswith(from_drive):
@@ -48,7 +46,7 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
 
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fails)
+        patch.setattr(build_module, name, fails)
         with pytest.raises(Broken):
             build(settings)
     until(lambda: not set(threading.enumerate()) - threads)  # closing tells a thread to end, which it does soon
@@ -106,11 +104,11 @@ def _watched(monkeypatch) -> tuple[list, list]:
             """As beside a GPU: homes are leased from it, and it cannot close before they are released."""
             return True
 
-    class Optimizer(opening.OptimizerPool):
+    class Optimizer(build_module.OptimizerPool):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             optimizers.append(self)
 
     monkeypatch.setattr(build_module, "PinnedPool", Staging)
-    monkeypatch.setattr(opening, "OptimizerPool", Optimizer)
+    monkeypatch.setattr(build_module, "OptimizerPool", Optimizer)
     return staging, optimizers

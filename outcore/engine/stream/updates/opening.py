@@ -25,7 +25,7 @@ from outcore.states import Homes, StateRing
 
 @dataclass(frozen=True)
 class OpenedOptimizer:
-    """Threads of the optimizer, and who updates where."""
+    """Its threads, and who updates where."""
 
     pool: OptimizerPool
     ring: StateRing | None
