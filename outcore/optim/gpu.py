@@ -84,8 +84,8 @@ class HomeJob(NamedTuple):
     state_format: StateFormat
     job: ChunkJob
     shape: tuple[int, int] | None = None
-    """Shape of the matrix that the chunk begins with, for Muon (a format `without_squares`; gaps behind the matrix are
-    left alone); None: AdamW on all of the chunk."""
+    """Of the matrix that the chunk begins with, for Muon (a format `without_squares`; gaps behind the matrix are left
+    alone); None: AdamW on all of the chunk."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

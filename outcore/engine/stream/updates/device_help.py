@@ -100,7 +100,7 @@ class DeviceHelp:
 
     @property
     def device_bytes(self) -> int:
-        """Memory that it takes there, or may take."""
+        """What it takes there, or may take."""
         return 0 if self._mode == "off" or self._device.type == "cpu" else NUM_SLOTS * self._slot_bytes
 
     def words(self) -> str:

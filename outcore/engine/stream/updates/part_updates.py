@@ -43,7 +43,7 @@ class _Pending:
         self.jobs: JobBatch | None = None
         self.matrices: Future[None] | None = None
         self.helped: Future[None] | None = None
-        """End of the update, once the device has taken it from the CPU."""
+        """Where it ends, once the device has taken it from the CPU."""
         self.skipped = False
         self.error: BaseException | None = None
 
@@ -176,7 +176,7 @@ class PartUpdates:
         return True
 
     def _taken(self, pending: _Pending) -> Future[None] | None:
-        """The end of an update that the device took from the CPU."""
+        """Where an update ends that the device took from the CPU."""
         result = None if pending.ticket is None else pending.ticket.result
         return pending.helped if result is not None and result.status == "withdrawn" else None
 
