@@ -150,7 +150,7 @@ class StreamEngine:
         self._tracing.step_ends()
         said = [parts.residents.step_ended(parts.updates.drain, phase_s)]
         is_settled = parts.residents.is_settled and not skipped
-        said.append(parts.device_help.step_ended(parts.updates.drain, phase_s, total, is_settled=is_settled))
+        said.append(parts.device_help.step_ended(phase_s, total, is_settled=is_settled))
         self._failed = False
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s, "; ".join(filter(None, said)))
 

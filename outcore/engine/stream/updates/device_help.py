@@ -12,7 +12,7 @@ won. So it is tried, once it is decided what stays on the device: some steps wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -135,11 +135,9 @@ class DeviceHelp:
                 before.exception()  # one unit ahead is enough: the one after it may as well be the CPU's
             before = one.helped
 
-    def step_ended(
-        self, settle: Callable[[], None], phase_s: Mapping[str, float], num_tokens: int, *, is_settled: bool
-    ) -> str:
+    def step_ended(self, phase_s: Mapping[str, float], num_tokens: int, *, is_settled: bool) -> str:
         """After a step of so many tokens: try it, or end the trial; what came of it for people, '' most of the time.
-        `settle` waits for updates under way; `is_settled`: what stays on the device has been decided."""
+        `is_settled`: what stays on the device has been decided."""
         trial = self._trial
         if self._mode != "auto":
             return ""
@@ -157,7 +155,6 @@ class DeviceHelp:
         if gain >= LEAST_GAIN:
             self._mode = "on"
             return f"{self.words()}, which spares {100 * gain:.0f} % of a step, as measured"
-        settle()
         self._shut()
         return "the device does not help with updates: steps were no faster with it"
 
@@ -196,7 +193,6 @@ class DeviceHelp:
         return True
 
     def _shut(self) -> None:
-        """End it; no update is under way."""
         self._mode = "off"
         if self._turn is not None:
             self._turn.result()
