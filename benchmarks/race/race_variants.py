@@ -64,8 +64,7 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
 
     What makes rivals fast is one cut, compiled layers and a chunked loss (`-one`); `-as-used` is what most users run:
     several micro-batches, eager, logits whole. Of ours, `split` keeps the same masters in fewer bytes, as a run in bf16
-    does by itself, `-streamed` has no layer stay on the GPU, and with `-unhelped`
-    that takes no updates of the other layers.
+    does by itself, and `-streamed` has no layer stay on the GPU.
     """
     as_used = {"compile": False, "chunked": False}
     finer = {"roundpipe-eight-clip": "16k-mb2", "roundpipe-sixteen-clip": "16k-mb1"} if four == "16k" else {}
@@ -73,7 +72,6 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "ours-fp32-clip": ours(shape, four, 1, "fp32"),
         "ours-fp32-streamed-clip": ours(shape, four, 1, "fp32", resident_bytes=0),
         "ours-split-clip": ours(shape, four, 1, "split"),
-        "ours-split-unhelped-one-clip": ours(shape, one, 1, "split", device_help="off"),
         "ours-fp32-one-clip": ours(shape, one, 1, "fp32"),
         "ours-split-one-clip": ours(shape, one, 1, "split"),
         "ours-split8-clip": ours(shape, four, 1, "split8"),

@@ -44,14 +44,11 @@ from race_variants import TOKENS, is_base, variants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-STEPS_TO_DECIDE = 9
-"""Steps after which ours has decided what stays on the GPU (two) and whether that takes a part of the updates."""
 
 
 def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """One child; its result, or {"error": ...}."""
-    warm = max(args.warm, STEPS_TO_DECIDE) if variant["child"] == "race_ours.py" else args.warm
-    options = {"warm": warm, "steps": args.steps, "repeats": args.repeats, "cap_gib": args.cap_gib} | variant
+    options = {"warm": args.warm, "steps": args.steps, "repeats": args.repeats, "cap_gib": args.cap_gib} | variant
     if variant.get("uses_nvme"):
         options["nvme"] = str(args.nvme)
         if variant["child"] == "race_stock.py":  # half a minute a step
@@ -132,7 +129,7 @@ def main() -> int:
     parser.add_argument("--tokens", choices=list(TOKENS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=5, help="ours takes nine at least, within which it decides")
+    parser.add_argument("--warm", type=int, default=5, help="after two steps ours decides what stays on the GPU")
     parser.add_argument("--nvme_steps", type=int, default=2, help="of a window of ours with something on NVMe")
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states: half of them")

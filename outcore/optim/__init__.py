@@ -10,7 +10,7 @@ from outcore.optim.choice import open_backend
 from outcore.optim.digest import DigestFound, find_digest
 from outcore.optim.formats import BLOCK_NUMEL, FORMATS, STATE_NAMES, ChunkState, StateFormat, state_format
 from outcore.optim.formats.state_format import FP24_M8, FP32, FP32_M8, SPLIT, SPLIT8
-from outcore.optim.gpu import HomeJob, UpdatesFromHome, update_on_device, updates_on_device
+from outcore.optim.gpu import MatrixJob, MatrixUpdates, update_on_device, updates_on_device
 from outcore.optim.hyper import AdamWHyper, check_eps
 from outcore.optim.jobs import ChunkJob, JobBatch
 from outcore.optim.pool import OptimizerPool, default_num_threads

@@ -16,7 +16,7 @@ from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 
 Work = Literal["update", "guarded_update", "sum_squares", "add_up"]
-Status = Literal["done", "skipped", "cancelled", "withdrawn", "failed"]
+Status = Literal["done", "skipped", "cancelled", "failed"]
 BackendName = Literal["auto", "extension", "torch"]
 
 
@@ -54,7 +54,6 @@ class WorkQueue(Protocol):
     def submit(
         self, priority: int, batch: JobBatch, hyper: AdamWHyper | None, work: Work, notify_chunks: bool
     ) -> int: ...
-    def withdraw(self, ticket_id: int) -> bool: ...
     def wait_finished(self, seen: int, timeout_s: float) -> int: ...
     def reap(self) -> list[FinishedUnit]: ...
     def next_chunk(self, timeout_s: float) -> FinishedChunk | None: ...

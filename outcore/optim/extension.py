@@ -19,10 +19,10 @@ from outcore.optim.formats.compressed import check_moments, check_unsigned
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 6
+ABI = 5
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2, "add_up": 3}
-STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled", "withdrawn")
+STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")
 REAP_CAPACITY = 64
 LAYOUT_NAMES = (
     "master",
@@ -124,7 +124,6 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("digest", ctypes.c_int, (p, i64, i64, p)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
-        ("pool_withdraw", i32, (p, u64)),
         ("pool_wait", u64, (p, u64, f64)),
         ("pool_reap", i64, (p, p, i64)),
         ("pool_next_chunk", i32, (p, f64, p)),
@@ -268,9 +267,6 @@ class ExtensionQueue:
         )
         raise_errno(code.value)
         return ticket_id
-
-    def withdraw(self, ticket_id: int) -> bool:
-        return bool(self._library.outcore_optim_pool_withdraw(self._pool, ticket_id))
 
     def wait_finished(self, seen: int, timeout_s: float) -> int:
         return self._library.outcore_optim_pool_wait(self._pool, seen, timeout_s)

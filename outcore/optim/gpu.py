@@ -1,29 +1,27 @@
-"""Updates on the device: AdamW with the bits of the CPU's kernels, and Muon on matrices. AdamW takes chunks that lie
-there (`update_on_device`); `UpdatesFromHome` takes both of what waits in RAM.
+"""Updates on the device: AdamW on chunks that lie there, with the bits of the CPU's kernels, and Muon on matrices whose
+gradient, states and parameter wait in RAM.
 
 Muon is torch's own (`torch.optim.Muon`), a matrix at a time in fp32 with its Newton-Schulz products in bf16, and its
 `match_rms_adamw`: with that a learning rate of AdamW's fits both. Of every parameter 10 bytes go up and as many come
-back (with a split master 8; AdamW's second moment makes it 4 more), which mostly takes longer than the arithmetic. So
-three streams work at once: one brings the next job up, one computes, one takes results home."""
+back (with a split master 8), which mostly takes longer than the products. So three streams work at once: one brings
+the next matrices up, one computes, one takes results home."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
-from outcore.common.quantities import round_up
 from outcore.optim.formats import StateFormat
 from outcore.optim.formats.chunk_state import cast_param, join_master, split_master
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob
 from outcore.optim.reference import update_chunk
+from outcore.sizing.states import MUON_BYTES_UNDER_WAY
 
-SLOT_ALIGN_BYTES = 256
 MOST_NUMEL = (1 << 31) - 1024
 """Parameters of one update on a GPU: its kernel counts in 32 bits, and its last block may reach beyond the end."""
 
@@ -78,134 +76,103 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize == 4 else torch.int16
 
 
-class HomeJob(NamedTuple):
-    """What is updated with gradient, states and parameter in RAM."""
+class MatrixJob(NamedTuple):
+    """A matrix, all of it in RAM or on one device."""
 
     state_format: StateFormat
+    """One `without_squares`."""
     job: ChunkJob
-    shape: tuple[int, int] | None = None
-    """Of the matrix that the chunk begins with, for Muon (a format `without_squares`; gaps behind the matrix are left
-    alone); None: AdamW on all of the chunk."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradient, states, parameter."""
-        grad, state, param = self.job.grad, self.job.state, self.job.param
-        assert param is not None
-        return grad, state, param if self.shape is None else param[: self.shape[0] * self.shape[1]]
-
-    @staticmethod
-    def bytes_of(state_format: StateFormat, numel: int, element_bytes: int) -> int:
-        """What a chunk takes on a device, with a gradient and a parameter of `element_bytes` each."""
-        homes = (numel * element_bytes, state_format.chunk_bytes(numel), numel * element_bytes)
-        return sum(round_up(size, SLOT_ALIGN_BYTES) for size in homes)
+    """Gaps after the matrix are left alone."""
+    shape: tuple[int, int]
 
 
-class UpdatesFromHome:
-    """Updates on a device of what lives in RAM, one job after another: a thread queues them, another one waits until
-    they are back. `num_slots` of `slot_bytes` on the device, made with the first job, hold what is on its way."""
+class MatrixUpdates:
+    """Muon on one matrix after another: a thread queues them, another one waits until they are back in RAM."""
 
-    def __init__(self, device: torch.device, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = None
-        if device.type == "cuda":  # the next forward pass waits for the updates, so they go before its own work
+        if device.type == "cuda":  # the next forward pass waits for the products, so they go before its own
             self._streams = tuple(torch.cuda.Stream(device, priority=priority) for priority in (0, -1, 0))
-        self._queue = ThreadPoolExecutor(1, thread_name_prefix="updates-from-home")
-        self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="updates-from-home-arrivals")
-        self._slot_bytes, self._num_slots = round_up(slot_bytes, SLOT_ALIGN_BYTES), num_slots
-        self._free: SimpleQueue[torch.Tensor] | None = None
-        self._usable: torch.Tensor | None = None
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix="muon")
+        self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="muon-arrivals")
+        self._room = threading.Condition()
+        self._there_bytes: list[int] = []
+        """A number for each matrix that has memory on the device."""
 
-    def submit(self, jobs: Sequence[HomeJob], hyper: AdamWHyper, updated: Future[None] | None = None) -> Future[None]:
-        """Queue the update of a unit in RAM; until the result is there (in `updated`, if that is given), the tensors
-        belong to it."""
-        end: Future[None] = Future() if updated is None else updated
-        queued = self._queue.submit(self._update, jobs, hyper, end)
-        queued.add_done_callback(lambda queued: queued.cancelled() and end.cancel())
-        return end
+    def submit(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper) -> Future[None]:
+        """Queue the update of a unit in RAM; until the result is there, the tensors belong to it."""
+        updated: Future[None] = Future()
+        queued = self._queue.submit(self._update, jobs, hyper, updated)
+        queued.add_done_callback(lambda queued: queued.cancelled() and updated.cancel())
+        return updated
 
-    def _update(self, jobs: Sequence[HomeJob], hyper: AdamWHyper, updated: Future[None]) -> None:
+    def _update(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper, updated: Future[None]) -> None:
         failed: BaseException | None = None
         try:
             for job in jobs:
                 if self._streams is None:
-                    _update_there(job, hyper, torch.ones(1, dtype=torch.bool))
+                    update_matrix(job, hyper)
                 else:
                     self._send(job, hyper, updated)
         except BaseException as error:  # raised again on the thread that waits
             failed = error
             for stream in self._streams or ():
                 stream.synchronize()
-        # Behind all its jobs: a unit has its tensors back when nothing moves them any more, failed or not.
+        # Behind all its matrices: a unit has its tensors back when nothing moves them any more, failed or not.
         self._arrivals.submit(_end, updated, failed)
 
-    def open(self) -> None:
-        """Take the memory on the device now, which otherwise the first job does. torch.OutOfMemoryError."""
-        if self._free is None and self._streams is not None:
-            slots = torch.empty(self._num_slots, self._slot_bytes, dtype=torch.uint8, device=self._device)
-            self._usable = torch.ones(1, dtype=torch.bool, device=self._device)
-            torch.cuda.synchronize(self._device)  # the streams here do not wait for the one that made them
-            self._free = SimpleQueue()
-            for slot in slots:
-                self._free.put(slot)
-
-    def _send(self, home: HomeJob, hyper: AdamWHyper, updated: Future[None]) -> None:
-        """Queue an update on the device, once a slot is free."""
-        self.open()
-        assert self._streams is not None and self._free is not None and self._usable is not None
+    def _send(self, matrix: MatrixJob, hyper: AdamWHyper, updated: Future[None]) -> None:
+        """Queue an update on the device, once the matrices there leave room; two always have it."""
+        home, numel = matrix.job, matrix.shape[0] * matrix.shape[1]
+        assert self._streams is not None and home.param is not None
         up, products, down = self._streams
-        slot = self._free.get()
+        homes = (home.grad, home.state, home.param[:numel])
+        n_bytes = sum(tensor.nbytes for tensor in homes)
+        with self._room:
+            self._room.wait_for(
+                lambda: len(self._there_bytes) < 2 or sum(self._there_bytes) + n_bytes <= MUON_BYTES_UNDER_WAY
+            )
+            self._there_bytes.append(n_bytes)
         try:
-            grad, state, param = self._views(slot, home.tensors)
             with torch.cuda.stream(up):
-                grad.copy_(home.tensors[0], non_blocking=True)
-                state.copy_(home.tensors[1], non_blocking=True)
-                if home.state_format.split_master:  # whole only together with the parameter
-                    param.copy_(home.tensors[2], non_blocking=True)
+                grad, state, param = (torch.empty_like(tensor, device=self._device) for tensor in homes)
+                grad.copy_(homes[0], non_blocking=True)
+                state.copy_(homes[1], non_blocking=True)
+                if matrix.state_format.split_master:  # whole only together with the parameter
+                    param.copy_(homes[2], non_blocking=True)
             products.wait_stream(up)
             with torch.cuda.stream(products):
-                there = replace(home.job, grad=grad, state=state, param=param)
-                _update_there(home._replace(job=there), hyper, self._usable)
+                update_matrix(matrix._replace(job=ChunkJob(grad, state, param)), hyper)
             down.wait_stream(products)
             with torch.cuda.stream(down):
-                home.tensors[1].copy_(state, non_blocking=True)
-                home.tensors[2].copy_(param, non_blocking=True)
+                homes[1].copy_(state, non_blocking=True)
+                homes[2].copy_(param, non_blocking=True)
                 arrived = torch.cuda.Event(blocking=True)
                 arrived.record()
         except BaseException:
-            for stream in self._streams:
-                stream.synchronize()
-            self._free.put(slot)
+            self._leave(n_bytes)
             raise
-        self._arrivals.submit(self._arrive, arrived, slot, updated)
+        self._arrivals.submit(self._arrive, arrived, [grad, state, param], n_bytes, updated)
 
-    def _views(self, slot: torch.Tensor, homes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        views, begin = [], 0
-        for home in homes:
-            views.append(slot[begin : begin + home.nbytes].view(home.dtype))
-            begin += round_up(home.nbytes, SLOT_ALIGN_BYTES)
-        return views
-
-    def _arrive(self, arrived: torch.cuda.Event, slot: torch.Tensor, updated: Future[None]) -> None:
-        """Keep the slot until the streams have used it, then let the next job have it."""
+    def _arrive(self, arrived: torch.cuda.Event, held: list[torch.Tensor], n_bytes: int, updated: Future[None]) -> None:
+        """Hold what the streams use until they have used it, then let the next matrix have its room."""
         try:
             arrived.synchronize()
         except BaseException as error:  # raised again on the thread that waits
             _end(updated, error)
-        assert self._free is not None
-        self._free.put(slot)
+        held.clear()
+        self._leave(n_bytes)
+
+    def _leave(self, n_bytes: int) -> None:
+        with self._room:
+            self._there_bytes.remove(n_bytes)
+            self._room.notify()
 
     def close(self) -> None:
         """End after the unit that is at work."""
         self._queue.shutdown(cancel_futures=True)
         self._arrivals.shutdown()
-
-
-def _update_there(home: HomeJob, hyper: AdamWHyper, usable: torch.Tensor) -> None:
-    if home.shape is None:
-        update_on_device(home.state_format, home.job, hyper, usable)
-    else:
-        update_matrix(home.state_format, home.job, home.shape, hyper)
 
 
 def _end(updated: Future[None], failed: BaseException | None) -> None:
@@ -217,10 +184,10 @@ def _end(updated: Future[None], failed: BaseException | None) -> None:
         updated.set_exception(failed)
 
 
-def update_matrix(state_format: StateFormat, job: ChunkJob, shape: tuple[int, int], hyper: AdamWHyper) -> None:
+def update_matrix(matrix: MatrixJob, hyper: AdamWHyper) -> None:
     """Muon's update in place, on a GPU queued on the current stream. Of `hyper` it takes lr, weight_decay and
     grad_scale."""
-    numel = shape[0] * shape[1]
+    (state_format, job, shape), numel = matrix, matrix.shape[0] * matrix.shape[1]
     assert job.param is not None
     views = {
         name: job.state[at.offset_bytes : at.offset_bytes + at.size_bytes].view(at.dtype)[:numel]

@@ -144,13 +144,6 @@ class OptimizerPool:
         result's `stats` are of the rounded values."""
         return self._submit(unit_id, priority, JobBatch.of_sum(sources, into), None, "add_up", False)
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Take back an unguarded update that nobody has begun: it ends as 'withdrawn'. False when it is too late."""
-        is_back = ticket.result is None and self._queue.withdraw(ticket.ticket_id)
-        if is_back:
-            self._reap()
-        return is_back
-
     def wait(self, ticket: Ticket, timeout_s: float = DEFAULT_TIMEOUT_S) -> UnitResult:
         """Wait for its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had
         finished."""

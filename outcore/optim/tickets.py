@@ -22,8 +22,7 @@ class UnitResult:
 
     unit_id: Hashable
     status: Status
-    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close;
-    'withdrawn' before it had begun."""
+    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
     stats: GradStats | None
     """Statistics of the unit's gradients, for guarded updates and sums of squares."""
     started_s: float

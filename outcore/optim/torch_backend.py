@@ -113,14 +113,6 @@ class TorchQueue:
             self._changed.notify_all()
             return unit.ticket_id
 
-    def withdraw(self, ticket_id: int) -> bool:
-        with self._changed:
-            unit = self._units.get(ticket_id)
-            if self._stopping or unit is None or unit.work != "update" or unit.next_chunk:
-                return False
-            self._finish(unit, "withdrawn")
-            return True
-
     def wait_finished(self, seen: int, timeout_s: float) -> int:
         with self._changed:
             self._changed.wait_for(lambda: self._num_finished > seen or self._stopping, timeout_s)

@@ -34,8 +34,6 @@ NEWTON_SCHULZ_STEPS = 5
 MUON_BYTES_UNDER_WAY = 512 * MIB
 """Memory on the device for matrices on their way, where more than two are: four of 2,048 x 5,632, and of smaller ones
 as many as hide each other's waits."""
-MUON_MOST_UNDER_WAY = 16
-"""Matrices: more hide nothing more."""
 MUON_WORK_BYTES = 12
 """Per parameter, of one update: gradient and what is made orthogonal in fp32, the latter twice in bf16. Beside them are
 three bf16 products of it with itself; a split master is joined to fp32."""
@@ -55,18 +53,13 @@ def muon_flops(rows: int, columns: int) -> int:
     return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
 
 
-def muon_matrices_under_way(count: int, largest_bytes: int) -> int:
-    """How many of `count` matrices have memory on the device at a time, each that of the largest: two always."""
-    return min(count, MUON_MOST_UNDER_WAY, max(2, MUON_BYTES_UNDER_WAY // largest_bytes))
-
-
 def muon_device_bytes(matrices: Sequence[tuple[int, int]], master: int, element_bytes: int) -> int:
     """Device memory of the updates of these matrices, at its peak: gradients, states and parameters of those that are
     there, and what one update takes beside them."""
     if not matrices:
         return 0
     there = [(master + MOMENT_BYTES + 2 * element_bytes) * rows * columns for rows, columns in matrices]
-    under_way = max(there) * muon_matrices_under_way(len(there), max(there))
+    under_way = min(sum(there), max(sum(sorted(there)[-2:]), MUON_BYTES_UNDER_WAY))
     joined = 4 if master < 4 else 0
     return under_way + max(
         (joined + MUON_WORK_BYTES) * rows * columns + 3 * 2 * min(rows, columns) ** 2 for rows, columns in matrices

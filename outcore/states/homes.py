@@ -22,7 +22,7 @@ import torch
 from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.flow.weights import Scratch, WeightHomes
-from outcore.optim import STATE_NAMES, Backend, ChunkJob, ChunkState, HomeJob, JobBatch, StateFormat, open_backend
+from outcore.optim import STATE_NAMES, Backend, ChunkJob, ChunkState, JobBatch, MatrixJob, StateFormat, open_backend
 from outcore.optim.formats import StateName
 from outcore.staging.pool import HostMemory
 from outcore.states.placement import GradPlace, StateChunk
@@ -154,15 +154,15 @@ class Homes:
             home.jobs = home.jobs.with_grads([job.grad for job in jobs])
         return home.jobs
 
-    def matrices(self, unit: Part, grad: torch.Tensor) -> list[HomeJob]:
+    def matrices(self, unit: Part, grad: torch.Tensor) -> list[MatrixJob]:
         """The unit's chunks that Muon updates."""
-        jobs: list[HomeJob] = []
+        jobs: list[MatrixJob] = []
         for chunk in self[unit].chunks:
             if chunk.matrix is not None:
                 param = self.param_piece(chunk)
                 assert chunk.buffer is not None and param is not None, "a matrix of Muon's lives in RAM"
                 job = ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
-                jobs.append(HomeJob(chunk.state_format, job, chunk.matrix))
+                jobs.append(MatrixJob(chunk.state_format, job, chunk.matrix))
         return jobs
 
     def families(self, name: str) -> tuple[StateName, ...]:

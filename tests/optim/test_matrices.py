@@ -1,18 +1,14 @@
-"""Updates on a device of what lives in RAM: the bits of torch's own Muon, and of the CPU's AdamW on chunks."""
-
-from dataclasses import replace
+"""Muon on matrices in RAM: the bits of torch's own, whatever is on its way at the same time."""
 
 import pytest
 import torch
 
-from outcore.optim import FP32, SPLIT, AdamWHyper, ChunkJob, ChunkState, HomeJob, UpdatesFromHome, state_format
-from tests.optim.cases import all_same, copy_of, hyper, make_unit, updated
+from outcore.optim import AdamWHyper, ChunkJob, ChunkState, MatrixJob, MatrixUpdates, state_format
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(48, 80), (80, 48), (16, 80), (48, 48)] * 2
 HYPER = AdamWHyper(step=1, lr=0.02, weight_decay=0.1, grad_scale=0.7)
 STEPS = 2
-SLOT_BYTES = HomeJob.bytes_of(state_format("fp32"), 80 * 80, 4)
 
 
 class Matrix:
@@ -30,7 +26,7 @@ class Matrix:
         self.state = ChunkState(form, buffer, padded, self.param)
         self.state.initialise()
         self.numel = numel
-        self.job = HomeJob(form, ChunkJob(self.grad, buffer, self.param), shape)
+        self.job = MatrixJob(form, ChunkJob(self.grad, buffer, self.param), shape)
         self.own = torch.nn.Parameter(self.param[:numel].float().view(shape).to(device))
         self.torch_muon = torch.optim.Muon(
             [self.own], lr=HYPER.lr, weight_decay=HYPER.weight_decay, adjust_lr_fn="match_rms_adamw"
@@ -52,11 +48,12 @@ class Matrix:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("states", ["fp32", "split"])
-@pytest.mark.parametrize("num_slots", [2, 6])
-def test_equals_torchs_own_bit_by_bit(device, states, num_slots):
+@pytest.mark.parametrize("under_way_bytes", [0, 1 << 17])
+def test_equals_torchs_own_bit_by_bit(device, states, under_way_bytes, monkeypatch):
+    monkeypatch.setattr("outcore.optim.gpu.MUON_BYTES_UNDER_WAY", under_way_bytes)
     torch.manual_seed(0)
     units = [[Matrix(states, shape, device) for shape in SHAPES] for _ in range(2)]
-    updates = UpdatesFromHome(torch.device(device), SLOT_BYTES, num_slots)
+    updates = MatrixUpdates(torch.device(device))
     for _ in range(STEPS):
         for unit in units:
             for matrix in unit:
@@ -74,12 +71,13 @@ def test_equals_torchs_own_bit_by_bit(device, states, num_slots):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_failure_is_its_units_own_and_leaves_its_room(device):
+def test_a_failure_is_its_units_own_and_leaves_its_room(device, monkeypatch):
     """Twice as many failures as there is room for: the last unit is updated all the same."""
+    monkeypatch.setattr("outcore.optim.gpu.MUON_BYTES_UNDER_WAY", 0)
     torch.manual_seed(0)
     last = Matrix("fp32", (48, 80), device)
     last.new_gradient()
-    updates = UpdatesFromHome(torch.device(device), SLOT_BYTES, 2)
+    updates = MatrixUpdates(torch.device(device))
     broken = [updates.submit([last.job._replace(shape=(49, 81))], HYPER) for _ in range(4)]
     whole = updates.submit([last.job], HYPER)
     last.torch_muon.step()
@@ -89,26 +87,3 @@ def test_a_failure_is_its_units_own_and_leaves_its_room(device):
     whole.result(60.0)
     last.check()
     updates.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [FP32, SPLIT], ids=["fp32", "split"])
-def test_chunks_have_the_bits_of_the_cpus_adamw(device, form):
-    """More of them than slots, of several sizes, several steps."""
-    units = [make_unit(form, seed) for seed in range(4)]
-    if device == "cuda":
-        units = [[in_pinned_memory(job) for job in unit] for unit in units]
-    expected = [[copy_of(job) for job in unit] for unit in units]
-    updates = UpdatesFromHome(torch.device(device), HomeJob.bytes_of(form, 5000, 2), 2)
-    for step in (1, 2):
-        ends = [updates.submit([HomeJob(form, job) for job in unit], hyper(step)) for unit in units]
-        expected = [updated(form, unit, hyper(step)) for unit in expected]
-        for end in ends:
-            end.result(60.0)
-    updates.close()
-    assert all(all_same(unit, after) for unit, after in zip(units, expected, strict=True))
-
-
-def in_pinned_memory(job: ChunkJob) -> ChunkJob:
-    assert job.param is not None
-    return replace(job, grad=job.grad.pin_memory(), state=job.state.pin_memory(), param=job.param.pin_memory())

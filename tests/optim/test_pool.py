@@ -141,21 +141,6 @@ def test_units_needed_first_are_done_first(backend):
     pytest.fail("no unit ever waited in the queue")
 
 
-def test_what_nobody_has_begun_may_be_taken_back(backend):
-    """While the only worker is at something else; not twice, and not what has begun or is over."""
-    units = [make_unit(FP32, seed) for seed in range(3)]
-    before, after = [copy_of(job) for job in units[1]], updated(FP32, units[2], hyper())
-    with OptimizerPool(1, backend=backend, task_numel=4096) as pool:
-        busy = pool.submit_sumsq("busy", -1, [torch.ones(1 << 26)])
-        first, back, last = (pool.submit(at, at, JobBatch(FP32, unit), hyper()) for at, unit in enumerate(units))
-        assert pool.withdraw(back) and pool.done(back) and not pool.withdraw(back)
-        assert pool.wait(back, WAIT_S).status == "withdrawn"
-        assert not pool.withdraw(busy)
-        assert pool.wait(last, WAIT_S).status == pool.wait(first, WAIT_S).status == "done"
-        assert not pool.withdraw(first)
-    assert all_same(units[1], before) and all_same(units[2], after)
-
-
 def test_many_threads_submit_at_once(backend):
     units = [[make_unit(SPLIT, 10 * i + j, (700, 256)) for j in range(5)] for i in range(4)]
     expected = [[updated(SPLIT, unit, hyper()) for unit in group] for group in units]

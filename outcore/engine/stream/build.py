@@ -36,12 +36,12 @@ from outcore.engine.stream.host_sizes import (
 )
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
+from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates.opening import OpenedOptimizer, open_optimizer
-from outcore.engine.stream.updates.part_updates import UpdatedWeights
-from outcore.engine.stream.updates.residents import ResidentDownload, open_saved
+from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.tiles import TiledParts, open_tiles
@@ -49,11 +49,11 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
 from outcore.model import LoadedModel
 from outcore.model.adapters import dora_lengths
-from outcore.optim import open_backend
+from outcore.optim import Backend, MatrixUpdates, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
-from outcore.states import Homes, open_store
+from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
 
 
@@ -112,19 +112,9 @@ def build_stream_engine(
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
         stalls, saved, arena = Stalls(device), open_saved(plan), _gradient_arena(plan, ground)
-        optimizer = open_optimizer(
-            plan,
-            homes,
-            arena,
-            ground.memory,
-            ground.scratch,
-            host,
-            backend=backend,
-            saved=saved,
-            stalls=stalls,
-            undo=undo,
-        )
-        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, undo)
+        residents = open_residents(plan, homes, saved)
+        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, ground, traffic)
         checkpoints = open_activations(plan, ground.memory, (ground.upload, ground.download), ground.scratch, arena)
         schedule = _schedule(plan, flow, traffic.download, checkpoints, saved)
@@ -146,8 +136,7 @@ def build_stream_engine(
             stalls=stalls,
             tile_plan=plan.tile_plan,
             products=plan.products,
-            residents=optimizer.residents,
-            device_help=optimizer.device_help,
+            residents=residents,
             arena=arena,
             ring=optimizer.ring,
             ranks=ground.ranks,
@@ -260,6 +249,55 @@ def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
 
 
 @dataclass(frozen=True)
+class _Optimizer:
+    """What turns gradients in RAM into weights."""
+
+    pool: OptimizerPool
+    ring: StateRing | None
+    updates: PartUpdates
+    also_closed: Sequence[Callable[[float], object]]
+
+
+def _open_optimizer(
+    plan: Blueprint,
+    ground: _Ground,
+    homes: Homes,
+    arena: GradientArena,
+    stalls: Stalls,
+    backend: Backend,
+    residents: Residents,
+    undo: ExitStack,
+) -> _Optimizer:
+    settings = plan.settings
+    num_threads = settings.optimizer_threads
+    if num_threads is None:
+        num_threads = default_num_threads(cores_left=0 if ground.scratch is None else 2)
+    pool = undo.enter_context(OptimizerPool(num_threads, backend=backend))
+    ring = None
+    flowing = [homes.flowing(unit) for unit in plan.units.all]
+    if any(flowing):
+        ring = StateRing(
+            homes,
+            flowing,
+            pool,
+            ground.memory,
+            ring_bytes=settings.state_ring_bytes,
+            max_slots=settings.state_ring_slots,
+            descending=not plan.is_deferred,
+            timeout_s=TIMEOUT_S,
+            keep_param=arena.keep_weights,
+        )
+        undo.callback(ring.close)
+    published = None
+    if ground.host is not None:
+        published = PublishedUpdates(ground.host, pool)
+        undo.callback(published.close)
+    muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
+    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
+    return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
+
+
+@dataclass(frozen=True)
 class _Traffic:
     """How weights reach the device and gradients leave it."""
 
@@ -276,8 +314,9 @@ def _traffic(
     drive_lanes: dict[str, UploadLane],
     homes: Homes,
     arena: GradientArena,
-    optimizer: OpenedOptimizer,
+    optimizer: _Optimizer,
     stalls: Stalls,
+    residents: Residents,
     undo: ExitStack,
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
@@ -291,7 +330,7 @@ def _traffic(
         skip,
         drive_lane=drive_lanes.get("weights"),
         stalls=stalls,
-        resident=optimizer.residents.slab,
+        resident=residents.slab,
     )
     host, reducer = ground.host, None
     if host is not None:
@@ -316,7 +355,7 @@ def _traffic(
 
     also_closed = [] if reducer is None else [reducer.close]
     if not plan.tile_plan.tiled:
-        return _Traffic(prefetcher, whole(ResidentDownload(download, optimizer.residents)), None, also_closed)
+        return _Traffic(prefetcher, whole(ResidentDownload(download, residents)), None, also_closed)
     tiled = plan.tile_plan.tiled
     gradients = TileGradients(tiled, download, ground.upload, ground.download, ground.memory)
     tiles = open_tiles(plan.tile_plan, source, ground.upload, drive_lanes.get("tiles"), prefetcher, gradients)

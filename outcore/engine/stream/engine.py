@@ -40,7 +40,7 @@ from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TraceWindow
-from outcore.engine.stream.updates.part_updates import is_usable
+from outcore.engine.stream.updates import is_usable
 from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part
 from outcore.flow.trace import PhaseClock, moment, wait_for
@@ -148,11 +148,9 @@ class StreamEngine:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s
         self._tracing.step_ends()
-        said = [parts.residents.step_ended(parts.updates.drain, phase_s)]
-        is_settled = parts.residents.is_settled and not skipped
-        said.append(parts.device_help.step_ended(phase_s, total, is_settled=is_settled))
+        said = parts.residents.step_ended(parts.updates.drain, phase_s)
         self._failed = False
-        return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s, "; ".join(filter(None, said)))
+        return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s, said)
 
     def _with_room(self, run: Callable[[], _Result], changed_none: Callable[[], bool] = lambda: True) -> _Result:
         """What `run` gives; once more with less memory kept where that left it none, if it had changed no state."""
@@ -163,14 +161,8 @@ class StreamEngine:
             except torch.OutOfMemoryError as error:
                 short = error.with_traceback(None)
             # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
-            if not changed_none():
+            if not changed_none() or not self._parts.residents.give_way("memory was short beside them"):
                 raise short
-            if not self._parts.residents.give_way("memory was short beside them") and not self._give_help_up():
-                raise short
-
-    def _give_help_up(self) -> bool:
-        self._parts.updates.drain()
-        return self._parts.device_help.give_way()
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
@@ -186,7 +178,6 @@ class StreamEngine:
         hyper = self._hyper(lr, clip / scale)
         for unit, transfer in sorted(shipped, key=lambda pair: pair[0].index):
             self._parts.updates.submit(unit, transfer, hyper)
-        self._parts.updates.submitted_all(hyper)
         self.updates += 1
         self._skips_in_a_row = 0
         return False

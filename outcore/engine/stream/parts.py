@@ -13,11 +13,10 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.quantities import format_gb, format_gib
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientShipping
+from outcore.engine.stream.residents import Residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates.device_help import DeviceHelp
-from outcore.engine.stream.updates.part_updates import PartUpdates
-from outcore.engine.stream.updates.residents import Residents
+from outcore.engine.stream.updates import PartUpdates
 from outcore.flow import Flow
 from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TilePlan
@@ -59,7 +58,6 @@ class EngineParts:
     tile_plan: TilePlan
     products: LayerProducts
     residents: Residents
-    device_help: DeviceHelp
     arena: GradientArena
     ring: StateRing | None
     """Ring of states on the drive; None: all states live in RAM."""
@@ -103,8 +101,7 @@ class EngineParts:
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
                 *([f"  packed rows: {self.packed_rows}"] if self.packed_rows else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),
-                f"  updates: {when}, on {threads} ({self.optimizer.backend.name})"
-                + (f"; {words}" if (words := self.device_help.words()) else ""),
+                f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]
         )
 

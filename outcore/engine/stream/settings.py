@@ -55,8 +55,6 @@ class StreamSizes:
     """Threads of the optimizer. None: all cores, because these threads stand behind those that launch kernels and
     move bytes; with a drive under the run all but two."""
     optimizer_backend: BackendName = "auto"
-    device_help: Literal["auto", "on", "off"] = "auto"
-    """Whether a GPU takes a part of the CPU's updates over the idle link; auto: where a trial finds that faster."""
     chunk_numel: int = CHUNK_NUMEL
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
     eval_group: int = EVAL_GROUP
@@ -216,7 +214,6 @@ class StreamSettings(StreamSizes):
 _CHOICES = {
     "optimizer": ("adamw", "muon"),
     "update": ("auto", "deferred", "immediate"),
-    "device_help": ("auto", "on", "off"),
     "accumulate": ("fp32", "weights"),
     "matmul": MATMULS,
     "compile": ("auto", "on", "off"),

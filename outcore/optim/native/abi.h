@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 6
+#define OUTCORE_ABI 5
 
 namespace outcore {
 

@@ -169,8 +169,6 @@ EXPORT uint64_t outcore_optim_pool_submit(Pool* pool, int64_t priority, const Ty
   }
 }
 
-EXPORT int32_t outcore_optim_pool_withdraw(Pool* pool, uint64_t ticket) { return pool->withdraw(ticket); }
-
 EXPORT uint64_t outcore_optim_pool_wait(Pool* pool, uint64_t seen, double timeout_s) {
   return pool->wait_finished(seen, timeout_s);
 }

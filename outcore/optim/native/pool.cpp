@@ -29,7 +29,6 @@ struct Pool::Unit {
   std::vector<int64_t> first_partial;   // per chunk, into partial
   std::vector<double> partial;          // sums of squares, kSumBlock elements each
   int64_t chunks_left = 0;
-  int64_t priority = 0;
   size_t next_chunk = 0;
   int64_t next_start = 0;
   uint32_t largest_bits = 0;
@@ -171,7 +170,6 @@ uint64_t Pool::submit(int64_t priority, const Types& types, const Job* jobs, int
                       int32_t work, bool notify_chunks) {
   auto unit = std::make_unique<Unit>();
   unit->types = types;
-  unit->priority = priority;
   unit->hyper = hyper;
   unit->work = work;
   unit->notify = notify_chunks && work <= kGuardedUpdate;
@@ -216,17 +214,6 @@ uint64_t Pool::submit(int64_t priority, const Types& types, const Job* jobs, int
   last_ticket_ = ticket;
   has_work_.wake_all();
   return ticket;
-}
-
-bool Pool::withdraw(uint64_t ticket) {
-  Guard guard(mutex_);
-  const auto found = units_.find(ticket);
-  if (stopping_ || found == units_.end()) return false;
-  Unit& unit = *found->second;
-  if (unit.work != kUpdate || unit.next_chunk != 0 || unit.next_start != 0 || unit.result.finished_s != 0) return false;
-  queue_.erase(Key(unit.priority, ticket));
-  finish(unit, kWithdrawn);
-  return true;
 }
 
 uint64_t Pool::wait_finished(uint64_t seen, double timeout_s) {

@@ -11,7 +11,7 @@
 namespace outcore {
 
 enum Work : int32_t { kUpdate = 0, kGuardedUpdate = 1, kSumSquares = 2, kAddUp = 3 };
-enum Status : int32_t { kDone = 0, kSkipped = 1, kCancelled = 2, kWithdrawn = 3 };
+enum Status : int32_t { kDone = 0, kSkipped = 1, kCancelled = 2 };
 
 struct Finished {  // one unit
   uint64_t ticket;
@@ -39,8 +39,6 @@ class Pool {
   // The ticket (from 1 on), or 0 after stop().
   uint64_t submit(int64_t priority, const Types& types, const Job* jobs, int64_t num_jobs, const Hyper& hyper,
                   int32_t work, bool notify_chunks);
-  // Takes an update back that no worker has begun, which ends it; false when one has, or nothing has this ticket.
-  bool withdraw(uint64_t ticket);
   // Waits until more than `seen` units have finished, or the timeout; the number finished so far.
   uint64_t wait_finished(uint64_t seen, double timeout_s);
   // Takes up to `capacity` finished units out of the pool.

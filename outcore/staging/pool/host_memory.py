@@ -18,7 +18,6 @@ import torch
 from outcore.common.quantities import round_up
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.lease import Lease
-from outcore.staging.pool.pinned_grant import refusal_is_harmless
 from outcore.staging.pool.pool import PinnedPool, PinnedPoolFull
 from outcore.staging.pool.slab import MappedSlab
 
@@ -40,8 +39,6 @@ class HostMemory:
         self._reserve_bytes = reserve_bytes
         self._leases: dict[int, Lease] = {}
         """Leases by address."""
-        self._pinned_since: set[int] = set()
-        """Addresses of what was taken pageable."""
         self.pinned_bytes = 0
         self.pageable_bytes = 0
 
@@ -69,31 +66,6 @@ class HostMemory:
             self.pinned_bytes -= home.nbytes
             lease.release()
 
-    def can_pin_more(self, device: torch.device) -> bool:
-        """Whether `pin` may be asked: on native Linux, where a refusal does no harm. The CPU needs no pinned memory."""
-        return device.type == "cpu" or (self._pool is not None and refusal_is_harmless())
-
-    def pin(self, home: torch.Tensor) -> bool:
-        """Pin what `take` returned pageable, from here to `unpin` or `close`; False where it is pinned already, or no
-        device would know. PinRefused."""
-        runtime = None if self._pool is None else self._pool.runtime
-        address = home.data_ptr()
-        if runtime is None or address in self._leases or address in self._pinned_since:
-            return False
-        runtime.register(address, home.nbytes)
-        self._pinned_since.add(address)
-        self.pageable_bytes -= home.nbytes
-        self.pinned_bytes += home.nbytes
-        return True
-
-    def unpin(self, home: torch.Tensor) -> None:
-        """Undo `pin`."""
-        assert self._pool is not None and self._pool.runtime is not None
-        self._pinned_since.remove(home.data_ptr())
-        self._pool.runtime.unregister(home.data_ptr())
-        self.pageable_bytes += home.nbytes
-        self.pinned_bytes -= home.nbytes
-
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
         """Choose of homes (unit's index, bytes) in order of need those that the pool has room for: the first and the
         last, embedding and head, which have no neighbour to hide behind, then an even spread of the layers."""
@@ -103,9 +75,6 @@ class HostMemory:
 
     def close(self) -> None:
         """Give the leases back; nothing taken may be used any more."""
-        if self._pool is not None and self._pool.runtime is not None:
-            while self._pinned_since:
-                self._pool.runtime.unregister(self._pinned_since.pop())
         for lease in self._leases.values():
             if not lease.is_released:
                 lease.release()

@@ -69,13 +69,12 @@ class PinnedPool:
         self._write_combined_asked = write_combined_bytes > 0
         self._slabs: list[Slab] = []
         self._allocators: list[ExtentAllocator] = []
-        self.runtime = CudaRuntime(self.device) if self.device.type == "cuda" else None
-        """What pins; None for the CPU."""
+        self._runtime = CudaRuntime(self.device) if self.device.type == "cuda" else None
         combined_bytes = round_up(write_combined_bytes, ALIGNMENT_BYTES)
         plain_bytes = max(0, round_up(capacity_bytes, ALIGNMENT_BYTES) - combined_bytes)
-        self._finalizer = weakref.finalize(self, _close_slabs, self._slabs, self.runtime)
+        self._finalizer = weakref.finalize(self, _close_slabs, self._slabs, self._runtime)
         build_slabs(
-            self._slabs, self.notes, settle_grant(self.device, plain_bytes, combined_bytes, probe), self.runtime
+            self._slabs, self.notes, settle_grant(self.device, plain_bytes, combined_bytes, probe), self._runtime
         )
         self._allocators.extend(ExtentAllocator(slab.size_bytes) for slab in self._slabs)
         for note in self.notes:

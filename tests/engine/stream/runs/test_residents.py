@@ -9,7 +9,7 @@ import torch
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.base import NonFiniteLossError
-from outcore.engine.stream.updates.residents import measured_use
+from outcore.engine.stream.residents import measured_use
 from outcore.sizing.residents import OTHERS_BYTES, SPARE_BYTES, DeviceUse, num_resident, resident_bytes
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most

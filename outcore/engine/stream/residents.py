@@ -64,7 +64,7 @@ class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
     for what is idle, where the forecast gains; `device_bytes`: memory that the engine was told to plan for, if any;
     `trained`: parameters of the whole model; `evaluation_bytes`: what an evaluation takes of the device, as far as it
-    is known; `reserved_bytes`: of the device, for others. What they leave of the idle memory is offered to `saved`.
+    is known. What they leave of the idle memory is offered to `saved`.
     """
 
     def __init__(
@@ -79,12 +79,11 @@ class Residents:
         is_deferred: bool,
         hidden_row_bytes: int,
         evaluation_bytes: int,
-        reserved_bytes: int,
         saved: SavedForwards,
     ) -> None:
         self._candidates, self._homes, self._device = list(candidates), homes, device
         self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
-        self._trained, self._reserved_bytes = trained, reserved_bytes
+        self._trained = trained
         self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
         self._held: dict[int, Resident] = {}
         self._parts: list[Part] = []
@@ -105,11 +104,6 @@ class Residents:
     def num_held(self) -> int:
         """Layers on the device."""
         return len(self._parts)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it has been decided what stays, for steps as large as the last one."""
-        return self._steps >= STEPS_BEFORE
 
     def words(self) -> str:
         """For people: what stays, or may; '' when nothing will."""
@@ -223,7 +217,7 @@ class Residents:
             return ""
         if not self._held:
             self._moving_bytes = self._evaluation_bytes
-        idle_bytes, said = self._use().idle - self._reserved_bytes, ""
+        idle_bytes, said = self._use().idle, ""
         if takes:
             count, said = self._choose(idle_bytes, phase_s)
             if count:
@@ -318,7 +312,7 @@ def open_saved(plan: Blueprint) -> SavedForwards:
     )
 
 
-def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards, reserved_bytes: int) -> Residents:
+def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
@@ -342,7 +336,6 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards, reserved
         is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
         evaluation_bytes=0 if work is None else work.evaluation,
-        reserved_bytes=reserved_bytes,
         saved=saved,
     )
 

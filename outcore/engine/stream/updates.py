@@ -20,11 +20,10 @@ from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.ranks.published import PublishedUpdates
-from outcore.engine.stream.updates.device_help import DeviceHelp
-from outcore.engine.stream.updates.residents import Residents
+from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.optim import LARGEST_GRAD, AdamWHyper, JobBatch, OptimizerPool, Ticket, UpdatesFromHome
+from outcore.optim import LARGEST_GRAD, AdamWHyper, MatrixUpdates, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
 from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, StateRing
 from outcore.storage import TensorStore
@@ -40,10 +39,7 @@ class _Pending:
         self.handed_over = threading.Event()
         self.ticket: Ticket | None = None
         self.ring_ticket: RingTicket | None = None
-        self.jobs: JobBatch | None = None
         self.matrices: Future[None] | None = None
-        self.helped: Future[None] | None = None
-        """Where it ends, once the device has taken it from the CPU."""
         self.skipped = False
         self.error: BaseException | None = None
 
@@ -51,7 +47,7 @@ class _Pending:
 class PartUpdates:
     """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
     `published`: where other ranks update the rest of each part. `residents` update their parts themselves, `muon`
-    matrices; `device_help` takes a part of the CPU's work, where there is any."""
+    matrices."""
 
     def __init__(
         self,
@@ -64,10 +60,9 @@ class PartUpdates:
         stalls: Stalls | None = None,
         published: PublishedUpdates | None = None,
         residents: Residents,
-        muon: UpdatesFromHome | None = None,
-        device_help: DeviceHelp | None = None,
+        muon: MatrixUpdates | None = None,
     ) -> None:
-        self._muon, self._help = muon, device_help
+        self._muon = muon
         self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
@@ -129,15 +124,9 @@ class PartUpdates:
             pending.matrices = self._muon.submit(matrices, hyper)
         if self._ring is not None and (flowing := self._homes.flowing(unit)):
             pending.ring_ticket = self._ring.submit(unit, flowing, grad, hyper)
-        pending.jobs = self._homes.jobs(unit, grad)
-        if pending.jobs is not None:
-            pending.ticket = self._pool.submit(unit.name, unit.index, pending.jobs, hyper, guard=guard)
-
-    def submitted_all(self, hyper: AdamWHyper) -> None:
-        """Every update of a step that waited for the norm has been submitted."""
-        if self._help is not None:
-            waiting = [one for one in self._pending.values() if one.handed_over.is_set() and one.ticket is not None]
-            self._help.share(waiting, self._pool, hyper)
+        jobs = self._homes.jobs(unit, grad)
+        if jobs is not None:
+            pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)
 
     def _begin_finite(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper) -> None:
         """On the guards' thread: as a guarded update, over the unit's chunks wherever they live."""
@@ -175,19 +164,13 @@ class PartUpdates:
             pending.matrices.result(self._timeout_s)
         return True
 
-    def _taken(self, pending: _Pending) -> Future[None] | None:
-        """Where an update ends that the device took from the CPU."""
-        result = None if pending.ticket is None else pending.ticket.result
-        return pending.helped if result is not None and result.status == "withdrawn" else None
-
     def _has_ended(self, pending: _Pending) -> bool:
         if not pending.handed_over.is_set():
             return False
         if pending.ticket is not None and not self._pool.done(pending.ticket):
             return False
-        for elsewhere in (pending.matrices, self._taken(pending)):
-            if elsewhere is not None and not elsewhere.done():
-                return False
+        if pending.matrices is not None and not pending.matrices.done():
+            return False
         return pending.ring_ticket is None or pending.ring_ticket.done.is_set()
 
     def wait(self, unit: Part) -> None:
@@ -201,19 +184,19 @@ class PartUpdates:
             arrived = pending.handed_over.wait(self._timeout_s)
         if not arrived:
             raise TimeoutError(f"the gradient of {unit.name} did not arrive in RAM within {format_s(self._timeout_s)}")
-        failed, skipped = pending.error, pending.skipped
-        if failed is None:
+        failed = pending.error
+        if failed is None and pending.matrices is not None:
             with self._stalls.because("optimizer", f"update of {unit.name}"):
-                if pending.ticket is not None:
-                    skipped = self._pool.wait(pending.ticket, self._timeout_s).status == "skipped"
-                for elsewhere in (pending.matrices, self._taken(pending)):
-                    if elsewhere is not None and failed is None:
-                        failed = elsewhere.exception(self._timeout_s)
+                failed = pending.matrices.exception(self._timeout_s)
         if failed is not None:
             raise EngineError(
                 f"the update of {unit.name} could not be made: {failed}. Its states are those of the step "
                 "before, those of other layers may be newer: resume from the last checkpoint."
             ) from failed
+        skipped = pending.skipped
+        if pending.ticket is not None:
+            with self._stalls.because("optimizer", f"update of {unit.name}"):
+                skipped = self._pool.wait(pending.ticket, self._timeout_s).status == "skipped"
         if pending.ring_ticket is not None and not skipped:
             assert self._ring is not None
             busy_s = self._ring.optimizer_time.total_s()
@@ -254,9 +237,8 @@ class PartUpdates:
         """Start nothing more on NVMe and wait for its transfers. TimeoutError when they did not end."""
         if self._guards is not None:
             self._guards.shutdown(wait=False, cancel_futures=True)
-        for helper in (self._help, self._muon):
-            if helper is not None:
-                helper.close()
+        if self._muon is not None:
+            self._muon.close()
         if self._ring is not None and not self._ring.close(timeout_s):
             raise TimeoutError("optimizer states are still being moved from or to NVMe")
 
