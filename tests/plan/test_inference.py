@@ -107,6 +107,21 @@ def test_refusals_have_numbers():
     assert placed.kv_home == "ram" and any("live in RAM" in reason for reason in placed.reasons)
 
 
+@pytest.mark.parametrize(("preset", "home"), [("latency", "vram"), ("balanced", "ram"), ("throughput", "ram")])
+def test_keys_and_values_of_many_answers_go_to_ram_where_vram_holds_those_of_one(preset, home):
+    limits = InferenceLimits(int(3.4 * GIB), 64 * GIB, context_tokens=1024)
+    limits = dataclasses.replace(limits, pass_tokens=1024, chunk_tokens=1024, max_sequences=32)
+    placed = place_inference(needs(), limits, preset)
+    assert placed.kv_home == home and sum(placed.vram_bytes.values()) <= limits.vram_bytes
+    there = place_inference(needs(), dataclasses.replace(limits, kv_home="vram"), preset)
+    assert there.kv_home == "vram" and there.kv_bytes >= needs().kv.sequence_bytes(1024, 1024)
+    assert sum(there.vram_bytes.values()) <= limits.vram_bytes
+    large = dataclasses.replace(limits, kv_bytes=4 * GIB)
+    assert place_inference(needs(), large, preset).kv_home == "ram"
+    asked = dataclasses.replace(large, kv_home="vram")
+    refused(DoesNotFit, "kv_gib asks for 4.00 GiB", lambda: place_inference(needs(), asked, preset))
+
+
 def test_fewer_buffers_where_vram_is_short():
     placed = place_inference(
         needs(layer_mib=1600, ends_mib=2000), InferenceLimits(int(6.5 * GIB), 200 * GIB), "latency"

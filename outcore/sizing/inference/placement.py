@@ -232,6 +232,18 @@ def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> in
     return own + size.sequences * needs.state_bytes + expanded + of_experts
 
 
+def _no_room(one: int, context: int, room: int, limits: InferenceLimits) -> str:
+    if one <= room:
+        return (
+            f"--kv_gib asks for {format_gib(limits.kv_bytes or 0)} of VRAM, {format_gib(room)} are left: lower it, or "
+            "--kv_home ram."
+        )
+    return (
+        f"keys and values of {context:,} tokens need {format_gib(one)} of VRAM, {format_gib(room)} are left: context "
+        f"{context * room // one // 256 * 256:,} tokens instead of {context:,}, --kv_format int8, or --kv_home ram."
+    )
+
+
 def _slots(needs: InferenceNeeds, limits: InferenceLimits, room_bytes: int) -> int:
     """Experts that the room holds, as far as the user gives it. DoesNotFit where it is too small to be worth while."""
     if needs.experts is None:
@@ -308,19 +320,17 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
         )
     one = needs.kv.sequence_bytes(context, chunk)
     wanted = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
-    room = total - least
-    # Many answers at once are worth more than keys and values that do not travel; one answer is not.
-    stays = wanted if rule.name == "throughput" else one
+    room, share = total - least, int(total * rule.kv_share)
+    kv = limits.kv_bytes or min(wanted, max(one, share))
+    # One answer is worth more beside its keys and values. Of many, none may have to wait for another's place.
+    stays = kv if limits.kv_bytes else {"latency": one, "balanced": kv, "throughput": wanted}[rule.name]
+    most = room if limits.kv_bytes else min(room, share)
     elsewhere: Home = "nvme" if _needs_drive(one, limits.ram_bytes, limits) else "ram"
-    kv_home: Home = limits.kv_home or ("vram" if stays <= min(room, int(total * rule.kv_share)) else elsewhere)
+    kv_home: Home = limits.kv_home or ("vram" if stays <= most else elsewhere)
     if kv_home == "vram":
-        kv = wanted if limits.kv_bytes else min(wanted, max(one, int(total * rule.kv_share)))
-        if max(kv, one) > room:
-            fits = context * room // max(1, one)
-            raise DoesNotFit(
-                f"keys and values need {format_gib(max(kv, one))} of VRAM, {format_gib(room)} are left: context "
-                f"{fits // 256 * 256:,} tokens instead of {context:,}, --kv_format int8, or --kv_home ram."
-            )
+        if max(one, limits.kv_bytes or 0) > room:
+            raise DoesNotFit(_no_room(one, context, room, limits))
+        kv = min(kv, room)
     elif kv_home == "nvme":
         kv = max(one, limits.kv_bytes or wanted)
         if limits.kv_home is None:
