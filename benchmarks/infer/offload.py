@@ -5,12 +5,13 @@
 
 Cases: decode (passes that only write, at 1, 8 and 64 answers), many (256 requests of 512 + 128 tokens, keys and values
 where the rule puts them), score (4K documents), accelerate, zero (DeepSpeed's ZeRO-Inference: stage 3, parameters in
-pinned RAM; start it with `deepspeed`'s variables unset), once (decode and many by one engine, answers of --once_answer
-tokens: first pass and seconds a token, from which the rate of whole answers follows for ours as it does for the rivals;
-for when a GPU is lent for minutes).
+pinned RAM; start it with `deepspeed`'s variables unset; DS_ACCELERATOR=cpu has a dry run try it), once (decode and many
+by one engine, answers of --once_answer tokens: first pass and seconds a token, from which the rate of whole answers
+follows for ours as it does for the rivals; for when a GPU is lent for minutes).
 Each prints one JSON line as it ends. `link_share`: bytes of weights that crossed the link per second of a pass, over
-the link's rate measured in the same run; `share_of_bound`: the link's seconds, or those of the same layers' bare
-arithmetic where they are more, over those of scoring.
+the link's rate measured in the same run; `share_of_drive`: those read from a drive, over what it gives for reads alone;
+`share_of_bound`: the link's seconds, or those of the same layers' bare arithmetic where they are more, over those of
+scoring.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from common import (
     RandomFeed,
     decode_passes,
     device_of,
+    drive_gb_per_s,
     find,
     link_gb_per_s,
     opened_with,
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--batches", default="1,8,64", help="answers at once, of the case decode")
     parser.add_argument("--max_sequences", type=int, default=64, help="answers that decode has room for")
+    parser.add_argument("--decode_passes", type=int, default=28, help="passes that only write, of the case decode")
     parser.add_argument("--rival_batches", default="1,8,32", help="of accelerate and ZeRO-Inference")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--kv_home", default="auto", help="of the cases many and once")
@@ -216,9 +219,11 @@ def main() -> None:
         cases.free()
     if "decode" in wanted:
         sizes = {"max_sequences": args.max_sequences, "context": max(1024, args.prompt + 64)}
+        began = time.perf_counter()
         opened = opened_with(args.model, device, **sizes, **more)
+        cases.note("opening", lambda: {"s": time.perf_counter() - began})
         for batch in map(int, args.batches.split(",")):
-            cases.note("decode", lambda b=batch: decode_passes(opened, b, 28, args.prompt, args.vocab))
+            cases.note("decode", lambda b=batch: decode(opened, b, args))
         opened.close()
         cases.free()
     if {"many", "score"} & set(wanted):
@@ -239,8 +244,19 @@ def main() -> None:
         for batch in rival_batches:
             cases.note("accelerate", lambda b=batch: accelerate_case(args, device, b))
             cases.free()
-    if "zero" in wanted and device.type == "cuda":
+    if "zero" in wanted and (device.type == "cuda" or "DS_ACCELERATOR" in os.environ):
         cases.note("zero", lambda: zero_case(args, device, rival_batches))
+
+
+def decode(opened: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Passes that only write, and where weights lie on a drive the share of its rate that they come at."""
+    on_drive = opened.placement.bytes_at("nvme")
+    rate = drive_gb_per_s(opened) if on_drive else None
+    found = decode_passes(opened, batch, args.decode_passes, args.prompt, args.vocab)
+    if rate is not None:
+        read = on_drive / found["s_per_pass"] / 1e9
+        found |= {"on_drive_gb": on_drive / 1e9, "drive_gb_per_s": rate, "share_of_drive": read / rate}
+    return found
 
 
 def score(opened: Any, args: argparse.Namespace) -> dict[str, Any]:

@@ -232,10 +232,10 @@ class InferenceEngine:
             while done:
                 yield done.popleft()
 
-    def warm_up(self, prompts_tokens: Sequence[int]) -> float:
+    def warm_up(self, prompts_tokens: Sequence[int], answer: int = 4) -> float:
         """Answer requests of nobody's before the first one comes, one after another, so that what has to be made for
-        prompts of such lengths is; seconds. Lengths that do not fit are left out."""
-        return sum(self._answer_nobody(count, 4) for count in prompts_tokens if count + 4 <= self.max_tokens)
+        prompts of such lengths, and answers of so many tokens, is; seconds. Lengths that do not fit are left out."""
+        return sum(self._answer_nobody(count, answer) for count in prompts_tokens if count + answer <= self.max_tokens)
 
     def pass_s(self, tokens: int) -> float:
         """Seconds of a pass of so many tokens, or of all that fit, for nobody: the third one, because the second makes

@@ -17,7 +17,15 @@ from outcore.infer.opening.check import kept_of_layers
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
-from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, state_bytes_of, to_json, words_of
+from outcore.plan.inference import (
+    CPU_LAYER_S,
+    CPU_SPAN_S,
+    KV_LINK_SHARE,
+    plan_inference,
+    state_bytes_of,
+    to_json,
+    words_of,
+)
 from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     PRESETS,
@@ -76,7 +84,7 @@ def test_ram_that_is_short_sends_a_share_of_each_layer_to_the_drive():
     refused(DoesNotFit, "nvme_path", lambda: place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency"))
 
 
-@pytest.mark.parametrize(("ends_mib", "saved"), [(1000, 3 * 416), (2000, 2 * 2000)])
+@pytest.mark.parametrize(("ends_mib", "saved"), [(1000, 2 * 416), (2000, 2 * 2000)])
 def test_rows_of_an_embedding_are_read_in_ram_and_other_weights_stay_in_its_place(ends_mib, saved):
     """Layers, or where embedding and head did not fit together the head."""
     first, *others = needs(ends_mib=ends_mib).parts
@@ -120,6 +128,13 @@ def test_keys_and_values_of_many_answers_go_to_ram_where_vram_holds_those_of_one
     assert place_inference(needs(), large, preset).kv_home == "ram"
     asked = dataclasses.replace(large, kv_home="vram")
     refused(DoesNotFit, "kv_gib asks for 4.00 GiB", lambda: place_inference(needs(), asked, preset))
+
+
+def test_where_all_weights_stay_keys_and_values_have_room_for_whole_answers():
+    one, limits = needs().kv.sequence_bytes(1024, 1024), InferenceLimits(80 * GIB, 64 * GIB, context_tokens=1024)
+    assert [place_inference(needs(), limits, preset).kv_bytes // one for preset in PRESETS] == [32, 4, 256]
+    short = place_inference(needs(), dataclasses.replace(limits, vram_bytes=18 * GIB), "balanced")
+    assert not short.travels and one <= short.kv_bytes < 32 * one and sum(short.vram_bytes.values()) <= 18 * GIB
 
 
 def test_fewer_buffers_where_vram_is_short():
@@ -276,7 +291,10 @@ def test_layers_on_the_cpu_are_counted(name, quantize, kind):
     names = shared.placement.on_cpu(1)
     alone, together = plan.decode(1, 10), shared.decode(1, 10)
     assert len(names) > len(travel) // 2
-    assert together.terms["CPU"] == rates.cpu_s(len(names), shared.placement.size_of(names), 1)
+    read_s = 10 * plan.kv.token_bytes / KV_LINK_SHARE / laptop.h2d_gb_per_s / 1e9  # the CPU waits for it
+    assert (plan.placement.kv_home == "ram") == (name == "llama-70b")
+    expected = rates.cpu_s(len(names), shared.placement.size_of(names), 1) + (name == "llama-70b") * read_s
+    assert together.terms["CPU"] == pytest.approx(expected, rel=1e-9)
     assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
     assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms
     none = plan_inference(plan.shape, laptop, **asked, cpu_rates={kind: rates}, cpu_tokens=0)

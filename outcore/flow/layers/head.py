@@ -47,15 +47,19 @@ class Head:
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             return self.units.finish(item.hidden, item.batch, item.log)
 
-    def logits(self, slab: torch.Tensor, item: HeadInput, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [n, V] of the tokens at these places among N; None: of the last token of each row."""
+    def logits(
+        self, slab: torch.Tensor, item: HeadInput, positions: torch.Tensor | None = None, *, as_made: bool = False
+    ) -> torch.Tensor:
+        """fp32 [n, V] of the tokens at these places among N; None: of the last token of each row. `as_made`: of the
+        type that the head gives, for who converts them himself."""
         item = self.on_device(item, only_last=positions is None)
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)
             flat = final[:, -1] if positions is None else final.reshape(-1, final.shape[-1])[positions]
             if self.tiled is not None:
                 return self.tiled.logits(slab, flat)
-            return self.units.parts.logits(flat[None])[0].float()
+            found = self.units.parts.logits(flat[None])[0]
+            return found if as_made else found.float()
 
     def losses(self, slab: torch.Tensor, inputs: Iterable[HeadInput]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(fp32 sum of the loss, tokens that count) of each batch, one after another as they are asked for; in tiles

@@ -318,7 +318,8 @@ def _warm_up(
     lengths = [WARM_TOKENS]
     while not placement.travels and lengths[-1] < placement.chunk_tokens:
         lengths.append(2 * lengths[-1])
-    seconds, small = engine.warm_up(lengths), getattr(engine.runner, "small", None)
+    answer = 2 if placement.bytes_at("nvme") else 4  # passes that read a drive are dear: graphs wait for a request then
+    seconds, small = engine.warm_up(lengths, answer), getattr(engine.runner, "small", None)
     graphs = "" if small is None else f", CUDA graphs: {small.why_not or 'yes'}"
     ways = f"eagerly: {layers.why_not}" if layers.why_not else f"compiled, {layers.num_kinds} kind(s)"
     progress(f"layers run {ways}{graphs}; making them took {seconds:.0f} s")

@@ -11,7 +11,7 @@ from outcore.common.quantities import counted, format_gib, format_s
 from outcore.formats import PLAIN_FORMATS
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
-from outcore.plan import InferencePlan, load_hardware, plan_of
+from outcore.plan import InferencePlan, PassTime, load_hardware, plan_of
 from outcore.plan.learned import remember_rates
 from outcore.sizing.inference import pairs
 
@@ -24,6 +24,7 @@ class AgainstPlan:
     def __init__(self, opened: OpenedModel, plan: InferencePlan | None, why_not: str = "") -> None:
         self._opened, self.plan, self.why_not = opened, plan, why_not
         self.passes, self.measured_s, self.forecast_s, self.last_forecast_s = 0, 0.0, 0.0, 0.0
+        self.last_forecast: PassTime | None = None
         self._small = getattr(opened.engine.runner, "small", None)
         self._captured_s = self._capture_s()
         self._tokens_before = opened.engine.counts.answer_tokens
@@ -43,7 +44,8 @@ class AgainstPlan:
             seen = sum(pairs(work.start, work.count) for work in works)
             experts = self._opened.weights.experts
             hit_rate = 0.0 if experts is None else experts.counts.hit_rate or 0.0
-            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen, hit_rate).seconds
+            self.last_forecast = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen, hit_rate)
+            self.last_forecast_s = self.last_forecast.seconds
             self.forecast_s += self.last_forecast_s
 
     def scored(self, lengths: Sequence[int], seconds: float) -> None:
@@ -79,7 +81,7 @@ class AgainstPlan:
             found["measured_over_forecast"] = self.measured_s / self.forecast_s
         if opened.device.type == "cuda":
             found["vram_placed_bytes"] = sum(opened.placement.vram_bytes.values())
-            found["vram_peak_bytes"] = torch.cuda.max_memory_allocated(opened.device)
+            found["vram_peak_bytes"] = taken_bytes(opened.device)
         return found
 
     def words(self) -> str:
@@ -100,6 +102,17 @@ class AgainstPlan:
 
     def _capture_s(self) -> float:
         return 0.0 if self._small is None else self._small.capture_s
+
+
+def taken_bytes(device: torch.device) -> int:
+    """Most bytes of a GPU that tensors took since its peaks were reset, and what CUDA graphs keep beside, which tensors
+    cannot use."""
+    kept = [
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    ]
+    return torch.cuda.max_memory_allocated(device) + sum(kept)
 
 
 def against_plan(opened: OpenedModel) -> AgainstPlan:

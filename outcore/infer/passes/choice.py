@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,7 @@ from outcore.infer.passes.runner import Found
 from outcore.infer.passes.scores import NO_NUMBERS
 from outcore.infer.requests import Chosen, choose
 from outcore.infer.schedule import Sequence as Running
+from outcore.sizing.inference import PassSize
 
 
 class TokenChoice:
@@ -38,18 +39,25 @@ class TokenChoice:
         ]
 
     def _drawn(self, place: int, works: Found) -> list[Chosen]:
-        if not works:
-            return []
-        rows = [work.sequence.row(place) for work, _ in works]
-        return choose(torch.stack([logits[place] for _, logits in works]), rows, self._to)
+        chosen: list[Chosen] = []
+        for some in _groups(works, PassSize.DRAWN_ROWS):
+            rows = [work.sequence.row(place) for work, _ in some]
+            chosen += choose(torch.stack([logits[place] for _, logits in some]), rows, self._to)
+        return chosen
+
+
+def _groups(items: list[Any], most: int) -> list[list[Any]]:
+    """So many at a time: logits that are looked at together are copied for it."""
+    return [items[at : at + most] for at in range(0, len(items), most)]
 
 
 def _likeliest(found: Found) -> dict[int, list[int]]:
     """For each work the likeliest token of every place, read from the device at once; {}: nobody takes it as it is."""
     if not any(work.sequence.takes_likeliest for work, _ in found):
         return {}
-    logits = [of_work for _, of_work in found]
-    tokens = iter((logits[0] if len(logits) == 1 else torch.cat(logits)).argmax(-1).tolist())
+    groups = _groups([of_work for _, of_work in found], PassSize.LIKELIEST_ROWS)
+    likeliest = [(some[0] if len(some) == 1 else torch.cat(some)).argmax(-1) for some in groups]
+    tokens = iter((likeliest[0] if len(likeliest) == 1 else torch.cat(likeliest)).tolist())
     return {id(work): list(itertools.islice(tokens, len(of_work))) for work, of_work in found}
 
 
@@ -58,5 +66,6 @@ def _lost(found: Found) -> set[Running]:
     first = [(work.sequence, logits[0]) for work, logits in found if not work.sequence.chosen]
     if not first:
         return set()
-    is_lost = torch.stack([logits for _, logits in first]).isnan().any(-1).tolist()
+    groups = _groups([logits for _, logits in first], PassSize.LIKELIEST_ROWS)
+    is_lost = torch.cat([torch.stack(some).isnan().any(-1) for some in groups]).tolist()
     return {sequence for (sequence, _), lost in zip(first, is_lost, strict=True) if lost}

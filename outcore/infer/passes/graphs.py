@@ -57,11 +57,12 @@ class Handed:
     def __init__(self, most_rows: int) -> None:
         self.most_rows, self._kept = most_rows, dict[str, torch.Tensor]()
 
-    def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The value [..., rows, width] where the next segment, or who asked for the pass, finds it."""
+    def keep(self, name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The value [..., rows, width] where the next segment, or who asked for the pass, finds it, in a type of its
+        own or this one."""
         rows = value.reshape(-1, value.shape[-1])
         if name not in self._kept:
-            self._kept[name] = rows.new_zeros((self.most_rows, rows.shape[1]))
+            self._kept[name] = rows.new_zeros((self.most_rows, rows.shape[1]), dtype=dtype)
         return self._kept[name][: len(rows)].copy_(rows).view(value.shape)
 
 
@@ -139,7 +140,8 @@ class SlotPass:
             else:
                 assert self._hidden is not None
                 item = HeadInput(self._hidden, self._batch, self._log)
-                self._logits = self._handed.keep("logits", self.flow.head.logits(slab, item, self._places))
+                made = self.flow.head.logits(slab, item, self._places, as_made=True)
+                self._logits = self._handed.keep("logits", made, torch.float32)
         if segment is not self.segments[-1]:
             assert self._hidden is not None
             self._hidden = self._handed.keep("hidden", self._hidden)

@@ -15,7 +15,6 @@ import torch
 
 from outcore.infer.requests.draws import uniform
 from outcore.infer.requests.sampling import Sampling
-from outcore.sizing.inference import PassSize
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Row], send: Send | None = Non
     if greedy:
         for i, token in zip(greedy, _rows_at(adjusted, greedy, send).argmax(-1).tolist(), strict=True):
             tokens[i] = token
-    for start in range(0, len(drawn), PassSize.DRAWN_ROWS):
-        some = drawn[start : start + PassSize.DRAWN_ROWS]
-        found = _draw(_rows_at(adjusted, some, send).float(), [rows[i] for i in some], send)
-        for i, token in zip(some, found, strict=True):
+    if drawn:
+        found = _draw(_rows_at(adjusted, drawn, send).float(), [rows[i] for i in drawn], send)
+        for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
     return _with_logprobs(logits_RV, rows, tokens, send)
 

@@ -16,7 +16,7 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import state_bytes_of
 from outcore.plan.terms.traffic import Pass
-from outcore.sizing.inference import KvSize, Placement, pairs
+from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs
 from outcore.sizing.shape import ModelShape
 
 COMPILED_SHARE = 0.1
@@ -24,8 +24,10 @@ COMPILED_SHARE = 0.1
 forward takes (assumed; benchmarks/infer/forecast.py tells)."""
 EAGER_SHARE = 0.3
 """Share of `host_layer_s` that an eager forward takes: a third of the three, and less (assumed)."""
-SERIAL_S = 0.002
-"""Between passes: choosing tokens and laying out the next pass."""
+ANSWER_S = 6e-5
+"""Python of each answer between passes: choosing its token, its place in the next pass, its text (assumed)."""
+PROMPT_SHARE = 0.02
+"""Share of `host_layer_s` that the attention of each prompt takes in a layer, beside the layer's call (assumed)."""
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
 """Python and launches of one eager layer's call on a CPU, and of each answer's attention in it. Measured with tiny
 layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6 to 8.6 ms a pass."""
@@ -77,13 +79,28 @@ class InferencePlan:
         """Hit rates between which a run's will lie: only the run knows how alike its tokens choose."""
         return (0.0,) if self.placement.experts is None else (0.0, 1.0)
 
-    def first_token_s(self, prompt_tokens: int) -> float:
-        """From the arrival of a prompt to its first token, when nothing else runs."""
-        passes = math.ceil(prompt_tokens / self.placement.pass_tokens)
-        of_each = math.ceil(prompt_tokens / passes)
+    def first_token_s(self, prompt_tokens: int, streams: int = 1) -> float:
+        """From the arrival of so many prompts of this length to the first token of all, when nothing else runs."""
+        most = self.placement.pass_tokens
+        if streams > 1 and prompt_tokens > most:
+            return streams * self.first_token_s(prompt_tokens)
+        passes = math.ceil(streams * prompt_tokens / most)
+        of_each, share = math.ceil(streams * prompt_tokens / passes), streams / passes
+        if streams > 1:
+            return passes * self.pass_time(of_each, of_each, math.ceil(share), share * pairs(0, prompt_tokens)).seconds
         return sum(
             self.pass_time(of_each, of_each * (n + 1), 1, pairs(of_each * n, of_each)).seconds for n in range(passes)
         )
+
+    def answers_s(self, streams: int, prompt_tokens: int, answer_tokens: int) -> float:
+        """From the arrival of all prompts to the last token of all answers; what does not fit at once takes turns."""
+        whole, left, seconds = prompt_tokens + answer_tokens, streams, 0.0
+        while left:
+            at_once = max(1, min(left, self.placement.max_sequences, self.most_streams(whole)))
+            each = self.decode(at_once, prompt_tokens + answer_tokens // 2).seconds
+            seconds += self.first_token_s(prompt_tokens, at_once) + (answer_tokens - 1) * each
+            left -= at_once
+        return seconds
 
     def tokens_per_s(self, streams: int, context: int, hit_rate: float = 0.0) -> float:
         """Rate of all answers together; those that do not fit at once take turns."""
@@ -99,20 +116,30 @@ class InferencePlan:
         `seen`: sum over its tokens of those that each sees (`outcore.sizing.inference.pairs`). `hit_rate`: share of
         the experts chosen that are on the device, where they come as they are chosen."""
         traffic = self.traffic(rows, kv_tokens, answers, seen, hit_rate)
-        found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes())
+        found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes(), answers)
         if self._is_few(rows):
             of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
             return PassTime(found.terms, {**found.between, **of_cpu})
-        on_cpu, rates = self.placement.on_cpu(rows), self.placement.cpu_rates
-        if on_cpu and rates is not None:
-            link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
-            cpu_s = rates.cpu_s(len(on_cpu), self.placement.size_of(on_cpu), rows)
-            return PassTime({**found.terms, "PCIe": link_s, "CPU": cpu_s}, found.between)
+        rates = self.placement.cpu_rates
+        if rates is not None and not self.hardware.is_cpu:
+            return PassTime({**found.terms, **self._beside_cpu_s(rows, traffic, rates, found)}, found.between)
         if not self.hardware.is_cpu:
             return found
         calls = self.shape.num_layers * math.ceil(rows / self.placement.chunk_tokens)
         python_s = calls * CPU_LAYER_S + self.shape.num_layers * answers * CPU_SPAN_S
         return PassTime(found.terms, {**found.between, "Python": python_s})
+
+    def _beside_cpu_s(self, rows: float, traffic: Pass, rates: InPlaceRates, found: PassTime) -> dict[str, float]:
+        """Seconds of the link, as it was while whole passes were tried, and of layers that the CPU computes, which
+        waits while a GPU's attention reads keys and values in RAM."""
+        link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
+        on_cpu = self.placement.on_cpu(rows)
+        if not on_cpu:
+            return {"PCIe": link_s}
+        size = self.placement.size_of(on_cpu)
+        kv_bytes = traffic.h2d_bytes - (self.placement.travelling_bytes - size)
+        kv_s = kv_bytes / (self.hardware.h2d_gb_per_s * GB)
+        return {"PCIe": link_s, "CPU": rates.cpu_s(len(on_cpu), size, rows) + kv_s}
 
     def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float, hit_rate: float = 0.0) -> Pass:
         """What that pass moves and computes."""
@@ -125,6 +152,8 @@ class InferencePlan:
         is_few = self._is_few(rows)
         is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
+        call_share = EAGER_SHARE if placement.expert_slots else COMPILED_SHARE
+        prompts = answers if calls and rows >= 2 * answers else 0  # answers of one token each go together
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         chosen = placement.expert_share(rows)
         unread = 1.0 - chosen * (1.0 - hit_rate)
@@ -140,7 +169,7 @@ class InferencePlan:
             + travelling_bytes
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
-            launched_layers=shape.num_layers * calls * (EAGER_SHARE if placement.expert_slots else COMPILED_SHARE),
+            launched_layers=shape.num_layers * (calls * call_share + max(0, prompts - calls) * PROMPT_SHARE),
             h2d_bytes=travelling_bytes
             + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")
@@ -194,8 +223,8 @@ class InferenceRates:
 
     hardware: Hardware
 
-    def seconds(self, one: Pass, unhidden_bytes: float) -> PassTime:
-        """A pass by term."""
+    def seconds(self, one: Pass, unhidden_bytes: float, answers: int) -> PassTime:
+        """A pass by term. `answers`: tokens that it chooses."""
         hw = self.hardware
         flops = one.flops + one.attention_flops / ATTENTION_SHARE
         terms: dict[str, float] = {}
@@ -210,7 +239,7 @@ class InferenceRates:
             terms["launches"] = hw.host_s(one.launched_layers)
         if one.read_bytes:
             terms["NVMe"] = one.read_bytes / (hw.drive_read_gb_per_s * GB)
-        between = {"choosing tokens": SERIAL_S}
+        between = {"choosing tokens": InPlaceRates.BETWEEN_S + (0.0 if hw.is_cpu else answers * ANSWER_S)}
         if unhidden_bytes:
             between["embedding or head"] = unhidden_bytes / (hw.h2d_gb_per_s * GB)
         return PassTime(terms, between)

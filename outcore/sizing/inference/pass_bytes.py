@@ -87,8 +87,10 @@ class LayerSize:
 class PassSize:
     """Tokens of a pass, and of the longest sequence in it."""
 
-    DRAWN_ROWS: ClassVar[int] = 32
-    """Rows of logits that are sorted together to draw tokens."""
+    DRAWN_ROWS: ClassVar[int] = 16
+    """Rows of logits that are sorted together to draw tokens, or looked at for likelihoods."""
+    LIKELIEST_ROWS: ClassVar[int] = 64
+    """Answers whose logits are searched together for the likeliest token."""
     tokens: int
     chunk_tokens: int
     context_tokens: int
@@ -126,20 +128,20 @@ def pass_bytes(
     found = TABLE_BYTES + waiting + max(layers(chunk), logits_bytes(layer, vocab_size, size, itemsize))
     if has_graphs:
         rows = size.graph_rows
-        made = itemsize if itemsize < 4 else 0
-        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (8 + made) + layer.hidden_size * 4)
+        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (4 + itemsize) + layer.hidden_size * 4)
         shares = sum(1 + itemsize * (a.heads // a.kv_heads) for a in layer.attentions)
         found += GRAPH_KEYS * (2 * 8 + shares)  # numbers of keys, which of them rows see, and that as numbers
     return found
 
 
 def logits_bytes(layer: LayerSize, vocab_size: int, size: PassSize, itemsize: int) -> int:
-    """At the head: logits of every token that is chosen and every guess, as they come and in fp32, then those of one
-    place of each answer, for its likelihoods and to draw from; or of one chunk of a text that is scored."""
+    """At the head: logits of every token that is chosen and every guess, as they come and in fp32, then those of some
+    answers again, to find the likeliest, to draw or for likelihoods; or of one chunk of a text that is scored."""
     rows = min(size.sequences + size.guessed_tokens, size.tokens)
     made = itemsize if itemsize < 4 else 0
-    chosen = min(size.sequences, rows) * 12 + min(size.sequences, rows, size.DRAWN_ROWS) * DRAWN_BYTES
-    answers = vocab_size * (rows * 4 + max(rows * made, chosen))
+    likeliest = min(rows, size.LIKELIEST_ROWS + size.guessed_tokens) * 4
+    drawn = min(size.sequences, rows, size.DRAWN_ROWS) * (12 + DRAWN_BYTES)
+    answers = vocab_size * (rows * 4 + max(rows * made, likeliest, drawn))
     scored = 0
     for smaller, of_number in ((LOSS_CHUNKS, 4 + max(made, 4)), (FUSED_CHUNKS, itemsize)):
         most = max(16, LOGITS_CHUNK_BYTES // smaller // (4 * vocab_size))

@@ -331,6 +331,8 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
         if max(one, limits.kv_bytes or 0) > room:
             raise DoesNotFit(_no_room(one, context, room, limits))
         kv = min(kv, room)
+        if not limits.kv_bytes:  # where all weights stay, nothing else could use what is left
+            kv = max(kv, min(sequences * one, share, total - work - weights))
     elif kv_home == "nvme":
         kv = max(one, limits.kv_bytes or wanted)
         if limits.kv_home is None:

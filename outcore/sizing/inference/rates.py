@@ -16,6 +16,9 @@ class InPlaceRates:
     WORTH: ClassVar[float] = 0.95
     """Share of a pass's time without the CPU that it may take at most with it; otherwise no layer goes there."""
 
+    BETWEEN_S: ClassVar[float] = 0.0018
+    """Between passes: choosing a token and laying out the next pass. Trials of whole passes have it, rates do not."""
+
     cpu_gb_per_s: Mapping[int, float]
     """GB of weights a second of the CPU's kernels, by tokens of a pass."""
     link_gb_per_s: float
