@@ -13,6 +13,7 @@ from outcore.common.errors import EngineError
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.schedule import Drafter, ScheduleLimits
+from outcore.sizing.inference import PassSize
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, chance_of, distribution_of, greedy_by_transformers, prompts_of
 from tests.refused import failing, refused
@@ -54,6 +55,18 @@ def test_a_model_that_gives_no_numbers_is_an_error(tiny, temperature):
 
 def tokens_of(engine, requests) -> dict[tuple[str, int], list[int]]:
     return {(a.request, a.choice): [c.token for c in a.tokens] for a in engine.generate(requests)}
+
+
+def test_many_answers_of_a_pass_are_each_chosen_as_alone(tiny):
+    """More than are looked at together, the likeliest of some and drawn ones with likelihoods."""
+    most = PassSize.LIKELIEST_ROWS + 6
+    one = tiny(limits=ScheduleLimits(2 * most, 4 * most, 64, 0), speculates=False, tiny={"num_pages": 4 * most})
+    asked = [Sampling(temperature=n % 2, seed=n, logprobs=2 * (n % 2) or None, max_tokens=2) for n in range(2 * most)]
+    requests = [Request(f"{n}", (n % 100 + 2, 3), sampling) for n, sampling in enumerate(asked)]
+    together = {answer.name: [t.token for t in answer.tokens] for answer in one.engine.generate(requests)}
+    for n in (*range(4), *range(2 * most - 4, 2 * most)):
+        [alone] = one.engine.generate([requests[n]])
+        assert together[f"{n}"] == [t.token for t in alone.tokens]
 
 
 def test_answers_that_lose_their_pages_begin_again(tiny):

@@ -327,6 +327,16 @@ def test_rates_of_the_last_start_are_taken(tmp_path, monkeypatch, capsys):
     assert cli.main([*asked, "--cpu_tokens", "-1"]) == 2
 
 
+def test_answers_that_do_not_fit_at_once_take_turns():
+    plan = plan_inference(resolve_shape("llama-8b"), load_hardware("rtx4070-laptop"), preset="latency", context=1024)
+    most = plan.placement.max_sequences
+    assert plan.most_streams(136) >= most
+    one, two = plan.answers_s(most, 128, 8), plan.answers_s(2 * most, 128, 8)
+    assert two == pytest.approx(2 * one)
+    assert one == pytest.approx(plan.first_token_s(128, most) + 7 * plan.decode(most, 132).seconds)
+    assert plan.first_token_s(128, 2) <= 2 * plan.first_token_s(128)
+
+
 def test_keys_and_values_in_ram_come_slower_than_copies():
     laptop = load_hardware("rtx4070-laptop")
     plan = plan_inference(resolve_shape("llama-8b"), laptop, preset="throughput")
