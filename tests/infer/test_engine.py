@@ -63,7 +63,7 @@ def test_many_answers_of_a_pass_are_each_chosen_as_alone(tiny):
     one = tiny(limits=ScheduleLimits(2 * most, 4 * most, 64, 0), speculates=False, tiny={"num_pages": 4 * most})
     asked = [Sampling(temperature=n % 2, seed=n, logprobs=2 * (n % 2) or None, max_tokens=2) for n in range(2 * most)]
     requests = [Request(f"{n}", (n % 100 + 2, 3), sampling) for n, sampling in enumerate(asked)]
-    together = {answer.name: [t.token for t in answer.tokens] for answer in one.engine.generate(requests)}
+    together = {answer.request: [t.token for t in answer.tokens] for answer in one.engine.generate(requests)}
     for n in (*range(4), *range(2 * most - 4, 2 * most)):
         [alone] = one.engine.generate([requests[n]])
         assert together[f"{n}"] == [t.token for t in alone.tokens]
