@@ -101,6 +101,8 @@ def test_compiled_layers_say_what_transformers_says(family):
     one.engine.on_pass = lambda works, seconds: passes.append([work.count for work in works])
     assert one.engine.warm_up([8, 16, most - 3]) > 0 and one.engine.counts.passes == 0 and not len(one.cache.index)
     assert passes == [[8], [1], [1], [1], [16], [1], [1], [1]], "each prompt alone and whole, but what does not fit"
+    passes.clear()
+    assert one.engine.warm_up([8], 2) > 0 and passes == [[8], [1]]
     assert len(made) == 2 * layers.num_kinds, "one function for any number of tokens, one for a single token"
     assert one.greedy(prompts, 12) == expected and not layers.why_not
     scores = one.engine.score(prompts)
