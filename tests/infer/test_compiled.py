@@ -132,12 +132,12 @@ def test_on_a_cpu_layers_run_eagerly_and_say_so(tiny_folder):
 
 def test_where_weights_stay_prompts_of_all_lengths_are_read_before_the_first_comes(tiny_folder, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(InferenceEngine, "warm_up", lambda engine, lengths: asked.append(lengths) or 0.0)
+    monkeypatch.setattr(InferenceEngine, "warm_up", lambda engine, *lengths: asked.append(lengths) or 0.0)
     on_the_drive(monkeypatch)
     settings = InferSettings(context=64, device="cpu", compile="on", pass_tokens=64, chunk_tokens=48)
     for nvme_path in ((), (tmp_path,)):
         open_engine(str(tiny_folder[0]), replace(settings, nvme_path=nvme_path), lambda line: None).close()
-    assert asked == [[8, 16, 32, 64], [8]]
+    assert asked == [([8, 16, 32, 64], 4), ([8], 2)], "passes that read a drive are dear"
 
 
 def test_where_pages_cross_the_link_slots_waste_at_most_an_eighth():
