@@ -308,6 +308,8 @@ class InstallJob:
         made = sorted(self.repository.glob("final_model/*/config.json"), key=lambda path: path.stat().st_mtime)
         if made:
             folder = made[-1].parent.relative_to(self.repository)
+            if not self.options.rest:
+                self.progress.say("\nThe model is too small, and trained too short, to make sense: every part works.")
             self.progress.say(f"\ntalk with it: {self.environment.python} -m outcore.cli chat {folder}")
 
     def _report_error(self, message: str) -> None:

@@ -100,6 +100,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, capsys:
     assert main([*asked, "--overwrite"]) == 0 and file.read_bytes()[:4] == b"GGUF"
     assert main([str(folder), "--overwrite"]) == 1 and "goes with --gguf" in capsys.readouterr().err
     assert main([*asked[:-1], str(folder), "--overwrite"]) == 1 and "is a folder" in capsys.readouterr().err
+    assert main([*asked[:-1], str(tmp_path / "y")]) == 1 and "y.gguf" in capsys.readouterr().err
 
 
 def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

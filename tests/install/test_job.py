@@ -271,7 +271,8 @@ def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str
     (repository / "final_model/tiny").mkdir(parents=True)
     (repository / "final_model/tiny/config.json").write_text("{}")
     assert run(make_job(repository, "--run", call=calls)) == 0
-    assert capsys.readouterr().out.rstrip().endswith("-m outcore.cli chat final_model/tiny")
+    out = capsys.readouterr().out
+    assert "to make sense" in out and out.rstrip().endswith("-m outcore.cli chat final_model/tiny")
     (repository / "train_model.py").unlink()
     assert run(make_job(repository, "--run", call=calls)) == 3
     assert "clone is incomplete" in capsys.readouterr().out

@@ -144,7 +144,8 @@ class ChatTemplate:
                 raise self._refused(f"the question {words!r} lies inside of what it marks")
 
     def describe(self) -> str:
-        """How a turn begins and ends, and what the template cannot take, for people."""
+        """How a turn begins and ends, and what the template cannot take, for people. It is kept with the tokens, which
+        other models with this template use too, so it names none."""
         if self.is_marked:
             how = "it marks what the assistant writes itself ({% generation %})"
         else:
@@ -153,7 +154,7 @@ class ChatTemplate:
             how += f" up to its end {end!r}" if end else "; it writes no end of a turn"
         cannot = [name for name, talk in self._unusual().items() if not self._can_mark(talk)]
         how += "; it writes the date of the day on which the data is tokenised" if "strftime_now" in self._words else ""
-        return f"{self.name}: {how}" + (f"; it cannot take {', '.join(cannot)}" if cannot else "")
+        return f"the chat template: {how}" + (f"; it cannot take {', '.join(cannot)}" if cannot else "")
 
     def _unusual(self) -> dict[str, list[dict[str, Any]]]:
         asked = user(ASKED)

@@ -44,6 +44,8 @@ def write_gguf(folder: Path, target: Path, kind: str, *, overwrite: bool = False
 
     if target.is_dir():
         raise GgufRefused(f"{target} is a folder: --out names the file to write.")
+    if target.suffix.lower() != ".gguf":  # what reads such files knows them by it
+        raise GgufRefused(f"{target}: a GGUF file's name ends with .gguf: --out {target}.gguf")
     if target.exists() and not overwrite:
         raise GgufRefused(f"{target} is there already. Give another file with --out, or --overwrite replaces it.")
     if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):

@@ -74,7 +74,9 @@ def _resume(ready: Ready, checkpoint: Checkpoint) -> Checkpoint:
 
 def _summary(ready: Ready, seconds: float) -> None:
     job, trainer, folder, evals = ready.job, ready.trainer, ready.context.folder, ready.trainer.last_eval
-    words = f"done: {trainer.step} steps in {format_s(seconds)}"
+    now = len(trainer.steps_s)
+    of_them = "" if now == trainer.step else f", {now or 'none'} of them by this process"
+    words = f"done: {trainer.step} steps{of_them} in {format_s(seconds)}"
     if trainer.first_loss is not None and trainer.last_loss is not None:
         words += f"; loss {trainer.first_loss:.3f} -> {trainer.last_loss:.3f}"
     if evals:

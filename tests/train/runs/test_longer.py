@@ -32,13 +32,15 @@ def test_a_run_is_trained_longer_on_purpose(tmp_path: Path, corpus: Path, capsys
     argv = flags(tmp_path / "two", corpus, *common, "--max_steps", "2")
     assert main(argv) == 0
     assert main([*argv, "--resume_from_checkpoint", "auto"]) == 0
-    assert "already finished: the run has all of its 2 steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "already finished: the run has all of its 2 steps" in out and "2 steps, none of them by this process" in out
     longer = [*argv, "--max_steps", "4", "--resume_from_checkpoint", "auto"]
     assert main(longer) == 1
     assert "or add --continue_with_changes" in capsys.readouterr().err
     assert main([*longer, "--continue_with_changes"]) == 0
     out = capsys.readouterr().out
     assert "resume: schedule total_steps 2 -> 4, as asked" in out and "the schedule from here on: constant" in out
+    assert "done: 4 steps, 2 of them by this process in " in out
     assert f"loss {_steps(tmp_path / 'one', 'loss')[0]:.3f} -> " in out, "done tells the whole run's loss"
     step = "checkpoint/r/step-00000004"
     assert same(states(tmp_path / "two" / step), states(tmp_path / "one" / step))
