@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # runs no test itself: its workers do
+    gc.disable()  # until all is collected: what is imported stays
     import torch
     from hypothesis import settings
 
@@ -87,6 +88,7 @@ def _choose(item: pytest.Function, case: int, all_cases: bool) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.freeze()  # a million objects that stay to the end: looking through all of them takes half a second each time
 
 

@@ -328,7 +328,7 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
-    assert cli.main(["chat", str(tiny_folder[0]), *SMALL, "--temperature", "0"]) == 0
+    assert cli.main(["chat", str(tiny_folder[0]), *SMALL, "--temperature", "0", "--max_tokens", "24"]) == 0
     said = capsys.readouterr()
     assert "this message alone takes 2,0" in said.err and "tokens at" in said.out
     assert said.err.count("oldest turns are left out") == 2, "once a conversation"

@@ -98,7 +98,7 @@ def with_few_tokens(opened, hand_over):
     return few
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("family", "method", "quantize"), CASES)
 @pytest.mark.usefixtures("experts_in_ram")
 def test_answers_are_those_of_experts_that_the_host_brings(folder_of, tmp_path, family, method, quantize):  # noqa: F811
