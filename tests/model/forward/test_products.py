@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vjp
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from outcore.model.forward import MATMULS, LayerProducts
+from outcore.model.forward.shared_rounding import SharedRounding
 from tests.refused import refused
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -68,6 +70,23 @@ def test_torch_func_takes_them_as_autograd_does(recipe):
     for function in (pull, traced):
         grad_weight, grad_x = function(layer.weight.detach(), x.detach(), grad)
         assert torch.equal(grad_x, expected[0]) and torch.equal(grad_weight, expected[1])
+
+
+def test_what_two_layers_take_is_rounded_once_where_it_is_compiled():
+    layers = [nn.Linear(32, 16, bias=False).to(BF16) for _ in range(3)]
+    LayerProducts("float8_rowwise", layers, CPU, BF16, tiled=False)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return layers[0](x) + layers[1](x) - layers[2](x + 1)
+
+    x = torch.randn(2, 8, 32).to(BF16)
+    with torch.no_grad():
+        graph = make_fx(both)(x)
+    expected = graph(x)
+    SharedRounding()(graph.graph)
+    graph.recompile()
+    roundings = [node for node in graph.graph.nodes if "float8_rounded" in str(node.target)]
+    assert len(roundings) == 5 and torch.equal(graph(x), expected), "x, x + 1 and three weights"
 
 
 def test_wide_linear_layers_are_changed_until_the_end():
