@@ -6,8 +6,8 @@ few times is timed in a rehearsal; from then on a graph is captured at the first
 replayed. Inputs are copied into the graphs' own tensors first. Graphs hold the memory of one layer's intermediate
 results for good, in a pool that all of them share (they never run at the same time). Ordinary calls of these shapes
 come before the first capture only, and what they needed goes back then, so the device does not hold it twice. Calls
-that take the device longer than `GRAPH_LONG_S` gain nothing, so they stay as they are, at no memory, and so does all
-when the device is rather full. Measured side by side with eager layers (H200, 1.2 B parameters, 16,384 tokens a step,
+that take the device longer than `GRAPH_LONG_S` gain nothing, unless the host takes about as long to launch them, so
+they stay as they are, at no memory, and so does all when the device is rather full. Measured side by side with eager layers (H200, 1.2 B parameters, 16,384 tokens a step,
 benchmarks/results/stream_race-h200-eager-graphs.json): 0.803 s a step without, 0.497 s with graphs, which take 0.698 GB
 of the device. By their sizes: inputs and results, nine tensors of a micro-batch's hidden states, 0.151; cuBLAS's
 workspaces of the two threads that launch, 0.067; and intermediate results, 0.479, which the head cannot use for its
@@ -19,6 +19,7 @@ graphs and the reason is said once."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without. The shape that
 a function had first has no limit: where layers stay on the device, each of them is a buffer of its own."""
 
+LAUNCH_SHARE = 0.8
+"""Share of a call's time on the device from which on the launches took it: products in float8, whose roundings to 8
+bits are operations of our own, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
+
 Function = Callable[..., torch.Tensor]
 """(weights, hidden, args, kwargs[, grad, sums]) -> tensor; adds to the tensors in `sums`, which stay where they are."""
 
@@ -62,6 +67,8 @@ class _Shapes:
     begin: Moment | None = None
     end: Moment | None = None
     """Moment of the last rehearsal."""
+    launch_s: float = 0.0
+    """Seconds of the host in it."""
     is_worth_it: bool | None = None
     """Whether the graph pays; None: not decided yet."""
 
@@ -166,7 +173,8 @@ class LayerGraphs:
         if known.is_worth_it is None:
             assert known.begin is not None and known.end is not None
             wait_for(known.end, "the layers before its first CUDA graph")
-            known.is_worth_it = elapsed_s(known.begin, known.end) <= GRAPH_LONG_S
+            device_s = elapsed_s(known.begin, known.end)
+            known.is_worth_it = device_s <= GRAPH_LONG_S or known.launch_s >= LAUNCH_SHARE * device_s
         if not known.is_worth_it:
             known.static = []
             return call.on(inputs)
@@ -189,9 +197,9 @@ class LayerGraphs:
             return call.on(call.inputs)
         known.static = known.static or [empty_like(t) for t in call.inputs]
         torch._foreach_copy_(known.static, call.inputs)  # pyright: ignore[reportPrivateImportUsage]
-        known.begin = moment(self.device)
+        known.begin, begin_s = moment(self.device), time.perf_counter()
         output = call.on(known.static)
-        known.end = moment(self.device)
+        known.end, known.launch_s = moment(self.device), time.perf_counter() - begin_s
         return output
 
     def _capture(self, call: _Call, static: list[torch.Tensor]) -> _Graph:

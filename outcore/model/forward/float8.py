@@ -8,6 +8,7 @@ which the compiler does not look into: on a GPU two kernels (`float8_kernel`), e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -73,8 +74,9 @@ def _places(matrix: torch.Tensor, recipe: str, dtype: torch.dtype, both: bool) -
 
 def round_by_kernels(matrix: torch.Tensor, recipe: str, places: Sequence[torch.Tensor]) -> None:
     """Write what `float8_rounded` gives of a contiguous matrix to `places`, by Triton's kernels."""
-    from outcore.model.forward import float8_kernel as kernels
+    from outcore.model.forward import float8_kernel
 
+    kernels: Any = float8_kernel
     (n, k), by_row, both = matrix.shape, recipe == "float8_rowwise", len(places) == 4
     out, scale, turned, turned_scale = places if both else (*places, *places)
     bits, limits = matrix.view(torch.int16), {"MOST": torch.finfo(out.dtype).max, "LEAST": LEAST_AMAX}

@@ -60,10 +60,12 @@ def _float8(x: Any, weight: Any, recipe: str) -> torch.Tensor:
 def _tell_compiler() -> None:
     """The compiler of torch 2.10 cannot look into an autograd.Function below torch.func: it takes the call as it is.
     What it compiles from now on rounds a matrix once for all that take it."""
+    from torch._inductor import config as inductor_config
+
     from outcore.model.forward.shared_rounding import SharedRounding
 
     torch.compiler.allow_in_graph(_float8)
-    torch._inductor.config.post_grad_custom_pre_pass = SharedRounding()
+    inductor_config.post_grad_custom_pre_pass = SharedRounding()
 
 
 class Float8Linear(nn.Linear):
