@@ -6,12 +6,12 @@ few times is timed in a rehearsal; from then on a graph is captured at the first
 replayed. Inputs are copied into the graphs' own tensors first. Graphs hold the memory of one layer's intermediate
 results for good, in a pool that all of them share (they never run at the same time). Ordinary calls of these shapes
 come before the first capture only, and what they needed goes back then, so the device does not hold it twice. Calls
-that take the device longer than `GRAPH_LONG_S` gain nothing, unless the host takes about as long to launch them, so
-they stay as they are, at no memory, and so does all when the device is rather full. Measured side by side with eager layers (H200, 1.2 B parameters, 16,384 tokens a step,
-benchmarks/results/stream_race-h200-eager-graphs.json): 0.803 s a step without, 0.497 s with graphs, which take 0.698 GB
-of the device. By their sizes: inputs and results, nine tensors of a micro-batch's hidden states, 0.151; cuBLAS's
-workspaces of the two threads that launch, 0.067; and intermediate results, 0.479, which the head cannot use for its
-logits.
+that take the device longer than `GRAPH_LONG_S` gain nothing, unless the host takes half as long to launch them, so they
+stay as they are, at no memory, and so does all when the device is rather full. Measured side by side with eager layers
+(H200, 1.2 B parameters, 16,384 tokens a step, benchmarks/results/stream_race-h200-eager-graphs.json): 0.803 s a step
+without, 0.497 s with graphs, which take 0.698 GB of the device. By their sizes: inputs and results, nine tensors of a
+micro-batch's hidden states, 0.151; cuBLAS's workspaces of the two threads that launch, 0.067; and intermediate results,
+0.479, which the head cannot use for its logits.
 
 Results are those of the captured kernels: the same bits as without graphs. When a capture fails, layers run without
 graphs and the reason is said once."""
@@ -42,9 +42,9 @@ MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without. The shape that
 a function had first has no limit: where layers stay on the device, each of them is a buffer of its own."""
 
-LAUNCH_SHARE = 0.8
-"""Share of a call's time on the device from which on the launches took it: products in float8, whose roundings to 8
-bits are operations of our own, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
+LAUNCH_SHARE = 0.5
+"""Share of a call's time on the device from which on its launches count: other threads slow the host down, too. Products
+in float8, with operations of our own around them, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
 
 Function = Callable[..., torch.Tensor]
 """(weights, hidden, args, kwargs[, grad, sums]) -> tensor; adds to the tensors in `sums`, which stay where they are."""

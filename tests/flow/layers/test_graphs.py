@@ -148,7 +148,7 @@ def test_every_buffer_of_the_shape_that_came_first_has_a_graph(monkeypatch):
 
 
 @pytest.mark.parametrize(("share", "captured"), [(math.inf, 0), (0.0, 1)])
-def test_calls_that_take_long_run_without_unless_the_host_takes_as_long(monkeypatch, share, captured):
+def test_calls_that_take_long_run_without_unless_launches_do(monkeypatch, share, captured):
     monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
     monkeypatch.setattr(module, "LAUNCH_SHARE", share)
     graphs = CpuGraphs(torch.device("cpu"))
