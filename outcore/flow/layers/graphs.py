@@ -43,7 +43,7 @@ MAX_GRAPHS = 32
 a function had first has no limit: where layers stay on the device, each of them is a buffer of its own."""
 
 LAUNCH_SHARE = 0.5
-"""Share of a call's time on the device from which on its launches count: other threads slow the host down, too. Products
+"""Share of a call's time on the device from which on launches count: other threads slow the host down, too. Products
 in float8, with operations of our own around them, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
 
 Function = Callable[..., torch.Tensor]
