@@ -88,6 +88,21 @@ def test_an_adapter_beside_its_base(tiny_folder, tmp_path):
         answers(tmp_path / "other", adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.parametrize("fields, words", [
+    ({"target_modules": ["embed_tokens", "q_proj"]}, "brings embed_tokens whole"),
+    ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 9]}, "brings embed_tokens whole"),
+    ({"target_modules": ["q_proj"], "alora_invocation_tokens": [5]}, "of the kind ALORA"),
+])  # fmt: skip
+def test_an_adapter_that_is_more_than_lora_is_refused(tiny_folder, tmp_path, fields, words):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder[0])
+    get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **fields)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        answers(tmp_path)
+
+
 def test_scores_are_the_models_own(tiny_folder):
     folder, model, _ = tiny_folder
     with opening(folder, chunk_tokens=32) as opened:
@@ -247,3 +262,10 @@ def test_names_of_deepspeed_mean_the_same():
     same = settings_of(generate_flags().parse_args(["model", "--buffer_count", "2", "--kv_offload", "none"]))
     assert same.layer_buffers == 2 and same.kv_home == "vram" and same.staging_bytes is None
     refused(ValueError, "pin_memory does nothing on a CPU", lambda: settings.check_device("cpu"))
+
+
+def test_one_adapter_and_one_prompt_at_a_time(capsys):
+    for flag in ("--adapter", "--prompt"):
+        with pytest.raises(SystemExit):
+            generate_flags().parse_args(["model", flag, "a", flag, "b"])
+        assert f"{flag} is given twice" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from outcore.common.words import did_you_mean
 
@@ -20,3 +20,18 @@ class CommandParser(argparse.ArgumentParser):
             word = message.removeprefix(UNKNOWN).split()[0].partition("=")[0]
             hint = did_you_mean(word, self._option_string_actions, 1) if word.startswith("-") else ""
         self.exit(2, f"{self.prog}: {message}.{hint} {self.prog} --help lists what there is.\n")
+
+
+class Once(argparse.Action):
+    """A flag of which a second value would replace the first, though who gives two wants both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice, and one is taken at a time")
+        setattr(namespace, self.dest, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outcore.config.commands.parser import CommandParser
+from outcore.config.commands.parser import CommandParser, Once
 from outcore.config.fields import FIELDS
 from outcore.sizing.inference import PRESETS
 
@@ -36,7 +36,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: bf16 on a GPU, fp32 on a CPU",
     )
-    group.add_argument("--adapter", help="folder of a LoRA adapter, put beside the model unmerged")
+    group.add_argument("--adapter", action=Once, help="folder of a LoRA adapter, put beside the model unmerged")
     group.add_argument(
         "--quantize",
         choices=[kind for kind in FIELDS["quantize"].choices if kind != "none"],
@@ -110,7 +110,7 @@ def generate_flags() -> argparse.ArgumentParser:
         "command is given again, with the same bytes in the end.",
     )
     add_model_flags(found)
-    found.add_argument("--prompt", help="text to go on from")
+    found.add_argument("--prompt", action=Once, help="text to go on from")
     found.add_argument("--chat", action="store_true", help="put --prompt through the chat template as a user's message")
     found.add_argument("--input", type=Path, help="JSON lines: prompt or messages, or OpenAI's batch shape")
     found.add_argument("--output", type=Path, help="file for the answers, in the input's order")

@@ -4,6 +4,7 @@ weights are about to come."""
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import export_checkpoint, model_folder
@@ -30,6 +32,10 @@ ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
 )
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
 """Tokens that end a turn of a chat; those that a model's own template names end its answers."""
+
+
+_OF_BASE = re.compile(r"(\w+)\.(?:base_layer\.weight|token_adapter\.\w+)$")
+"""Names in an adapter's file of what is no adapter: a layer's own weight, rows that replace an embedding's."""
 
 
 @dataclass(frozen=True)
@@ -196,20 +202,32 @@ def _base_of(path: Path) -> str:
     return str(base)
 
 
+def _check_adapter(folder: Path) -> None:
+    """ValueError in words for an adapter that cannot be put beside a base whose weights are to come."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are read as safetensors only.")
+    config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    kind = "ALORA" if config.get("alora_invocation_tokens") else config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"the adapter {folder} is of the kind {kind}; only LORA is put beside a base. Merge it first.")
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        names = list(file.keys())
+    whole = {*(config.get("modules_to_save") or ()), *(match[1] for match in map(_OF_BASE.search, names) if match)}
+    if whole:
+        raise ValueError(
+            f"the adapter {folder} brings {', '.join(sorted(whole))} whole or in rows (modules_to_save, "
+            "trainable_token_indices, or adapted embeddings, which peft saves whole), and only adapters are put beside "
+            "a base. Merge it first: by peft's merge_and_unload, or a run of ours by outcore export RUN --merge."
+        )
+
+
 def _with_adapter(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
     if (folder / MANIFEST).is_file():
         with tempfile.TemporaryDirectory() as aside:  # as peft reads it; small
             return _with_adapter(model, export_checkpoint(open_checkpoint(folder), Path(aside) / "adapter"))
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are read as safetensors only.")
-    whole = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("modules_to_save")
-    if whole:
-        raise ValueError(
-            f"the adapter {folder} brings {', '.join(whole)} whole (modules_to_save), and only adapters are put beside "
-            "a base. Merge it first: outcore export RUN --merge, or the run's own final_model folder."
-        )
+    _check_adapter(folder)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         with warnings.catch_warnings():
