@@ -68,12 +68,14 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
     """
     as_used = {"compile": False, "chunked": False}
     finer = {"roundpipe-eight-clip": "16k-mb2", "roundpipe-sixteen-clip": "16k-mb1"} if four == "16k" else {}
+    two = {"16k": "16k-mb8"}.get(four, one)
     return {
         "ours-fp32-clip": ours(shape, four, 1, "fp32"),
         "ours-fp32-streamed-clip": ours(shape, four, 1, "fp32", resident_bytes=0),
         "ours-split-clip": ours(shape, four, 1, "split"),
         "ours-fp32-one-clip": ours(shape, one, 1, "fp32"),
         "ours-split-one-clip": ours(shape, one, 1, "split"),
+        "ours-split-two-clip": ours(shape, two, 1, "split"),
         "ours-split8-clip": ours(shape, four, 1, "split8"),
         "ours-split8-one-clip": ours(shape, one, 1, "split8"),
         "zero2-one-clip": rival(shape, one, 1, "zero2"),
