@@ -43,11 +43,11 @@ RUNS: tuple[Run, ...] = (
     ("llama-1b", {"vram_gib": 1.5, "preset": "latency", "context": 1024, "cpu_tokens": 0}, 1, 512, 16),
     ("llama-1b", {"vram_gib": 1.5, "preset": "balanced", "context": 1024, "ram_gib": 0.3, "nvme_path": ()}, 8, 128, 6),
     ("llama-3b", {"vram_gib": 3.0, "preset": "balanced", "context": 2048, "kv_format": "int8"}, 8, 448, 16),
-    ("qwen3-4b", {"vram_gib": 3.5, "preset": "throughput", "context": 512}, 64, 256, 12),
+    ("llama-3b", {"vram_gib": 3.5, "preset": "throughput", "context": 512}, 64, 256, 12),
 )
 """(shape, settings, answers at once, tokens of a prompt, tokens of an answer). What binds: the CPU beside the link, the
 link, the link with keys and values, these and long prompts, launches, choosing tokens, the link alone, the drive, and
-two larger shapes. An empty `nvme_path` is that of the command line."""
+a larger shape with keys and values in 8 bits, and with large passes. `nvme_path` is the command line's."""
 PACKED_RUNS: tuple[Run, ...] = (
     ("llama-3b", {"vram_gib": 2.0, "quantize": "nf4", "preset": "latency", "context": 1024}, 1, 512, 24),
     ("llama-3b", {"vram_gib": 2.0, "quantize": "nf4", "preset": "balanced", "context": 2048}, 8, 448, 16),

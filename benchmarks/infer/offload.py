@@ -125,6 +125,10 @@ def zero_case(args: argparse.Namespace, device: torch.device, batches: tuple[int
     }
     keep = HfDeepSpeedConfig(config)
     model = filled(found.loaded.model, "cpu")
+    deepspeed.init_distributed()
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # one by one: all at once exceed the device
+    for buffer in model.buffers():  # which it leaves where they are
+        buffer.data = buffer.data.to(device)
     engine = deepspeed.initialize(model=model, config=config)[0]
     engine.module.eval()
     rows = []

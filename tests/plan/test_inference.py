@@ -20,6 +20,7 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import (
     CPU_LAYER_S,
     CPU_SPAN_S,
+    KEY_S,
     KV_LINK_SHARE,
     plan_inference,
     state_bytes_of,
@@ -293,7 +294,8 @@ def test_layers_on_the_cpu_are_counted(name, quantize, kind):
     assert len(names) > len(travel) // 2
     read_s = 10 * plan.kv.token_bytes / KV_LINK_SHARE / laptop.h2d_gb_per_s / 1e9  # the CPU waits for it
     assert (plan.placement.kv_home == "ram") == (name == "llama-70b")
-    expected = rates.cpu_s(len(names), shared.placement.size_of(names), 1) + (name == "llama-70b") * read_s
+    read_s = KEY_S * 10 * plan.shape.num_layers + (name == "llama-70b") * read_s
+    expected = rates.cpu_s(len(names), shared.placement.size_of(names), 1) + read_s
     assert together.terms["CPU"] == pytest.approx(expected, rel=1e-9)
     assert together.terms["PCIe"] < alone.terms["PCIe"] / 2 and together.seconds < alone.seconds
     assert "CPU" not in shared.decode(2, 10).terms and shared.decode(2, 10).terms == plan.decode(2, 10).terms
@@ -325,6 +327,20 @@ def test_rates_of_the_last_start_are_taken(tmp_path, monkeypatch, capsys):
     assert cli.main([*asked, "--cpu_tokens", "2"]) == 0
     assert "in passes of up to 2 tokens the CPU computes some of the" in capsys.readouterr().out
     assert cli.main([*asked, "--cpu_tokens", "-1"]) == 2
+
+
+def test_long_contexts_and_later_chunks_of_a_prompt_take_longer():
+    """Where everything stays on the GPU: one row's attention, and launches of chunks that go on."""
+    gpu = dataclasses.replace(load_hardware("rtx4070-laptop"), vram_bytes=80 * GIB, device_memory_gb_per_s=250)
+    plan = plan_inference(resolve_shape("llama-8b"), gpu, preset="latency", context=16_384)
+    assert not plan.placement.travels and plan.placement.kv_home == "vram"
+    short, long = (plan.decode(1, tokens).terms["GPU"] for tokens in (0, 10_000))
+    read_s = 10_000 * plan.kv.token_bytes / 250e9
+    assert long - short == pytest.approx(KEY_S * 10_000 * 32 + read_s, rel=1e-6)
+    one = plan.traffic(1024, 1024, 1, 0).launched_layers
+    assert plan.traffic(2048, 2048, 2, 0).launched_layers == 2 * one < plan.traffic(2048, 2048, 1, 0).launched_layers
+    assert one < plan.traffic(1024, 1024, 8, 0).launched_layers < plan.traffic(2048, 2048, 8, 0).launched_layers
+    assert not plan.traffic(8, 8000, 8, 0).launched_layers
 
 
 def test_answers_that_do_not_fit_at_once_take_turns():

@@ -26,8 +26,13 @@ EAGER_SHARE = 0.3
 """Share of `host_layer_s` that an eager forward takes: a third of the three, and less (assumed)."""
 ANSWER_S = 6e-5
 """Python of each answer between passes: choosing its token, its place in the next pass, its text (assumed)."""
-PROMPT_SHARE = 0.02
-"""Share of `host_layer_s` that the attention of each prompt takes in a layer, beside the layer's call (assumed)."""
+PROMPT_SHARE, LATER_SHARE = 0.01, 0.13
+"""Shares of `host_layer_s` that launches take beside a layer's call: for the attention of each further prompt in it,
+and for that of a prompt's later chunk, which goes over what stands before and then over itself: 3 and 47 kernels more,
+40 and 500 us of a core (counted, and timed on a CPU)."""
+KEY_S = 17.5e-9
+"""Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
+walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
 """Python and launches of one eager layer's call on a CPU, and of each answer's attention in it. Measured with tiny
 layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6 to 8.6 ms a pass."""
@@ -117,21 +122,28 @@ class InferencePlan:
         the experts chosen that are on the device, where they come as they are chosen."""
         traffic = self.traffic(rows, kv_tokens, answers, seen, hit_rate)
         found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes(), answers)
+        keys_s = 0.0
+        if not self.hardware.is_cpu and rows <= self._graph_rows:
+            one_bytes = self.kv.read_bytes(kv_tokens / max(1, answers), 1, 1)
+            keys_s = self.shape.num_layers * KEY_S * one_bytes / max(1, self.kv.token_bytes)
+            found = PassTime({**found.terms, "GPU": found.terms["GPU"] + keys_s}, found.between)
         if self._is_few(rows):
             of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
             return PassTime(found.terms, {**found.between, **of_cpu})
         rates = self.placement.cpu_rates
         if rates is not None and not self.hardware.is_cpu:
-            return PassTime({**found.terms, **self._beside_cpu_s(rows, traffic, rates, found)}, found.between)
+            return PassTime({**found.terms, **self._beside_cpu_s(rows, traffic, rates, found, keys_s)}, found.between)
         if not self.hardware.is_cpu:
             return found
         calls = self.shape.num_layers * math.ceil(rows / self.placement.chunk_tokens)
         python_s = calls * CPU_LAYER_S + self.shape.num_layers * answers * CPU_SPAN_S
         return PassTime(found.terms, {**found.between, "Python": python_s})
 
-    def _beside_cpu_s(self, rows: float, traffic: Pass, rates: InPlaceRates, found: PassTime) -> dict[str, float]:
+    def _beside_cpu_s(
+        self, rows: float, traffic: Pass, rates: InPlaceRates, found: PassTime, keys_s: float
+    ) -> dict[str, float]:
         """Seconds of the link, as it was while whole passes were tried, and of layers that the CPU computes, which
-        waits while a GPU's attention reads keys and values in RAM."""
+        waits while a GPU's attention goes over long contexts (`keys_s`) and reads them in RAM."""
         link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
         on_cpu = self.placement.on_cpu(rows)
         if not on_cpu:
@@ -139,7 +151,7 @@ class InferencePlan:
         size = self.placement.size_of(on_cpu)
         kv_bytes = traffic.h2d_bytes - (self.placement.travelling_bytes - size)
         kv_s = kv_bytes / (self.hardware.h2d_gb_per_s * GB)
-        return {"PCIe": link_s, "CPU": rates.cpu_s(len(on_cpu), size, rows) + kv_s}
+        return {"PCIe": link_s, "CPU": rates.cpu_s(len(on_cpu), size, rows) + kv_s + keys_s}
 
     def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float, hit_rate: float = 0.0) -> Pass:
         """What that pass moves and computes."""
@@ -154,6 +166,7 @@ class InferencePlan:
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         call_share = EAGER_SHARE if placement.expert_slots else COMPILED_SHARE
         prompts = answers if calls and rows >= 2 * answers else 0  # answers of one token each go together
+        later = max(0, calls - prompts) if calls and rows >= 2 * answers else 0
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         chosen = placement.expert_share(rows)
         unread = 1.0 - chosen * (1.0 - hit_rate)
@@ -169,7 +182,8 @@ class InferencePlan:
             + travelling_bytes
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
-            launched_layers=shape.num_layers * (calls * call_share + max(0, prompts - calls) * PROMPT_SHARE),
+            launched_layers=shape.num_layers
+            * (calls * call_share + max(0, prompts - calls) * PROMPT_SHARE + later * LATER_SHARE),
             h2d_bytes=travelling_bytes
             + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")
