@@ -70,6 +70,15 @@ class Projection:
     """Share of the drive's rated writes; None where its size is not known."""
 
     @property
+    def rating_words(self) -> str:
+        """What the run takes of the drive's rated writes."""
+        if self.rating_share is None:
+            return "drive's usual rating unknown"
+        pct = 100 * self.rating_share
+        words = f"{pct:.2g}" if pct >= 0.01 else "less than 0.01"
+        return f"{words} % of the drive's usual rating"
+
+    @property
     def total_s(self) -> float:
         return self.training_s + self.evaluations_s + self.saves_s + self.startup_s
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from outcore.common.files import nearest_existing, write_atomic
 from outcore.common.quantities import GB, format_s
-from outcore.config import TrainConfig
+from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
 from outcore.performance.against_plan import compare, project
 from outcore.performance.findings import Check, Findings
@@ -64,6 +64,9 @@ def run_test(config: TrainConfig, argv: Sequence[str], flags: list[str], root: P
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"error: the report cannot be written: {error}. Name another folder with --report.", file=sys.stderr)
         return 2
@@ -85,14 +88,16 @@ class PerformanceTest:
         self.num_steps = args.steps or self.effort.steps
         self.may_probe = not args.no_probe
         self.checkpoints = Path(config.checkpoint_dir).expanduser()
-        self.drive = Path(config.nvme_offload_path or config.checkpoint_dir).expanduser()
+        file = read_deepspeed_file(config.deepspeed_config)
+        self.offload_path = config.nvme_offload_path or file.values.get("nvme_offload_path")
+        self.drive = Path(self.offload_path or config.checkpoint_dir).expanduser()
 
     def run(self, started_s: float) -> Findings:
         """Every stage; what fails is in the findings."""
         machine = detect_machine()
         checks = [] if self._has_profile(machine) or not self.may_probe else self._probe()
         self._stage("looking at the machine")
-        checks += before_the_trial(machine, drive=self.drive)
+        checks += before_the_trial(machine, drive=self.drive, offloads=bool(self.offload_path))
         trial, failure = self._trial()
         rows, projection = [], None
         is_saved = self.config.save_strategy != "no"

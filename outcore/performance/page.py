@@ -83,15 +83,12 @@ def _tile(value: str, words: str) -> str:
 
 
 def _projection(run: Projection) -> str:
-    wear = (
-        "drive's rating unknown" if run.rating_share is None else f"{100 * run.rating_share:.2g} % of its usual rating"
-    )
     tiles = [
         _tile(format_s(run.total_s), f"{run.total_steps:,} steps and what goes with them"),
         _tile(run.ends_at[5:], "month-day and time of the end, if it starts now"),
         _tile(format_s(run.step_s), "a step, median"),
         _tile(format_count(run.tokens_per_s), "tokens a second"),
-        _tile(format_gb(run.written_bytes), f"written to the drive, {wear}"),
+        _tile(format_gb(run.written_bytes), f"written to the drive, {run.rating_words}"),
     ]
     split = (
         f"Training {format_s(run.training_s)}, evaluations {format_s(run.evaluations_s)}, checkpoints "

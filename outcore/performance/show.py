@@ -31,10 +31,10 @@ def show(found: Findings) -> None:
         console.print(table)
     run = found.projection
     if run is not None:
-        wear = "" if run.rating_share is None else f" ({100 * run.rating_share:.2g} % of the drive's usual rating)"
         console.print(
             f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, {run.tokens_per_s:,.0f} tokens/s; "
-            f"{format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written{wear}."
+            f"{format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written "
+            f"({run.rating_words})."
         )
     console.print(f"Compared with: {found.compared_with}.")
     console.print(f"\n[bold {COLORS[found.verdict.word]}]{found.verdict.word}[/]")

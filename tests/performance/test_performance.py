@@ -198,7 +198,9 @@ def test_a_check_that_cannot_be_made_is_a_note(tmp_path: Path):
     assert levels["GPU"].level == "note" and "driver gone" in levels["GPU"].words
     assert levels["background load"].level == "note" and levels["drive space"].level == "ok"
     speed = levels["drive speed"]
-    assert (speed.level == "warning") == ("Warning:" in speed.words or "page" in speed.words or "RAM's" in speed.words)
+    assert (speed.level == "warning") == any(words in speed.words for words in ("below 2", "page", "RAM's"))
+    kept = health.before_the_trial(machine(), drive=tmp_path, offloads=False, psutil_module=SimpleNamespace())
+    assert [(c.level, "steps do not need it" in c.words) for c in kept if c.name == "drive speed"] == [("ok", True)]
 
 
 def test_layers_that_stay_are_no_part_of_the_memory_that_is_compared(trial: dict[str, Any]):
@@ -273,6 +275,19 @@ def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(tmp_path, monkeypatch
     record = json.loads((tmp_path / "r" / "performance_report.json").read_text())
     assert record["verdict"]["word"] == "NO-GO" and "RAM is full" in record["verdict"]["reasons"][0]
     assert "NO-GO" in capsys.readouterr().out
+
+
+def test_the_drive_that_the_file_names_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    looked: list[Any] = []
+    monkeypatch.setattr(PerformanceTest, "_trial", lambda self: (None, "RAM is full"))
+    monkeypatch.setattr(main_module, "before_the_trial", lambda _, **asked: looked.append(asked) or [])
+    file = json.loads((ROOT / "deepspeed_config.json").read_text())
+    file["outcore"]["nvme_path"] = str(tmp_path)
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    flags = ["--no_probe", f"--report={tmp_path}", f"--checkpoint_dir={tmp_path / 'c'}", "--deepspeed_config"]
+    assert main([*flags, str(tmp_path / "file.json")], ROOT) == 1
+    assert looked == [{"drive": tmp_path, "offloads": True}]
+    assert main([*flags, str(tmp_path / "none.json")], ROOT) == 2 and "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.more
