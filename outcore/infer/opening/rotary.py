@@ -12,27 +12,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from outcore.model import LoadedModel
 from outcore.model.forward import unwrap
 
 
+@torch.no_grad()
 def fix_factors(loaded: LoadedModel, context_tokens: int, progress: Callable[[str], None]) -> None:
     """Have the model turn all texts by one set of factors, the one for texts of `context_tokens`."""
     short = loaded.facts.short_positions
-    if short is None or context_tokens <= short:
+    if short is None:
         return
-    progress(
-        f"rotary factors: those for texts beyond {short:,} tokens, for shorter ones too, which differ a little from "
-        f"what they are by themselves (--context {short}: those for short texts)"
-    )
+    if context_tokens > short:
+        progress(
+            f"rotary factors: those for texts beyond {short:,} tokens, for all; shorter ones differ a little from what "
+            f"they are by themselves (--context {short}: those for short texts)"
+        )
     for module in unwrap(loaded.model).modules():
-        if hasattr(module, "original_inv_freq"):
+        if hasattr(module, "original_inv_freq") and not _settle(module, context_tokens - 1):
             _see_last(module, context_tokens - 1)
 
 
-def _see_last(rotary: nn.Module, last: int) -> None:
+def _settle(rotary: Any, last: int) -> bool:
+    """Have the module keep the factors that a text up to `last` gets, without a look at positions, for which a CUDA
+    graph could not wait. False, and as it was, where its tables do not follow from what it keeps (PhiMoE)."""
+    places = torch.tensor([[0, 1, last]], device=rotary.inv_freq.device)
+    x = torch.zeros(1, device=places.device)
+    wanted, kind = rotary(x, places), rotary.rope_type
+    rotary.rope_type = "settled"
+    if all(torch.equal(found, table[:, :2]) for found, table in zip(rotary(x, places[:, :2]), wanted, strict=True)):
+        return True
+    rotary.rope_type = kind
+    return False
+
+
+def _see_last(rotary: Any, last: int) -> None:
     """Have the module see a position more, which decides on the factors and whose own tables are left out."""
     tables_of = rotary.forward
 
