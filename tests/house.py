@@ -7,7 +7,7 @@ on what: a room may import from lower floors only, and from neighbours on the sa
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,11 +79,22 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def statements(path: Path) -> Iterator[ast.AST]:
+    """The module of a file and every statement in it, also inside functions; what expressions are made of is not
+    looked at: most of a file."""
+    left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left.extend(getattr(node, block, ()))
+
+
 def imports(known: Mapping[str, Path]) -> list[Import]:
     """Every import of one module of the package by another, wherever in the file it stands."""
     found = []
     for name, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(path):
             for target, names in _targets(node, known):
                 if target != name:
                     found.append(Import(name, target, names))

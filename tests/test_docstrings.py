@@ -15,9 +15,8 @@ FRAGMENTS = (
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of every docstring: of modules, classes and functions, and below fields."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else ():
+    for node in house.statements(path):
+        for statement in getattr(node, "body", ()):
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield statement.lineno, value.value
