@@ -176,15 +176,21 @@ def test_the_command(history, evaluation):
     assert "no evaluation 'eval-c'" in evaluation.said
 
 
+def documents(values):
+    return [
+        {"task": "t", "filter": "none", "doc_id": n, "answers": [], "metrics": {"bits": value}}
+        for n, value in enumerate(values)
+    ]
+
+
+def test_shares_are_compared_over_the_documents_that_both_have():
+    score = {"task": "t", "metric": "bits", "filter": "none", "value": 0.25, "higher_is_better": True}
+    (found,) = compare([score], documents([1.0, 0, 0, 0]), [score | {"value": 0.5}], documents([1.0, 0]))
+    assert (found.a, found.b, found.difference, found.documents, found.changed) == (0.5, 0.5, 0, 2, 0)
+
+
 def test_the_paired_test_of_a_metric_that_is_no_share():
     """Gaps of 1, 2 and 4: their mean is 2.65 standard errors from 0."""
-
-    def documents(values):
-        return [
-            {"task": "t", "filter": "none", "doc_id": n, "answers": [], "metrics": {"bits": value}}
-            for n, value in enumerate(values)
-        ]
-
     score = {"task": "t", "metric": "bits", "filter": "none", "value": 2.0, "higher_is_better": False}
     (found,) = compare([score], documents([1.0, 3.0, 5.0]), [score | {"value": 3.0}], documents([2.0, 5.0, 9.0]))
     assert (found.unit, found.difference, found.better, found.worse) == ("%", 50.0, 0, 3)

@@ -25,6 +25,7 @@ class Comparison:
     filter: str
     a: float
     b: float
+    """Scores: of shares over the documents that both have, of other metrics over all that each has."""
     difference: float
     """b - a; in points (hundredths) for shares such as accuracy, in per cent of a for others."""
     unit: str
@@ -70,11 +71,13 @@ def compare(
             continue
         place = (score["task"], score["filter"])
         mine, theirs = documents_a.get(place, {}), documents_b.get(place, {})
-        found.append(_of_metric(score, other, [(mine[n], theirs[n]) for n in sorted(mine.keys() & theirs.keys())]))
+        pairs = [(mine[n], theirs[n]) for n in sorted(mine.keys() & theirs.keys())]
+        found.append(_of_metric(score, other, pairs, len(mine) == len(theirs) == len(pairs)))
     return found
 
 
-def _of_metric(score: Record, other: Record, pairs: Sequence[tuple[Record, Record]]) -> Comparison:
+def _of_metric(score: Record, other: Record, pairs: Sequence[tuple[Record, Record]], is_whole: bool) -> Comparison:
+    """`is_whole`: neither side has documents that the other lacks."""
     metric = score["metric"]
     values = [
         (float(a["metrics"][metric]), float(b["metrics"][metric]))
@@ -87,6 +90,8 @@ def _of_metric(score: Record, other: Record, pairs: Sequence[tuple[Record, Recor
         up, down = down, up
     moved = [gap for a, b in pairs if (gap := _logprob_gap(a, b)) is not None]
     a, b = float(score["value"]), float(other["value"])
+    if is_share and not is_whole:  # other documents say nothing of how the two differ
+        a, b = (sum(side) / len(values) for side in zip(*values, strict=True))
     return Comparison(
         score["task"],
         metric,

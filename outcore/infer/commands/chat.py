@@ -157,4 +157,4 @@ class Conversation:
             Path(name).expanduser().write_text(text, encoding="utf-8")
             say(f"(saved to {name})")
         except OSError as error:
-            say(f"cannot save: {error}")
+            say(f"cannot save {name}: {error.strerror or error}")
