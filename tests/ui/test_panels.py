@@ -128,6 +128,17 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
         assert f"--{name} {str(value).lower()}" in refused["command"], "the run's own command is shown all the same"
 
 
+def test_a_step_takes_what_its_phases_take(client, run, tmp_path):
+    run("one")
+    file = tmp_path / "logs" / "one" / "metrics.jsonl"
+    slow = file.read_text().replace(
+        '4.0, "step_s": 0.6, "phase_s": {"forward": 0.4', '4.0, "step_s": 1.6, "phase_s": {"forward": 1.4'
+    )
+    file.write_text(slow)
+    one = client.get("/v1/runs/one").json()
+    assert (one["step_s"], one["phases"]["forward"]) == (pytest.approx(0.8), pytest.approx(0.6))
+
+
 def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     from outcore.ui.panels.runs import compared_of, graphs_of, state_of
 

@@ -64,7 +64,7 @@ class Runs:
             "last": last,
             "evals": metrics.evals if metrics else [],
             "resumed_at": metrics.resumed_at if metrics else [],
-            "step_s": _median(recent, "step_s"),
+            "step_s": _mean(recent, "step_s"),  # as its phases, which would not add up to a median
             "phases": _phases(recent),
             "alerts": _alerts(recent[-SLOW_STEPS:]),
             "forecast": _forecast(metrics, recent) if metrics else [],
