@@ -145,6 +145,8 @@ def test_the_cpu_optimizer_is_built_ahead_or_torch_is_named() -> None:
     missing = doctor.optimizer_row({"CPU optimizer": {"ok": False, "why": why}}, "")
     assert missing.status == "degraded" and missing.holds and "torch does its work" in missing.found
     assert "apt install g++" in missing.fix and "and more" not in missing.found
+    late = doctor.optimizer_row({"CPU optimizer": {"ok": False, "why": "no answer within 3 min 00 s"}}, "")
+    assert late.found.startswith("not built yet") and "builds it now" in late.fix
     crashed = doctor.optimizer_row({}, "the check was ended by SIGABRT")
     assert crashed.status == "degraded" and "SIGABRT" in crashed.found and "outcore.optim" in crashed.fix
 
