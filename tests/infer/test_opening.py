@@ -140,6 +140,11 @@ def test_refused_with_numbers(tiny_folder, tmp_path):
     refused(ValueError, "chunk_tokens", lambda: InferSettings(pass_tokens=32, chunk_tokens=64))
     (tmp_path / "adapter_config.json").write_text("{}")
     refused(ValueError, "names no base model", lambda: find_place(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")  # as `outcore export` leaves it beside an adapter
+    (tmp_path / "adapter_model.safetensors").touch()
+    refused(ValueError, "names no base model", lambda: find_place(str(tmp_path)))
+    (tmp_path / "model.safetensors").touch()
+    assert find_place(str(tmp_path)).adapter is None
     refused(ValueError, "holds no adapter_config", lambda: find_place(folder, folder))
 
 

@@ -95,7 +95,7 @@ def find_place(name: str, adapter: str | None = None) -> ModelPlace:
         place = ModelPlace(str(path), str(path), f"{path}")
     elif not path.is_dir():
         place = ModelPlace(name, name, f"{name}")
-    elif (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+    elif (path / ADAPTER).is_file() and not _has_whole_model(path):
         place = _adapter_place(path)
     elif (path / MANIFEST).is_file() or list_checkpoints(path):
         place = _checkpoint_place(path)
@@ -187,6 +187,11 @@ def _checkpoint_place(path: Path) -> ModelPlace:
             "the checkpoint was made by an older version."
         )
     return ModelPlace("", str(files), f"checkpoint {checkpoint}", checkpoint)
+
+
+def _has_whole_model(folder: Path) -> bool:
+    """Whether there are weights beside an adapter's; a configuration alone lies beside our own adapters, too."""
+    return any(file.name != ADAPTER_WEIGHTS for file in folder.glob("*.safetensors"))
 
 
 def _adapter_place(path: Path) -> ModelPlace:
