@@ -161,8 +161,20 @@ class StreamEngine:
             except torch.OutOfMemoryError as error:
                 short = error.with_traceback(None)
             # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
-            if not changed_none() or not self._parts.residents.give_way("memory was short beside them"):
+            if not changed_none() or not self._gives_way("memory was short beside them"):
                 raise short
+
+    def _gives_way(self, why: str) -> bool:
+        """Give memory of the device back: what stays there first, then graphs of layers. False when there is none."""
+        compiled = self._parts.flow.runner.compiled
+        graphs = None if compiled is None else compiled.graphs
+        if self._parts.residents.give_way(why):
+            return True
+        if graphs is None or not graphs.num_graphs:
+            return False
+        graphs.give_up(why)
+        torch.cuda.empty_cache()
+        return True
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""

@@ -160,6 +160,35 @@ def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when, 
         engine.train_step(batches_of(6), LR)
 
 
+def test_where_nothing_stays_graphs_give_memory_back(build, monkeypatch):
+    """The pass is made again without them; when they are gone, too, the run ends with torch's own error."""
+
+    class Graphs:
+        num_graphs, said = 3, ""
+
+        def give_up(self, why):
+            self.num_graphs, self.said = 0, why
+
+    engine, other, graphs = build("llama"), build("llama"), Graphs()
+    assert train(engine, 1) == train(other, 1)
+    runner = parts_of(engine).flow.runner
+    original, left = runner.layer, [1]
+    monkeypatch.setattr(runner.compiled, "graphs", graphs)
+
+    def refuses(*args):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    runner.layer = refuses
+    assert train(engine, 2, 1) == train(other, 2, 1)
+    assert graphs.said == "memory was short beside them"
+    left[0] = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_step(batches_of(3), LR)
+
+
 def test_after_memory_was_short_one_less_comes_again(build):
     """As many would be short of it again, and a pass be lost every third step."""
     engine = build("llama", HOLDING)
