@@ -18,6 +18,7 @@ graphs and the reason is said once."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -109,13 +110,18 @@ class GraphPool:
         """Have a graph of what the block queues, which does not run. Waits for the device and gives back what is
         cached."""
         if self._stream is None:
-            # torch's own stream for captures is one for the process, of the device that captured first: work of another
-            # device would run at once beside it, and the graph be empty.
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             yield graph
+
+
+@functools.lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: torch's own is one for the process, of the device that captured first, so work of another
+    would run at once beside it and the graph be empty. No more, because cuBLAS keeps 32 MiB for each for good."""
+    return torch.cuda.Stream(device)
 
 
 class LayerGraphs:

@@ -19,17 +19,17 @@ from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs
 from outcore.sizing.shape import ModelShape
 
-COMPILED_SHARE = 0.1
-"""Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what launching a compiled
-forward takes (assumed; benchmarks/infer/forecast.py tells)."""
-EAGER_SHARE = 0.3
+COMPILED_SHARE = 0.36
+"""Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
+layer outside a CUDA graph takes, attention included: 1.6 to 1.7 ms on an H100's host (benchmarks/infer/forecast.py)."""
+EAGER_SHARE = 0.4
 """Share of `host_layer_s` that an eager forward takes: a third of the three, and less (assumed)."""
-ANSWER_S = 6e-5
-"""Python of each answer between passes: choosing its token, its place in the next pass, its text (assumed)."""
-PROMPT_SHARE, LATER_SHARE = 0.01, 0.13
-"""Shares of `host_layer_s` that launches take beside a layer's call: for the attention of each further prompt in it,
-and for that of a prompt's later chunk, which goes over what stands before and then over itself: 3 and 47 kernels more,
-40 and 500 us of a core (counted, and timed on a CPU)."""
+ANSWER_S = 3.5e-5
+"""Python of each answer between passes: choosing its token, its place in the next pass, its text. Measured with 32
+answers of 1 B on an H100's host."""
+PROMPT_SHARE, LATER_SHARE = 0.01, 0.33
+"""Shares of `host_layer_s` beside a layer's call: for the attention of each further prompt in it, and for that of a
+prompt's later chunk, which goes over what stands before and then over itself (1.3 to 1.5 ms in the same runs)."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
 walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
@@ -131,7 +131,7 @@ class InferencePlan:
             of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
             return PassTime(found.terms, {**found.between, **of_cpu})
         rates = self.placement.cpu_rates
-        if rates is not None and not self.hardware.is_cpu:
+        if rates is not None and self.placement.on_cpu(rows):
             return PassTime({**found.terms, **self._beside_cpu_s(rows, traffic, rates, found, keys_s)}, found.between)
         if not self.hardware.is_cpu:
             return found
@@ -142,12 +142,10 @@ class InferencePlan:
     def _beside_cpu_s(
         self, rows: float, traffic: Pass, rates: InPlaceRates, found: PassTime, keys_s: float
     ) -> dict[str, float]:
-        """Seconds of the link, as it was while whole passes were tried, and of layers that the CPU computes, which
-        waits while a GPU's attention goes over long contexts (`keys_s`) and reads them in RAM."""
+        """Seconds of the link beside a CPU that computes, and of that CPU, which waits while the GPU's attention goes
+        over long contexts (`keys_s`) and reads them in RAM."""
         link_s = max(found.terms["PCIe"], traffic.h2d_bytes / (rates.link_gb_per_s * GB))
         on_cpu = self.placement.on_cpu(rows)
-        if not on_cpu:
-            return {"PCIe": link_s}
         size = self.placement.size_of(on_cpu)
         kv_bytes = traffic.h2d_bytes - (self.placement.travelling_bytes - size)
         kv_s = kv_bytes / (self.hardware.h2d_gb_per_s * GB)

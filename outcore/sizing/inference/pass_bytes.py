@@ -129,6 +129,9 @@ def pass_bytes(
     if has_graphs:
         rows = size.graph_rows
         found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (4 + itemsize) + layer.hidden_size * 4)
+        # Every row reads pages of its own.
+        keys = min(GRAPH_KEYS, rows * size.context_tokens)
+        found += itemsize * max((min(limits.gathered, keys * a.width) for a in layer.attentions), default=0)
         shares = sum(1 + itemsize * (a.heads // a.kv_heads) for a in layer.attentions)
         found += GRAPH_KEYS * (2 * 8 + shares)  # numbers of keys, which of them rows see, and that as numbers
     return found
@@ -143,7 +146,7 @@ def logits_bytes(layer: LayerSize, vocab_size: int, size: PassSize, itemsize: in
     drawn = min(size.sequences, rows, size.DRAWN_ROWS) * (12 + DRAWN_BYTES)
     answers = vocab_size * (rows * 4 + max(rows * made, likeliest, drawn))
     scored = 0
-    for smaller, of_number in ((LOSS_CHUNKS, 4 + max(made, 4)), (FUSED_CHUNKS, itemsize)):
+    for smaller, of_number in ((LOSS_CHUNKS, 8 + made), (FUSED_CHUNKS, itemsize)):
         most = max(16, LOGITS_CHUNK_BYTES // smaller // (4 * vocab_size))
         scored = max(scored, vocab_size * min(most, size.chunk_tokens, size.tokens) * of_number)
     chunk = min(size.chunk_tokens, size.tokens)
