@@ -132,7 +132,9 @@ class StreamEngine:
             )
 
         parts.residents.step_begins([batch["labels"].numel() for batch in micro_batches])
-        sums = self._with_room(run, changed_none=lambda: self._deferred or not shipped)
+        # Gradients of other ranks wait for those that were shipped: a second pass of one rank would be out of step.
+        may_repeat = self._deferred and self.world_size == 1
+        sums = self._with_room(run, changed_none=lambda: may_repeat or not shipped)
         clock.stop()
         self._attempts += 1
         clock.wait()

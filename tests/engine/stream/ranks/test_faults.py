@@ -30,6 +30,13 @@ def test_what_one_rank_raises_the_others_hear(tmp_path):
     assert words == "RankEnded: rank 1 failed: RuntimeError: out of luck"
 
 
+def test_a_rank_without_memory_ends_where_others_have_its_gradients(tmp_path):
+    """Made again, its pass would ship them twice, and the ranks wait for each other for ever."""
+    words, own = run_ranks(2, tmp_path / "ranks", train_with_fault, 60.0, fault="short of memory", drive=str(tmp_path))
+    assert own == "OutOfMemoryError: CUDA out of memory"
+    assert words == "RankEnded: rank 1 failed: OutOfMemoryError: CUDA out of memory"
+
+
 def test_a_rank_hears_what_its_own_thread_that_publishes_died_of():
     """It waited for itself until the group's timeout, and said nothing of why."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,6 +225,18 @@ def _arm(engine, fault: str) -> None:
         parts.homes.read_state = die
     elif fault == "slow":
         parts.flow.runner.embed = sleep_first(parts.flow.runner.embed)
+    elif fault == "short of memory":
+        graphs, backward, left = SimpleNamespace(num_graphs=1), parts.schedule.backward, [1]
+        graphs.give_up = lambda why: setattr(graphs, "num_graphs", 0)
+        original, parts.flow.runner.compiled.graphs = backward.layer, graphs
+
+        def refuses(*args, **kwargs):
+            if left:
+                left.clear()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(*args, **kwargs)
+
+        backward.layer = refuses
     elif fault == "raises":
         parts.flow.runner.layer = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("out of luck"))
 
