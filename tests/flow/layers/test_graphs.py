@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,23 @@ def test_calls_that_take_long_run_without_unless_launches_do(monkeypatch, share,
     for i in range(CALLS_BEFORE + 3):
         assert float(call(graphs, torch.full((1, 3), float(i)), torch.tensor(0.0))[0, 0]) == 2.0 * i
     assert graphs.num_graphs == captured
+
+
+def test_a_host_that_waits_for_a_full_queue_does_not_count_as_launching(monkeypatch):
+    graphs, busy, clock_s = CpuGraphs(torch.device("cpu")), [True], [0.0]
+    monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
+    monkeypatch.setattr(module, "wait_for", lambda at, what: busy.clear())
+    monkeypatch.setattr(module, "elapsed_s", lambda begin, end: 1.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+
+    def queued(weights, hidden, args, kwargs):
+        clock_s[0] += len(busy)
+        busy[:] = [True]
+        return hidden * weights[0]
+
+    for _ in range(CALLS_BEFORE + 2):
+        assert float(graphs.run("f", queued, [WEIGHT], torch.ones(1, 3), (), {})[0, 0]) == 2.0
+    assert graphs.num_graphs == 0
 
 
 def test_a_failed_capture_says_why_once_and_goes_on(caplog):
