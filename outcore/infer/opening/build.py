@@ -263,8 +263,9 @@ def open_found(
             progress(memory.note)
         cache = cache_of(placement, needs, settings, dtype, way, memory)
         cache.make_stores(kept.shapes)
+        context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         if settings.prefix_path is not None:
-            cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, progress)
+            cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, context, progress)
             undo.callback(cache.close_kept)
         few, placement = open_few_tokens(units, weights, placement, in_place, settings, way, device, undo)
         passes = _runner(found, flow, cache, placement, settings, way, weights.arrival, few)
@@ -272,7 +273,6 @@ def open_found(
             cache,
             schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
         )
-        context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         fix_factors(loaded, context, progress)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)

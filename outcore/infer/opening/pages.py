@@ -62,6 +62,7 @@ def kept_of(
     dtype: torch.dtype,
     way: Way,
     device: torch.device,
+    context_tokens: int,
     progress: Callable[[str], None],
 ) -> KeptPrefixes | None:
     """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
@@ -81,6 +82,9 @@ def kept_of(
         "deterministic": settings.deterministic,
         "device": device.type,
     }
+    short = found.loaded.facts.short_positions
+    if short is not None:  # keys are turned by one of two sets of factors (`rotary`)
+        identity["rotary_factors"] = "long" if context_tokens > short else "short"
     page_bytes = settings.page_tokens * sum(
         shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
     )
