@@ -103,6 +103,17 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tiny_folder, tmp_path, fie
         answers(tmp_path)
 
 
+def test_an_adapter_that_trained_biases_is_refused(tmp_path):
+    """Biases come with the base, and what torch said of these told nobody what to do."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = save_tiny_model(tmp_path / "base", family="qwen2")
+    config = LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only", task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="brings q_proj whole, in rows or with a bias"):
+        answers(tmp_path / "base", adapter=str(tmp_path / "adapter"))
+
+
 def test_scores_are_the_models_own(tiny_folder):
     folder, model, _ = tiny_folder
     with opening(folder, chunk_tokens=32) as opened:
@@ -129,6 +140,13 @@ def test_rotary_factors_follow_the_context_and_no_other_text(tmp_path, family, m
             assert greedy(opened.engine, [prompt], 10, ignore_eos=True) == [wanted]
     planned = plan_inference(resolve_shape(str(tmp_path)), load_hardware("rtx4070-laptop"))
     assert planned.placement.context_tokens == 32
+    found_tokens = []
+    for context in (None, None, 128):
+        kept = {"prefix_path": tmp_path / "kept", "prefix_gib": 0.01, "page_tokens": 8}
+        with opening(tmp_path, context=context, **kept) as opened:
+            greedy(opened.engine, [long[:20]], 4)
+            found_tokens.append(opened.engine.scheduler.cache.counts.found_tokens)
+    assert found_tokens == [0, 16, 0], "pages that were kept are of one set, too"
 
 
 def test_refused_with_numbers(tiny_folder, tmp_path):

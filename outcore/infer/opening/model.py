@@ -34,8 +34,8 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", 
 """Tokens that end a turn of a chat; those that a model's own template names end its answers."""
 
 
-_OF_BASE = re.compile(r"(\w+)\.(?:base_layer\.weight|token_adapter\.\w+)$")
-"""Names in an adapter's file of what is no adapter: a layer's own weight, rows that replace an embedding's."""
+_OF_BASE = re.compile(r"(\w+)(?:\.base_layer)?\.(?:weight|bias|token_adapter\.\w+)$")
+"""Names in an adapter's file, but for LoRA's: a layer's own weight or bias, rows that replace an embedding's."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,13 @@ def _check_adapter(folder: Path) -> None:
         raise ValueError(f"the adapter {folder} is of the kind {kind}; only LORA is put beside a base. Merge it first.")
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         names = list(file.keys())
-    whole = {*(config.get("modules_to_save") or ()), *(match[1] for match in map(_OF_BASE.search, names) if match)}
+    of_base = (_OF_BASE.search(name) for name in names if ".lora_" not in name)
+    whole = {*(config.get("modules_to_save") or ()), *(match[1] for match in of_base if match)}
     if whole:
         raise ValueError(
-            f"the adapter {folder} brings {', '.join(sorted(whole))} whole or in rows (modules_to_save, "
-            "trainable_token_indices, or adapted embeddings, which peft saves whole), and only adapters are put beside "
-            "a base. Merge it first: by peft's merge_and_unload, or a run of ours by outcore export RUN --merge."
+            f"the adapter {folder} brings {', '.join(sorted(whole))} whole, in rows or with a bias (modules_to_save, "
+            "trainable_token_indices, bias, or adapted embeddings, which peft saves whole), and only adapters are put "
+            "beside a base. Merge it first: by peft's merge_and_unload, or a run of ours by outcore export RUN --merge."
         )
 
 
