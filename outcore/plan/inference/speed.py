@@ -23,7 +23,7 @@ COMPILED_SHARE = 0.36
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
 layer outside a CUDA graph takes, attention included: 1.6 to 1.7 ms on an H100's host (benchmarks/infer/forecast.py)."""
 EAGER_SHARE = 0.4
-"""Share of `host_layer_s` that an eager forward takes: a third of the three, and less (assumed)."""
+"""Share of `host_layer_s` that a call of an eager layer takes, a little more than a compiled one's (assumed)."""
 ANSWER_S = 3.5e-5
 """Python of each answer between passes: choosing its token, its place in the next pass, its text. Measured with 32
 answers of 1 B on an H100's host."""
