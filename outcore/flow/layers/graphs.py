@@ -112,9 +112,13 @@ class GraphPool:
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            yield graph
+        own = torch.cuda.current_stream(self._device)
+        try:
+            # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:  # torch stays in the capture's stream where a capture cannot be ended
+            torch.cuda.set_stream(own)
 
 
 @functools.lru_cache

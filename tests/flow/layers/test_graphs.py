@@ -175,6 +175,30 @@ def test_a_host_that_waits_for_a_full_queue_does_not_count_as_launching(monkeypa
     assert graphs.num_graphs == 0
 
 
+def test_after_a_capture_that_cannot_be_ended_work_goes_on_in_its_own_stream(monkeypatch):
+    current = ["own"]
+
+    class Capture:
+        def __init__(self, graph, *, stream, **_):
+            self.stream = stream
+
+        def __enter__(self):
+            current[0] = self.stream
+
+        def __exit__(self, *_):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, value in {
+        "graph": Capture, "CUDAGraph": object, "graph_pool_handle": object,
+        "current_stream": lambda device: current[0], "set_stream": lambda stream: current.__setitem__(0, stream),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(module, "_capture_stream", lambda device: "captures")
+    with pytest.raises(RuntimeError, match="previous error"), module.GraphPool(torch.device("cuda", 0)).capture():
+        assert current == ["captures"]
+    assert current == ["own"]
+
+
 def test_a_failed_capture_says_why_once_and_goes_on(caplog):
     graphs = LayerGraphs(torch.device("cpu"))
     with caplog.at_level("WARNING"):
