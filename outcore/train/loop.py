@@ -35,6 +35,8 @@ from outcore.train.trainer_parts import TrainerParts
 
 PICTURE_AFTER_S = 20.0
 """A save draws loss.png anew when it is older than this; the end of a run does in any case. Drawing takes 0.2 s."""
+LATEST_STEPS = 1000
+"""Steps whose seconds are kept, for later forecasts."""
 
 
 class Trainer:
@@ -49,8 +51,10 @@ class Trainer:
         self.last_eval: dict[str, float] | None = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.steps_s: deque[float] = deque(maxlen=1000)
+        self.steps_s: deque[float] = deque(maxlen=LATEST_STEPS)
         """Seconds of this process's latest steps."""
+        self.num_steps = 0
+        """Steps that this process took."""
         self.saved_step = -1
         self.saved_path: Path | None = None
         """The checkpoint of `saved_step`, saved or resumed from."""
@@ -127,6 +131,7 @@ class Trainer:
         result = p.engine.train_step(micro_batches, lr)
         step_s = time.perf_counter() - started_s
         self.step += 1
+        self.num_steps += 1
         self.steps_s.append(step_s)
         step_tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * p.engine.world_size
         self.tokens_seen += step_tokens

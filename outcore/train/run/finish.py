@@ -74,7 +74,7 @@ def _resume(ready: Ready, checkpoint: Checkpoint) -> Checkpoint:
 
 def _summary(ready: Ready, seconds: float) -> None:
     job, trainer, folder, evals = ready.job, ready.trainer, ready.context.folder, ready.trainer.last_eval
-    now = len(trainer.steps_s)
+    now = trainer.num_steps
     of_them = "" if now == trainer.step else f", {now or 'none'} of them by this process"
     words = f"done: {trainer.step} steps{of_them} in {format_s(seconds)}"
     if trainer.first_loss is not None and trainer.last_loss is not None:

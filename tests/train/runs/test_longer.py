@@ -25,10 +25,14 @@ def _steps(root: Path, key: str) -> list[float]:
     return [line[key] for line in metrics(root) if "event" not in line]
 
 
-def test_a_run_is_trained_longer_on_purpose(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_trained_longer_on_purpose(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a constant rate two legs equal one run bit for bit; another schedule is stated anew and in the header."""
+    monkeypatch.setattr("outcore.train.loop.LATEST_STEPS", 1)  # of which "done" counts no fewer
     common = ["--run_name", "r", "--eval_steps", "0", "--no_export", *CONSTANT]
     assert main(flags(tmp_path / "one", corpus, *common, "--max_steps", "4")) == 0
+    assert "done: 4 steps in " in capsys.readouterr().out
     argv = flags(tmp_path / "two", corpus, *common, "--max_steps", "2")
     assert main(argv) == 0
     assert main([*argv, "--resume_from_checkpoint", "auto"]) == 0
