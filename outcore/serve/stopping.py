@@ -22,5 +22,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Tell, wait, close."""
-        await self._app.state.tell_clients()
-        await super().shutdown(sockets)
+        try:
+            await self._app.state.tell_clients()
+        finally:
+            await super().shutdown(sockets)

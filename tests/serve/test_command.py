@@ -1,5 +1,7 @@
 """`outcore serve`, up to the moment in which uvicorn takes over."""
 
+import asyncio
+
 import pytest
 
 from outcore.serve import listen
@@ -37,3 +39,23 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_opened(engine, capfd):
         assert main(["/no/model/is/asked/for", "--engine", engine, "--port", str(port)]) == 1
     said = capfd.readouterr().err
     assert f"127.0.0.1:{port} cannot be opened" in said and "another --port" in said
+
+
+def test_connections_close_also_where_clients_cannot_be_told(monkeypatch):
+    import uvicorn
+    from fastapi import FastAPI
+
+    from outcore.serve.stopping import Server
+
+    async def shutdown(server, sockets=None):
+        closed.append(sockets)
+
+    async def fails():
+        raise OSError("the drive is full")
+
+    app, closed = FastAPI(), []
+    app.state.tell_clients = fails
+    monkeypatch.setattr(uvicorn.Server, "shutdown", shutdown)
+    with pytest.raises(OSError, match="drive is full"):
+        asyncio.run(Server(app).shutdown())
+    assert closed == [None]

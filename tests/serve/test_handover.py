@@ -1,5 +1,6 @@
 """`outcore serve --engine vllm` with a stand-in for vLLM: real processes, real HTTP."""
 
+import gc
 import json
 import os
 import re
@@ -196,6 +197,16 @@ def test_who_waits_is_told_that_the_server_stops(served, monkeypatch):
     assert "server_stopping" in rest and "[DONE]" not in rest
     server.thread.join(60)
     assert server.why == [""] and "The server stops" in server.records()[-1]["error"]
+
+
+def test_a_client_that_goes_away_leaves_nothing_that_reads(served, caplog):
+    server = served()
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "wait", "stream": True}) as streamed:
+        assert '"a"' in next(streamed.iter_lines())
+    server.wait(lambda: server.records()[-1].get("finish") == "cancelled")
+    assert server.ask("hello").status_code == 200
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
 def test_what_stops_coming_up_ends_the_hand_over_with_the_reason(served):

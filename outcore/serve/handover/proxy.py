@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -177,9 +177,9 @@ class Forwarder:
     ) -> AsyncGenerator[dict[str, str], None]:
         """Events as they come, but for a count of tokens that only we asked for."""
         event: dict[str, str] = {}
-        async with held:
+        async with held, aclosing(self._lines(response)) as lines:
             try:
-                async for line in self._lines(response):
+                async for line in lines:
                     name, _, value = line.partition(":")
                     if name in ("event", "data"):
                         event[name] = value.removeprefix(" ")
@@ -199,17 +199,18 @@ class Forwarder:
     async def _lines(self, response: httpx.Response) -> AsyncGenerator[str, None]:
         """Lines as they come. ApiError when the server stops before the last one."""
         lines, stopping = response.aiter_lines(), asyncio.ensure_future(self._stopping.wait())
+        line = asyncio.ensure_future(anext(lines, None))
         try:
             while True:
-                line = asyncio.ensure_future(anext(lines, None))
                 await asyncio.wait({line, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if not line.done():
-                    line.cancel()
                     raise stops()
                 if (text := line.result()) is None:
                     return
                 yield text
+                line = asyncio.ensure_future(anext(lines, None))
         finally:
+            line.cancel()  # also when the client went away, or it would go on reading what is closed behind it
             stopping.cancel()
 
     async def plain(self, http: HttpRequest) -> Response:
