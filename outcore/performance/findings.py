@@ -75,7 +75,7 @@ class Projection:
         if self.rating_share is None:
             return "drive's usual rating unknown"
         pct = 100 * self.rating_share
-        words = f"{pct:.2g}" if pct >= 0.01 else "less than 0.01"
+        words = "less than 0.01" if pct < 0.01 else f"{pct:.2g}" if pct < 10 else f"{pct:,.0f}"
         return f"{words} % of the drive's usual rating"
 
     @property

@@ -68,6 +68,9 @@ def test_projection_by_hand(trial: dict[str, Any]):
     unsaved = project(known, datetime.datetime(2030, 1, 1, 12, 0), is_saved=False)
     assert (unsaved.saves_s, unsaved.total_s, unsaved.written_bytes) == (0.0, 116.0, 0.0)
     assert run.written_bytes == 4 * 7 * GB and run.rating_share == pytest.approx(28 / 600_000)
+    shares = {0.00001: "less than 0.01 %", 0.0123: "1.2 %", 12.5: "1,250 %"}
+    for share, words in shares.items():
+        assert dataclasses.replace(run, rating_share=share).rating_words.startswith(f"{words} of")
 
 
 def test_plan_beside_measurement(trial: dict[str, Any]):

@@ -136,7 +136,7 @@ def test_a_step_takes_what_its_phases_take(client, run, tmp_path):
     )
     file.write_text(slow)
     one = client.get("/v1/runs/one").json()
-    assert (one["step_s"], one["phases"]["forward"]) == (pytest.approx(0.8), pytest.approx(0.6))
+    assert (one["step_s"], one["phases"]["forward"]) == (pytest.approx(0.85), pytest.approx(0.65)), "but the first"
 
 
 def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):

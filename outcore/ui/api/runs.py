@@ -57,6 +57,7 @@ class Runs:
         metrics = self._polled(name)
         last = metrics.steps[-1] if metrics and metrics.steps else {}
         recent = metrics.steps[-RECENT_STEPS:] if metrics else []
+        usual = recent[1:] or recent  # a run's first step compiles
         return {
             **(rows[0] if rows else self._empty_row(job)),
             "job": job,
@@ -64,8 +65,8 @@ class Runs:
             "last": last,
             "evals": metrics.evals if metrics else [],
             "resumed_at": metrics.resumed_at if metrics else [],
-            "step_s": _mean(recent, "step_s"),  # as its phases, which would not add up to a median
-            "phases": _phases(recent),
+            "step_s": _mean(usual, "step_s"),  # as its phases, which would not add up to a median
+            "phases": _phases(usual),
             "alerts": _alerts(recent[-SLOW_STEPS:]),
             "forecast": _forecast(metrics, recent) if metrics else [],
             "checkpoints": [self._checkpoint(path) for path in list_checkpoints(self.place.checkpoints / name)],
