@@ -82,6 +82,7 @@ def test_a_layer_that_the_cpu_computes_between_graphs_finds_its_own_pages(monkey
     one.close()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "gpt_oss"))]
 )

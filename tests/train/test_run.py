@@ -141,6 +141,7 @@ def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: 
         torch.testing.assert_close(with_adapter(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
 def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM

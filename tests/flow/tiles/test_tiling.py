@@ -140,6 +140,7 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
 
 
 @pytest.mark.no_cover
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "max_grad_norm"), [("gpt2", 0.5), pytest.param("mixtral", 0.0, marks=pytest.mark.slow)]
 )
