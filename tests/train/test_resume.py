@@ -30,8 +30,8 @@ DEEPSPEED_SLOWLY = ["stream", pytest.param("deepspeed", marks=SLOW)]
 
 
 @pytest.mark.parametrize("how", [
-    "stream", pytest.param("deepspeed", marks=pytest.mark.more), pytest.param("zero1", marks=SLOW), pytest.param("zero2", marks=SLOW),
-    pytest.param("none", marks=SLOW),
+    "stream", pytest.param("deepspeed", marks=pytest.mark.more), pytest.param("zero1", marks=SLOW),
+    pytest.param("zero2", marks=SLOW), pytest.param("none", marks=SLOW),
 ])  # fmt: skip
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
     """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""
