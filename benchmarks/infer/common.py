@@ -27,7 +27,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, HostShare, InferSettings, OpenedModel, open_found
 from outcore.model import ModelSettings, load_model
 from outcore.model.facts import checkpoint_name
-from outcore.storage import aligned_bytes
+from outcore.storage import TensorStore, aligned_bytes
 
 BLOCK_NUMEL = 1 << 22
 
@@ -256,10 +256,9 @@ def link_gb_per_s(device: torch.device) -> float:
     return best
 
 
-def drive_gb_per_s(opened: OpenedModel, n_bytes: int = 4 * GIB) -> float:
+def drive_gb_per_s(store: TensorStore | None, n_bytes: int = 4 * GIB) -> float:
     """Of reads of the weights on the drive, past the page cache, by the engine's own threads into page-aligned memory:
     eight pieces at a time, best of two."""
-    store = opened.weights.homes.store
     assert store is not None, "no weights lie on a drive"
     piece = min(32 * MIB, max(store.spec(name).n_bytes for name in store.names) // 4096 * 4096)
     memory = torch.from_numpy(aligned_bytes(8 * piece))

@@ -159,7 +159,7 @@ def one_run(
     opened = opened_with(model, device, **{"max_sequences": batch, "draft_tokens": 0, **settings})
     loaded, placement, opened_s = opened.found.loaded, opened.placement, time.perf_counter() - began
     if placement.bytes_at("nvme"):
-        hardware = dataclasses.replace(hardware, drive_read_gb_per_s=drive_gb_per_s(opened))
+        hardware = dataclasses.replace(hardware, drive_read_gb_per_s=drive_gb_per_s(opened.weights.homes.store))
     itemsize = next(loaded.model.parameters()).dtype.itemsize
     plan = plan_of(model, loaded.config, hardware, placement, itemsize)
     vocab = loaded.facts.vocab_size

@@ -255,7 +255,7 @@ def main() -> None:
 def decode(opened: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Passes that only write, and where weights lie on a drive the share of its rate that they come at."""
     on_drive = opened.placement.bytes_at("nvme")
-    rate = drive_gb_per_s(opened) if on_drive else None
+    rate = drive_gb_per_s(opened.weights.homes.store) if on_drive else None
     found = decode_passes(opened, batch, args.decode_passes, args.prompt, args.vocab)
     if rate is not None:
         read = on_drive / found["s_per_pass"] / 1e9

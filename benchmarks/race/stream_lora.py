@@ -28,14 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from infer.common import RandomFeed, link_gb_per_s
+from infer.common import RandomFeed, drive_gb_per_s, link_gb_per_s
 from race_common import DeviceWatch, cap_allocator, kernels_of, rss_bytes, synchronize
 from transformers import AutoModelForCausalLM
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.homes import MOST_PINNED_OF_RAM, RunSizes, activation_bytes
-from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.formats import QUANTIZE_CHOICES
 from outcore.machine.host import available_ram_bytes
@@ -43,30 +42,6 @@ from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 from outcore.model.adapters.lora import apply_lora
 from outcore.model.forward import MATMULS
 from outcore.optim import state_format
-from outcore.storage import aligned_bytes
-
-PROBE_BYTES = 4 * GIB
-PIECE_BYTES = 32 * MIB
-
-
-def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
-    """GB/s of the store of weights, read by the engine's own threads into page-aligned memory."""
-    weights = engine._parts.homes.weights
-    assert weights.store is not None
-    store, memory = weights.store, torch.from_numpy(aligned_bytes(8 * PIECE_BYTES))
-    places = [
-        (name, at) for name in store.names for at in range(0, store.spec(name).n_bytes - PIECE_BYTES + 1, PIECE_BYTES)
-    ][: max(1, n_bytes // PIECE_BYTES)]
-    under_way, begin_s = [], time.perf_counter()
-    for number, (name, at) in enumerate(places):
-        if len(under_way) == 8:
-            under_way.pop(0).wait(60)
-        slot = number % 8 * PIECE_BYTES
-        under_way.append(store.submit_read(name, memory[slot : slot + PIECE_BYTES], at))
-    for transfer in under_way:
-        transfer.wait(60)
-    return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
-
 
 BF16_BYTES = 2
 
@@ -227,7 +202,7 @@ def main() -> None:
             "weights_nvme_gib": round(weights.nvme_bytes / GIB, 2),
             "nvme_read_gb_per_step": round(read_bytes / 1e9, 2),
             "nvme_gb_per_s": round(read_bytes / step_s / 1e9, 2),
-            "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lanes else None,
+            "raw_gb_per_s": round(drive_gb_per_s(engine._parts.homes.weights.store), 2) if lanes else None,
             "rss_training_gib": round(rss_bytes()["VmRSS"] / GIB, 2),
             "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
             "peak_vram_gib": round(watch.stop() / GIB, 2) if watch is not None else None,
