@@ -123,7 +123,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         for group, record in enumerate(records):
             bars = chosen(record)
             for place, (kind, (_, row)) in enumerate(bars.items()):
-                at = group + (place - 1) * 0.27
+                at = group + (place - (len(bars) - 1) / 2) * 0.27
                 axis.bar(at, row[panel], width=0.25, color=COLORS[kind], label=labels[kind] if group == 0 else None)
                 axis.text(at, row[panel], f"{row[panel]:.2f}" if panel == 0 else f"{row[panel]:.0f}",
                           ha="center", va="bottom", fontsize=8)  # fmt: skip
