@@ -194,7 +194,7 @@ class WeightPrefetcher:
     def abort(self, deadline: Deadline | None = None) -> None:
         self._copies, self._reads = [], []
         for gate, _ in self._ahead.values():
-            gate.cancel(RuntimeError("the pass that needed it was given up"))
+            gate.cancel(_GivenUp("the pass that needed it was given up"))
         under_way = [transfer for _, transfer in self._ahead.values()]
         for from_ram, from_drive in self._arriving.values():
             under_way += from_ram if from_drive is None else [*from_ram, from_drive]
@@ -257,6 +257,10 @@ def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:
         ) from error
 
 
+class _GivenUp(RuntimeError):
+    """A read that waited for its place, which nobody needs any more."""
+
+
 def settle(transfers: Iterable[Any], deadline: Deadline | None = None) -> bool:
     """After a failure elsewhere: wait until these have ended, well or badly; their own errors are only logged.
 
@@ -269,6 +273,8 @@ def settle(transfers: Iterable[Any], deadline: Deadline | None = None) -> bool:
             num_hanging += 1
             if num_hanging == 1:
                 logger.error("while another failure was handled: %s", error)
+        except _GivenUp:  # that was asked for
+            pass
         except (RuntimeError, OSError) as error:
             logger.error("while another failure was handled: %s", error)
     if num_hanging > 1:
