@@ -3,12 +3,13 @@
     python benchmarks/infer/forecast.py --out forecast.json
     python benchmarks/infer/forecast.py --dry_run            (tiny model, CPU, seconds)
 
-Rates of the machine are measured first (link, device memory, matrix products; the drive's by the run that reads from
-it); the rest is the profile's, or of the data sheet. Each run opens a shape with random weights anew, fills the largest
-passes that it has room for (`vram_over`: bytes taken, with what graphs keep, over those placed), answers prompts once
-so that every size is captured, and again beside the plan. `over` is measured seconds over those forecast before it
-began, `passes_over` over those of the passes as they were; `first` and `decode` are passes that read prompts and that
-only write, each [milliseconds measured, forecast, what binds]. Asked: within 20 % and 10 %.
+Rates of the machine are measured first (link, device memory, matrix products, how fast the host launches; the drive's
+by the run that reads from it); the rest is the profile's, or of the data sheet. Each run opens a shape with random
+weights anew, fills the largest passes that it has room for (`vram_over`: bytes taken, with what graphs keep, over those
+placed), answers prompts once so that every size is captured (but from a drive: in part), and again beside the plan.
+`over` is measured seconds over those forecast before it began, `passes_over` over those of the passes as they were;
+`first` and `decode` are passes that read prompts and that only write, each [milliseconds measured, forecast, what
+binds]. Asked: within 20 % and 10 %.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from outcore.common.quantities import GB, GIB, MIB
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import AgainstPlan, OpenedModel, taken_bytes
 from outcore.plan import Hardware, load_hardware, plan_of
+from outcore.probe.bench.host import measure_host
 
 Run = tuple[str, dict[str, Any], int, int, int]
 RUNS: tuple[Run, ...] = (
@@ -76,6 +78,7 @@ def hardware_here(cases: Cases) -> Hardware:
     torch.cuda.empty_cache()
     tflops = matmul_tflops(cases.device, 1024, 4096, 14336)
     rates = {"h2d_gb_per_s": cases.link_gb_per_s, "device_memory_gb_per_s": memory, "compute_tflops": tflops}
+    rates["host_layer_s"] = measure_host(cases.device, 2.0)
     return dataclasses.replace(found, **rates)
 
 
@@ -161,11 +164,12 @@ def one_run(
     if placement.bytes_at("nvme"):
         hardware = dataclasses.replace(hardware, drive_read_gb_per_s=drive_gb_per_s(opened.weights.homes.store))
     itemsize = next(loaded.model.parameters()).dtype.itemsize
-    plan = plan_of(model, loaded.config, hardware, placement, itemsize)
+    kv_format = opened.engine.scheduler.cache.settings.kv_format
+    plan = plan_of(model, loaded.config, hardware, placement, itemsize, kv_format)
     vocab = loaded.facts.vocab_size
     filled = filled_bytes(opened, prompt, vocab)
     asked = prompts(batch, prompt, vocab)
-    run_requests(opened, asked, 4)
+    run_requests(opened, asked, 4 if placement.bytes_at("nvme") else answer)
     opened.engine.scheduler.cache.clear_prefixes()
     told = AgainstPlan(opened, plan)
     passes = Passes(told, opened)
@@ -183,6 +187,8 @@ def one_run(
         "kv_home": placement.kv_home,
         "words": told.words(),
         "opened_s": opened_s,
+        "host_layer_ms": 1000 * hardware.host_layer_s,
+        "calls_of": [placement.pass_tokens, placement.chunk_tokens],
         "decode_terms_ms": {name: round(1000 * s, 2) for name, s in {**decode.terms, **decode.between}.items()},
         **passes.facts(),
     }

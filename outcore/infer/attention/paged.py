@@ -31,6 +31,7 @@ from outcore.infer.attention.exact import (
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
+from outcore.model.packed.attention import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
 
 _numbers = itertools.count()
@@ -153,10 +154,7 @@ class PagedAttention:
         value_KNE: torch.Tensor,
     ) -> torch.Tensor:
         heads, rows, _ = query_HND.shape
-        if self.cache is None and [(span.start, span.count) for span in tables.spans] == [(0, rows)]:
-            return self._attend_fresh(slice(0, rows), rule, query_HND, key_KND, value_KNE)
-        output = query_HND.new_zeros((rows, heads, shape.value_width))  # rows that pad the call stay zero
-        fresh = [span for span in tables.spans if span.start == 0]
+        output: torch.Tensor | None = None
         stored = [span for span in tables.spans if span.start > 0]
         if self.cache is not None:
             group = self.cache.group_of(rule.window)
@@ -168,6 +166,8 @@ class PagedAttention:
                 tables.slots_of(group, store.home),
             )
             for together in self._together(stored, store, group, rule, tables, query_HND):
+                if output is None:
+                    output = query_HND.new_zeros((rows, heads, shape.value_width))
                 if together.mask is None:
                     pieces = self._pieces(together.spans[0], store, group, rule, tables, query_HND, key_KND, value_KNE)
                     here = slice(together.spans[0].row, together.spans[0].row + together.count)
@@ -177,10 +177,46 @@ class PagedAttention:
                     after = self.cache.store_after(site)
                     if after is not None and together.pages is not None:
                         after.read_ahead(together.pages)
-        for span in fresh:
-            here = slice(span.row, span.row + span.count)
-            output[here] = self._attend_fresh(here, rule, query_HND, key_KND, value_KNE)
+        for here, part in self._fresh(tables, rule, query_HND, key_KND, value_KNE):
+            if len(part) == rows:
+                return part
+            if output is None:
+                output = query_HND.new_zeros((rows, heads, shape.value_width))  # rows that pad the call stay zero
+            output[here] = part
+        assert output is not None, "a call without tokens"
         return output
+
+    def _fresh(
+        self,
+        tables: PassTables,
+        rule: AttentionRule,
+        query_HND: torch.Tensor,
+        key_KND: torch.Tensor,
+        value_KNE: torch.Tensor,
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows of sequences that begin in this pass, and [n, H, E] of them: neighbours at once where a kernel tells
+        them apart, else one after another."""
+        if query_HND.is_cuda and is_fused(query_HND, value_KNE.shape[2], rule):
+            for here, borders in self._stretches(tables, query_HND.device):
+                query, key, value = (x[None, :, here] for x in (query_HND, key_KND, value_KNE))
+                yield here, by_kernel(query, key, value, borders, rule.scaling, rule.window)[0]
+            return
+        for span in tables.spans:
+            if span.start == 0:
+                here = slice(span.row, span.row + span.count)
+                yield here, self._attend_fresh(here, rule, query_HND, key_KND, value_KNE)
+
+    def _stretches(self, tables: PassTables, device: torch.device) -> list[tuple[slice, torch.Tensor]]:
+        """Rows of neighbours that begin in this pass, and where each of them ends; made once for all layers."""
+        if "fresh" not in tables.plans:
+            tables.plans["fresh"] = found = []
+            for begins, spans in itertools.groupby(tables.spans, key=lambda span: span.start == 0):
+                whole = list(spans)
+                ends = [0, *itertools.accumulate(span.count for span in whole)]
+                if begins:
+                    borders = tables.at(torch.tensor(ends, dtype=torch.int32), device)
+                    found.append((slice(whole[0].row, whole[0].row + ends[-1]), borders))
+        return tables.plans["fresh"]
 
     def _attend_fresh(
         self,
@@ -193,15 +229,18 @@ class PagedAttention:
         """[n, H, E] of a sequence that begins in this pass: its keys and values are at hand."""
         query, key, value = query_HND[:, here], key_KND[:, here], value_KNE[:, here]
         count = query.shape[1]
-        zero = torch.zeros(1, dtype=torch.long, device=query.device)
+
+        def whole_mask() -> torch.Tensor:
+            zero = torch.zeros(1, dtype=torch.long, device=query.device)
+            return causal_mask(zero, count, zero, count, rule.window)
+
         if not rule.is_plain and query.shape[0] * count * count > self._limits.scores:
-            whole = causal_mask(zero, count, zero, count, rule.window)[0, 0]
+            whole = whole_mask()[0, 0]
             step = max(1, self._limits.scores // (query.shape[0] * count))
             cuts = [slice(at, at + step) for at in range(0, count, step)]
             pieces = ((key[:, c].transpose(0, 1), value[:, c].transpose(0, 1), whole[:, c]) for c in cuts)
             return attend_in_pieces(query, pieces, rule).transpose(0, 1)
-        masked = rule.window is not None and rule.window < count
-        mask = causal_mask(zero, count, zero, count, rule.window) if masked else None
+        mask = whole_mask() if rule.window is not None and rule.window < count else None
         return attend_at_once(query[None], key[None], value[None], mask, rule)[0].transpose(0, 1)
 
     def _batches(self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int) -> Iterator[list[Span]]:

@@ -124,7 +124,8 @@ def against_plan(opened: OpenedModel) -> AgainstPlan:
         name = loaded.quantize or ("" if loaded.packed or dtype not in PLAIN_FORMATS else PLAIN_FORMATS[dtype].name)
         if rates is not None and name:
             remember_rates(name, rates, hardware)
-        plan = plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize)
+        kv_format = opened.engine.scheduler.cache.settings.kv_format
+        plan = plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize, kv_format)
     except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
         return AgainstPlan(opened, None, str(error))
     return AgainstPlan(opened, plan)

@@ -47,7 +47,7 @@ def plan_inference(
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
     itemsize = 4 if precision == "fp32" else 2
-    kv_itemsize = itemsize if kv_format == "same" else 1 + 4 / shape.head_dim
+    kv_itemsize = _kv_itemsize(shape, itemsize, kv_format)
     sizes: dict[str, Any] = {"itemsize": itemsize, "kv_itemsize": kv_itemsize, "on_gpu": not hardware.is_cpu}
     needs = needs_of(shape, **sizes)
     if context is not None and shape.max_positions is not None and context > shape.max_positions:
@@ -99,7 +99,15 @@ def plan_inference(
     return InferencePlan(shape, hardware, placement, needs.kv, itemsize)
 
 
-def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:
+def plan_of(
+    name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int, kv_format: str
+) -> InferencePlan:
     """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
     shape = shape_from_config(name, config, adapts=False)
-    return InferencePlan(shape, hardware, placement, kv_of(shape, itemsize), itemsize)
+    kv = kv_of(shape, _kv_itemsize(shape, itemsize, kv_format))
+    return InferencePlan(shape, hardware, placement, kv, itemsize)
+
+
+def _kv_itemsize(shape: ModelShape, itemsize: int, kv_format: str) -> float:
+    """Bytes of a number among keys and values: 8 bits have a scale of fp32 for each head's key and value."""
+    return itemsize if kv_format == "same" else 1 + 4 / shape.head_dim

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from outcore.infer.attention import AttentionRule, attend_at_once, attend_in_pieces, causal_mask, is_fused
+from outcore.infer.attention import (
+    AttentionRule,
+    PagedAttention,
+    attend_at_once,
+    attend_in_pieces,
+    causal_mask,
+    is_fused,
+)
+from outcore.infer.cache import PassTables, SequencePages, Span
+from outcore.staging.pool import SmallCopies
 
 H, K, D, E = 4, 2, 8, 6
 RULES = {
@@ -64,3 +73,32 @@ def test_pieces_that_all_tokens_see_are_fused(cut):
     assert not is_fused(query, D, AttentionRule(0.3, softcap=2.0))
     pieces = [(keys[:cut], values[:cut], None), (keys[cut:9], values[cut:9], None), (keys[9:], values[9:], mask[:, 9:])]
     assert torch.allclose(attend_in_pieces(query, pieces, rule), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sequences_that_begin_together_do_not_see_each_other(device, window):
+    """Neighbours go at once where the GPU has a kernel for that; rows of others, and rows that pad, stay zero."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    starts, counts = (0, 0, 9, 0), (11, 1, 3, 40)
+    rows = [sum(counts[:i]) for i in range(5)]
+    spans = [Span(SequencePages([]), *of_span) for of_span in zip(starts, counts, rows[:4], strict=True)]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(n, rows[4] + 2, D) for n in (H, K, K))
+    rule, attention = AttentionRule(0.3, window), PagedAttention(None)
+    try:
+        attention.begin([PassTables(spans, 1, SmallCopies(torch.device(device)))])
+        found = attention.attend(rule, *(x.to(device, dtype) for x in (query, key, value))).float().cpu()
+    finally:
+        attention.close()
+    expected = torch.zeros(rows[4] + 2, H, D)
+    for start, count, row in zip(starts, counts, rows, strict=False):
+        if start == 0:
+            here = slice(row, row + count)
+            zero = torch.zeros(1, dtype=torch.long)
+            mask = causal_mask(zero, count, zero, count, window)
+            expected[here] = attend_at_once(*(x[None, :, here] for x in (query, key, value)), mask, rule)[0].transpose(
+                0, 1
+            )
+    assert torch.allclose(found, expected, atol=0.03 if device == "cuda" else 1e-5)
+    assert not found[12:15].any() and not found[rows[4] :].any()
