@@ -31,7 +31,7 @@ from outcore.infer.attention.exact import (
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
-from outcore.model.packed.attention import by_kernel
+from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
 
 _numbers = itertools.count()

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders, known_borders, mask_of
+from outcore.model.packed.kernel import by_kernel
 
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
@@ -85,31 +86,3 @@ def kernel_takes(
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Whether the flash kernel is there for tensors of this device and type."""
     return tensor.is_cuda and tensor.dtype in KERNEL_TYPES
-
-
-def by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """[B, T, H, D] by the variable-length kernel. The longest document is taken to be a whole row, so that it is the
-    same number for every batch; the kernel sees for itself where documents end."""
-    rows, _, length, _ = query.shape
-    flat = [x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value)]
-    output = torch.ops.aten._flash_attention_forward(
-        *flat,
-        borders,
-        borders,
-        length,
-        length,
-        0.0,
-        True,  # causal
-        False,
-        scale=scaling,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
-    )[0]
-    return output.view(rows, length, *output.shape[1:])

@@ -9,7 +9,7 @@ import torch
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import DeviceBatch
-from outcore.model.packed.attention import by_kernel
+from outcore.model.packed import by_kernel
 from outcore.model.packed.borders import are_borders, borders_of
 from outcore.model.packed.trial import KERNEL_TOLERANCE, kernel_error
 from tests.engine.inside import parts_of
