@@ -193,9 +193,9 @@ def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int 
     tokenizer = train_byte_bpe(["The quick brown fox jumps over the lazy dog. " * 40], vocab)
     config = transformers.AutoConfig.for_model(
         family, vocab_size=len(tokenizer),
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.eos_token_id,
-        **{"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": False, **fields},
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "tie_word_embeddings": False, **fields},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = model_class_of(config)._from_config(config, dtype=torch.float32)

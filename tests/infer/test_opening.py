@@ -63,7 +63,7 @@ def test_a_model_without_adapters_does_not_wait_for_peft(tiny_folder, expected, 
 
     def planned(opened):
         loaded, hardware = opened.found.loaded, load_hardware("rtx4070-laptop")
-        assert plan_of("tiny", loaded.config, hardware, opened.placement, 4).tokens_per_s(1, 64) > 0
+        assert plan_of("tiny", loaded.config, hardware, opened.placement, 4, "same").tokens_per_s(1, 64) > 0
 
     assert answers(tiny_folder[0], check=planned) == expected
 
