@@ -36,9 +36,6 @@ GPU_SPARE_BYTES = int(0.15 * GIB)
 ZERO3_SPARE_SHARE = 0.82
 """Spare share of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
 0.86 with 0.4 B parameters (S), 1.06 of 1.13 with 1.2 B (H)."""
-GRAPH_SPARE_TENSORS = 20
-"""With CUDA graphs, whose pool nothing else may use, so many hidden states of a micro-batch on top of GPU_SPARE_BYTES:
-0.28-0.57 GB in all, in nine runs (S, H), 0.096 GB and 25 such tensors by least squares."""
 NCCL_BYTES = int(0.49 * GIB)
 """NCCL's communicator, which DeepSpeed makes even for one rank. Measured (R): 1.39-1.40 GB that the driver counts and
 the allocator does not in four runs of DeepSpeed, 0.87-0.89 in eight of the streaming engine."""
@@ -47,16 +44,12 @@ VRAM_RESERVE_BYTES = int(0.75 * GIB)
 the cap under which the streaming engine is accepted."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
-GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
-"""What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
-micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
-within 3 % in seven of them, 5 % below in one with a single micro-batch, 11 % above in that of 8,192 tokens."""
-EAGER_GRAPH_TENSORS, EAGER_GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 9, 2 * 32 * MIB, 0.86
-"""Terms of eager layers: tensors of a micro-batch's hidden states (three inputs, a result for each of three weight
-buffers, forward and backward), cuBLAS's workspaces (of two threads, as large as on Hopper), and what else lies in the
-pool, in activations of one layer: the allocator's spare memory, because the head's logits, in memory of their own, are
-the peak of tensors. Measured (E): 0.219 GB more of tensors, which is the first two to 1.1 MB, and 0.698 GB more
-reserved, 0.479 beyond them; a layer's activations are planned with 0.558. Taken to scale with them."""
+GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 2 * 32 * MIB, 0.86
+"""What graphs of layers keep beside their inputs and results: cuBLAS's workspaces (of two threads, as large as on
+Hopper), and the memory that their intermediate results had, of which nobody else may use any: of eager layers so many
+times a layer's activations, of compiled ones as many as are planned outside of graphs. Measured (E), eager: 0.219 GB
+more of tensors, which is the workspaces and nine of a micro-batch's hidden states to 1.1 MB, and 0.698 GB more
+reserved, 0.479 beyond them; a layer's activations are planned with 0.558."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 

@@ -37,6 +37,9 @@ EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16
 """Micro-batches of an evaluation that share one pass over the weights; tokens from which on no more join them."""
 GRAPH_LONG_S = 5e-3
 """A call that keeps the device busy this long hides its launches many times over: it is not captured as a graph."""
+LAUNCH_SHARE = 0.5
+"""Share of a call's time on the device from which on launches count: other threads slow the host down, too. Products
+in float8, with operations of our own around them, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
 GRAPH_FREE_SHARE = 0.4
 """Share of the device's memory (under the allocator's cap) that must be free for a capture: graphs keep theirs for
 good, and a step must never fail for want of it."""
@@ -46,6 +49,11 @@ in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB fro
 with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
+
+
+def is_worth_a_graph(device_s: float, launch_s: float) -> bool:
+    """Whether a call that takes the device and the host so long is captured."""
+    return device_s <= GRAPH_LONG_S or launch_s >= LAUNCH_SHARE * device_s
 
 
 def rank_slots_bytes(sizes: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from outcore.common.errors import line_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.trace import Moment, elapsed_s, moment, wait_for
-from outcore.sizing.streaming import GRAPH_FREE_SHARE, GRAPH_LONG_S
+from outcore.sizing.streaming import GRAPH_FREE_SHARE, is_worth_a_graph
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ CALLS_BEFORE, REHEARSALS = 4, 2
 MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without. The shape that
 a function had first has no limit: where layers stay on the device, each of them is a buffer of its own."""
-
-LAUNCH_SHARE = 0.5
-"""Share of a call's time on the device from which on launches count: other threads slow the host down, too. Products
-in float8, with operations of our own around them, took 9 ms of a host for a backward of 2 (an H100, 1.2 B)."""
 
 Function = Callable[..., torch.Tensor]
 """(weights, hidden, args, kwargs[, grad, sums]) -> tensor; adds to the tensors in `sums`, which stay where they are."""
@@ -184,7 +180,7 @@ class LayerGraphs:
             assert known.begin is not None and known.end is not None
             wait_for(known.end, "the layers before its first CUDA graph")
             device_s = elapsed_s(known.begin, known.end)
-            known.is_worth_it = device_s <= GRAPH_LONG_S or known.launch_s >= LAUNCH_SHARE * device_s
+            known.is_worth_it = is_worth_a_graph(device_s, known.launch_s)
         if not known.is_worth_it:
             known.static = []
             return call.on(inputs)

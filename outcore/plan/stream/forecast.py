@@ -52,11 +52,10 @@ def plan_stream(
     ram, pinned, pageable = pinned_and_rest(case, ram)
     vram = vram_parts(case, tiling)
     graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
-    if graphs is not None:
-        tensors, spare = graphs
-        vram.append(Item("vram", GRAPHS, tensors))
-        vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
-    stay = staying(case, tiling, spill, vram)
+    tensors, pool = graphs or (0, 0)
+    vram.append(Item("vram", GRAPHS, tensors))
+    vram = [replace(p, size_bytes=p.size_bytes + pool) if p.name == SPARE else p for p in vram]
+    stay = staying(case, tiling, spill, vram, pool)
     placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, have_homes)
     if layout.resident_bytes is None and stay.layers:
         with_s, without_s = (step_time(case, replace(placed, stay=one))[1].step_s for one in (stay, Staying()))

@@ -31,13 +31,13 @@ from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     CPU_STAGING_BYTES,
     GRAPH_FREE_SHARE,
-    GRAPH_LONG_S,
     LANE_BYTES,
     PROCESS_BYTES,
     STAGING_BYTES,
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
+    is_worth_a_graph,
     lent_bytes,
     pinned_memory,
     rank_slots_bytes,
@@ -58,8 +58,8 @@ LONG_ROWS = "rows that the device has tiles of"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
-GRAPH_FORWARD_TENSORS = 4
-"""Hidden states of a micro-batch that graphs of the forward alone keep: its input, a result for each weight buffer."""
+GRAPH_SHAPES = 2
+"""Kinds of micro-batches that layers are captured for: with borders of documents, and without."""
 LEAST_GRADIENTS = 3
 """Units' worth of gradients without clipping, where RAM is short."""
 
@@ -114,8 +114,8 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
 
 
 def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> tuple[int, int] | None:
-    """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
-    layers compute long or the GPU is rather full."""
+    """(tensors, memory that nothing else may use) that CUDA graphs of layers keep on the GPU. None where nothing is
+    captured: layers compute long or the GPU is rather full."""
     shape, hardware, layout, tokens = case.shape, case.hardware, case.layout, case.micro_tokens
     if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None or tiling.tile_tokens:
         return None
@@ -123,25 +123,28 @@ def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> t
     passed, *_ = device_bytes(shape, case.request, case.seq_length, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
     slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
+    launches = k.STREAM_HOST_LAYERS_PER_CALL if layout.compiled else k.STREAM_EAGER_HOST_LAYERS_PER_CALL
     layers_s = slower * hardware.compute_s(flops.forward - head, passed, flops.attention_forward)
-    if layers_s / shape.num_layers > GRAPH_LONG_S:
-        return None
-    tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
-    if tensors > (1 - GRAPH_FREE_SHARE) * (device_bytes_of(hardware, layout) or 0):
-        return None
-    hidden = tokens * shape.hidden_size * case.element_bytes
     back = flops.backward - (1 if shape.lora_r else 2) * head
     back_s = slower * hardware.compute_s(back, 2 * passed, flops.attention_backward)
-    if layout.compiled and back_s / shape.num_layers > GRAPH_LONG_S:  # of a layer only the forward is captured
-        alone = forward_bytes(shape, case.element_bytes, tokens)
-        share = alone / compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
-        return alone + GRAPH_FORWARD_TENSORS * hidden, int(min(1.0, share) * k.GRAPH_SPARE_TENSORS * hidden)
-    if layout.compiled:
-        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens))
-        return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
-    return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
-        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
+    forward, backward = (
+        is_worth_a_graph(pass_s / shape.num_layers, hardware.host_s(host_layers))
+        for pass_s, host_layers in zip((layers_s, back_s), launches, strict=True)
     )
+    tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
+    if not forward or tensors > (1 - GRAPH_FREE_SHARE) * (device_bytes_of(hardware, layout) or 0):
+        return None
+    hidden, buffers = tokens * shape.hidden_size * case.element_bytes, tiling.holding.layer_buffers
+    pool = forward_bytes(shape, case.element_bytes, tokens)
+    if backward and layout.compiled:
+        borders = sum(p.size_bytes for p in vram if p.name == BORDERS)
+        pool = compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens) + borders
+    elif backward:
+        kept = layer_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
+        pool = int(k.EAGER_GRAPH_POOL * kept)
+    # Inputs, and a result for each weight buffer; again where a micro-batch's rows are of one document each.
+    held = GRAPH_SHAPES * ((1 + buffers) + (2 + buffers if backward else 0))
+    return held * hidden + k.GRAPH_WORKSPACE_BYTES, pool
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,8 @@ class Staying:
     size_bytes: int = 0
 
 
-def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[Item]) -> Staying:
-    """What the engine will keep on the GPU beside `vram` (`sizing.residents`)."""
+def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[Item], pool_bytes: int) -> Staying:
+    """What the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes` alone."""
     shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
     device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
     is_out = (
@@ -172,7 +175,7 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
         return Staying()
     tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
     kept = sum(tensors.get(name, 0) for name in (PARAMETERS, GRADIENTS, GRAPHS))
-    idle = DeviceUse(device_bytes, kept, sum(tensors.values()) - kept).idle
+    idle = DeviceUse(device_bytes, kept + pool_bytes, sum(tensors.values()) - kept).idle
     idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
     idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
     adapters = -(-shape.adapter_params // shape.num_layers)

@@ -11,12 +11,13 @@ from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
 from outcore.flow.check import attention_to_packed_rows, packed_rows, sharing_holds
-from outcore.flow.layers import CompiledLayers, graphs
+from outcore.flow.layers import CompiledLayers
 from outcore.flow.parts import DeviceBatch, discover_units
 from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders
 from outcore.model.packed.trial import takes_packed_attention
+from outcore.sizing import streaming
 from tests.engine.inside import parts_of
 from tests.flow.layers.test_graphs import CpuGraphs
 from tests.flow.models import (
@@ -126,7 +127,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
         return CompiledLayers(*args, backend=counting, graphs=CpuGraphs(CPU) if graphed else None, **more)
 
     monkeypatch.setattr(blueprint, "CompiledLayers", compiled_layers)
-    monkeypatch.setattr(graphs, "GRAPH_LONG_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr(streaming, "GRAPH_LONG_S", 60.0)  # however busy the machine is
     losses = {}
     with imitated() as calls:
         for way in ("auto", "masks"):

@@ -15,6 +15,7 @@ from outcore.flow.layers import LayerGraphs, draws_random_numbers
 from outcore.flow.layers import graphs as module
 from outcore.flow.layers.graphs import CALLS_BEFORE, _Graph
 from outcore.flow.parts import discover_units
+from outcore.sizing import streaming
 from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, plain_batch, set_dropout, tiny_loaded
 
@@ -58,7 +59,7 @@ WEIGHT = torch.full((3,), 2.0)
 
 @pytest.fixture(autouse=True)
 def _worth_it(monkeypatch):
-    monkeypatch.setattr(module, "GRAPH_LONG_S", math.inf)  # however busy the machine is
+    monkeypatch.setattr(streaming, "GRAPH_LONG_S", math.inf)  # however busy the machine is
 
 
 def test_every_call_gets_its_own_result_from_its_own_inputs():
@@ -150,8 +151,8 @@ def test_every_buffer_of_the_shape_that_came_first_has_a_graph(monkeypatch):
 
 @pytest.mark.parametrize(("share", "captured"), [(math.inf, 0), (0.0, 1)])
 def test_calls_that_take_long_run_without_unless_launches_do(monkeypatch, share, captured):
-    monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
-    monkeypatch.setattr(module, "LAUNCH_SHARE", share)
+    monkeypatch.setattr(streaming, "GRAPH_LONG_S", -1.0)
+    monkeypatch.setattr(streaming, "LAUNCH_SHARE", share)
     graphs = CpuGraphs(torch.device("cpu"))
     for i in range(CALLS_BEFORE + 3):
         assert float(call(graphs, torch.full((1, 3), float(i)), torch.tensor(0.0))[0, 0]) == 2.0 * i
@@ -160,7 +161,7 @@ def test_calls_that_take_long_run_without_unless_launches_do(monkeypatch, share,
 
 def test_a_host_that_waits_for_a_full_queue_does_not_count_as_launching(monkeypatch):
     graphs, busy, clock_s = CpuGraphs(torch.device("cpu")), [True], [0.0]
-    monkeypatch.setattr(module, "GRAPH_LONG_S", -1.0)
+    monkeypatch.setattr(streaming, "GRAPH_LONG_S", -1.0)
     monkeypatch.setattr(module, "wait_for", lambda at, what: busy.clear())
     monkeypatch.setattr(module, "elapsed_s", lambda begin, end: 1.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))

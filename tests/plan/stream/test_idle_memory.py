@@ -11,10 +11,10 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.model import preset_shape
 from outcore.plan import constants as k
-from outcore.plan.record import STAYING
+from outcore.plan.record import BORDERS, STAYING
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
-from outcore.sizing.activations import compiled_activation_bytes, logits_bytes
+from outcore.sizing.activations import compiled_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from tests.plan.fakes import prototype_shape, server
 
@@ -46,9 +46,20 @@ def test_graphs_hold_the_forward_alone_where_the_backward_takes_long():
     """LoRA of 8 B on 4,096 tokens: 3 ms forward, 6 ms backward, which is not captured and was counted (+15 %)."""
     shape, layout = preset_shape("llama-8b").with_lora(16), StreamLayout(2, 4, checkpoints_home="ram")
     p = plan_stream(shape, RunRequest(), server(), 2048, layout)
-    assert p.part_bytes("vram", "CUDA graphs of layers") == 2 * 4096 * (2 * 4096 + 3 * 14336 + 4 * 4096)
+    graphs, spare, hidden = "CUDA graphs of layers", "allocator's spare memory", 2 * 4096
+    assert p.part_bytes("vram", graphs) == 2 * 4 * hidden * 4096 + k.GRAPH_WORKSPACE_BYTES
+    assert p.part_bytes("vram", spare) - k.GPU_SPARE_BYTES == hidden * (2 * 4096 + 3 * 14336)
     short = plan_stream(shape, RunRequest(), server(), 1024, layout)
-    assert short.part_bytes("vram", "CUDA graphs of layers") > 0.6 * p.part_bytes("vram", "CUDA graphs of layers")
+    assert short.part_bytes("vram", graphs) - k.GRAPH_WORKSPACE_BYTES == 2 * 9 * hidden // 2 * 4096
+
+
+def test_what_the_host_launches_slowly_is_captured_however_long_it_takes():
+    """The engine's second reason: launches that take half as long as the device, as those of eager layers do."""
+    shape, layout = prototype_shape(), StreamLayout(8, 2, checkpoints_home="ram", compiled=False)
+    slow = plan_stream(shape, RunRequest(), server(host_layer_s=0.01), 1024, layout)
+    fast = plan_stream(shape, RunRequest(), server(host_layer_s=0.001), 1024, layout)
+    graphs = [p.part_bytes("vram", "CUDA graphs of layers") for p in (slow, fast)]
+    assert graphs[0] > graphs[1] > 0
 
 
 @pytest.mark.parametrize("lora", [0, 16])
@@ -108,40 +119,37 @@ def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
     assert kept.part_bytes("vram", STAYING) == 0
 
 
-def tensors_then(p, shape, tokens) -> float:
-    """Bytes of tensors while autograd still computed the loss of a chunk, four fp32 logits at once."""
-    now = ("logits of one chunk", "activations of the largest unit", "gradients before they are summed")
-    head = logits_bytes(shape, tokens, 4.0) + 2 * shape.ends_params
-    return p.tensor_bytes - sum(p.part_bytes("vram", name) for name in now) + head
-
-
 def test_graphs_take_memory_where_layers_are_short_and_there_is_room():
     shape, fast = prototype_shape(), server()
     p = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram"))
-    measured_gb = 2.924 - 2.405  # peaks of tensors with and without graphs
     name, spare = "CUDA graphs of layers", "allocator's spare memory"
-    assert p.part_bytes("vram", name) / 1e9 == pytest.approx(measured_gb, rel=0.4)
-    assert tensors_then(p, shape, 4096) / 1e9 == pytest.approx(2.924, rel=0.08)
+    one_kind = p.tensor_bytes - 9 * 4096 * 2048 * 2 - p.part_bytes("vram", BORDERS)  # no row of the race was packed
+    assert one_kind / 1e9 == pytest.approx(2.002, rel=0.08)  # rivals-h100-1.2b-16k.json, and kept beside them 0.485
+    pool = p.part_bytes("vram", spare) - k.GPU_SPARE_BYTES
+    assert pool == compiled_activation_bytes(shape, 2, 1024, 4096) + p.part_bytes("vram", BORDERS)
+    assert p.part_bytes("vram", spare) / 1e9 == pytest.approx(0.485, rel=0.25)
     slow = plan_stream(shape, RunRequest(), dataclasses.replace(fast, compute_tflops=20.0), 1024, StreamLayout(4, 4))
     assert slow.part_bytes("vram", "CUDA graphs of layers") == 0
     full = plan_stream(shape, RunRequest(), dataclasses.replace(fast, vram_bytes=5 * GIB), 1024, StreamLayout(4, 4))
     assert full.part_bytes("vram", "CUDA graphs of layers") == 0
     off = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram", cuda_graphs=False))
     assert p.tensor_bytes - off.tensor_bytes == p.part_bytes("vram", name)
-    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == k.GRAPH_SPARE_TENSORS * 4096 * 2048 * 2
+    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == pool
 
 
 RACE = Path(__file__).resolve().parents[3] / "benchmarks/results/stream_race-h200-eager-graphs.json"
 
 
 def test_eager_layers_with_and_without_graphs_as_measured():
-    """The measured engine's loss held half a chunk of fp32 logits more at its peak, which was the head's."""
+    """The measured engine's loss held half a chunk of fp32 logits more at its peak, which was the head's; its rows were
+    not packed, so one kind of micro-batch was captured."""
     shape, request = prototype_shape(), RunRequest(state_format="fp32", max_grad_norm=0.0)
     runs = json.loads(RACE.read_text())["results"]
-    chunk = 4 * 2048 * 32000
+    loss, kind = 4 * 2048 * 32000 // 2, 9 * 4096 * 2048 * 2
     for name, graphs in (("ours-fp32-eager", True), ("ours-fp32-eager-nographs", False)):
         layout, run = StreamLayout(4, 4, "ram", compiled=False, cuda_graphs=graphs), runs[name]
         p = plan_stream(shape, request, server(), 1024, layout)
+        more = loss - (kind if graphs else 0)
         assert p.time.step_s == pytest.approx(run["step_s"], rel=0.10)
-        assert p.expected_bytes("vram") + chunk // 2 == pytest.approx(run["peak_vram_bytes"], rel=0.05)
-        assert p.tensor_bytes + chunk // 2 == pytest.approx(run["torch_peak_bytes"], rel=0.05)
+        assert p.expected_bytes("vram") + more == pytest.approx(run["peak_vram_bytes"], rel=0.05)
+        assert p.tensor_bytes + more == pytest.approx(run["torch_peak_bytes"], rel=0.05)

@@ -1,0 +1,54 @@
+"""`plan_race.py`: runs of the race that no constant was fitted to, within the planner's aims."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.plan.hardware import Hardware
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+FILES = (
+    "rivals-h100-1.2b-16k-second", "rivals-h100-1.2b-16k-third", "rivals-h100-1.2b-4k-second",
+    "rivals-h100-1.2b-4k-third", "rivals-h100-1.75b-13k-second", "rivals-h100-1.75b-4k-beside",
+    "rivals-h100-2.8b-16k-ours", "lora-70b-nf4-h100", "lora-8b-nf4-h100", "lora-trainstream-h100-beside",
+)  # fmt: skip
+FAR = {"rivals-h100-2.8b-4k-ours": (0.20, 0.14), "long-rows-8b-32k-h100": (0.30, 0.10)}
+"""What misses an aim, with how far it may: a backward at the limit beyond which none is captured leaves room for one
+layer more; what a pass of 32,768 tokens waits for is not known."""
+CASES = [(name, (0.20, 0.10)) for name in FILES] + list(FAR.items())
+
+
+@pytest.fixture
+def race(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for folder in ("plan", "race"):
+        monkeypatch.syspath_prepend(str(RESULTS.parent / folder))
+    import plan_race  # pyright: ignore[reportMissingImports]
+
+    return plan_race
+
+
+@pytest.mark.parametrize(("name", "limits"), CASES, ids=[name for name, _ in CASES])
+def test_runs_of_the_race_are_foreseen(race: Any, name: str, limits: tuple[float, float]) -> None:
+    kept = json.loads((RESULTS / "plan_vs_measured-h100-second.json").read_text())
+    server, runs = (
+        Hardware(**kept["runs"][0]["forecast"]["asked"]["hardware"]),
+        list(race.runs_of(RESULTS / f"{name}.json")),
+    )
+    assert runs
+    for run in runs:
+        plan, (step_s, ram_gib, vram_gib) = race.forecast(run, server), run.took
+        assert plan.time.step_s == pytest.approx(step_s, rel=limits[0])
+        assert plan.expected_bytes("ram", "pinned") / 2**30 == pytest.approx(ram_gib, rel=limits[1])
+        assert plan.expected_bytes("vram") / 2**30 == pytest.approx(vram_gib, rel=limits[1])
+
+
+def test_less_ram_makes_updates_longer(race: Any) -> None:
+    kept = json.loads((RESULTS / "plan_vs_measured-h100-second.json").read_text())
+    server = Hardware(**kept["runs"][0]["forecast"]["asked"]["hardware"])
+    run = next(race.runs_of(RESULTS / "rivals-h100-1.2b-16k-third.json"))
+    slow = dataclasses.replace(server, ram_gb_per_s=80.0, optimizer_gparams_per_s={})
+    assert race.forecast(run, slow).time.step_s > 1.2 * race.forecast(run, server).time.step_s
+    assert "| 1 x 16,384 |" in race.row(run, race.forecast(run, server))
