@@ -24,7 +24,7 @@ from outcore.formats import PackedProducts, PackedSpec, call_of
 from outcore.infer.engine import InferenceEngine
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.settings import InferSettings
-from outcore.infer.opening.trials import TRIAL_BYTES, device_tokens, least_s, num_copies, part_of, specs_of
+from outcore.infer.opening.trials import TRIAL_BYTES, device_seconds, least_s, num_copies, part_of, specs_of
 from outcore.infer.passes import SmallPasses
 from outcore.optim import ExtensionUnavailable, default_num_threads
 from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
@@ -58,12 +58,12 @@ def open_in_place(
     if device.type == "cpu":
         made, placement = _on_cpu(specs, units, settings, placement, undo)
         return made or of_packed, placement
-    most, words = device_tokens(units, device)
-    placement = replace(placement, packed_tokens=most, reasons=(*placement.reasons, *words))
+    packed_s, words = device_seconds(units, device)
+    placement = replace(placement, packed_s=packed_s, reasons=(*placement.reasons, *words))
     made, placement = _by_the_cpu(specs, units, settings, placement, device, undo)
     made = made or of_packed
     if made is not None:
-        made.device_tokens = most
+        made.device_tokens = placement.packed_tokens
     return made, placement
 
 

@@ -25,29 +25,33 @@ TRIAL_COPIES_BYTES = 128 * MIB
 """Copies of it together, so that they come from memory and not from a cache."""
 
 
-def device_tokens(units: ModelParts, device: torch.device) -> tuple[int, tuple[str, ...]]:
-    """(tokens of a pass up to which the GPU multiplies packed weights as they are, 0: none; that in words)."""
+def device_seconds(units: ModelParts, device: torch.device) -> tuple[dict[int, float], tuple[str, ...]]:
+    """(tokens of a pass -> seconds in which the GPU multiplies by a packed byte as it is, up to as many tokens as that
+    pays; that in words)."""
     specs = specs_of(part for part in units.layer_units if InPlaceProducts.multiplies(part))
     if not specs:
-        return 0, ()
+        return {}, ()
     try:
         products = device_products(device)
     except RuntimeError as error:
-        return 0, (f"packed weights are expanded for every pass: {error}",)
-    most, told = Placement.PACKED_ROWS[-1], []
+        return {}, (f"packed weights are expanded for every pass: {error}",)
+    found, told = dict.fromkeys(Placement.PACKED_ROWS, 0.0), []
     for name, spec in specs.items():
         with torch.cuda.device(device):
-            of_format, kernel_s, expanded_s = _most_device_rows(products, spec, units.embed.layout.dtype)
-        most = min(most, of_format)
+            of_format, kernel_s, expanded_s = _device_seconds(products, spec, units.embed.layout.dtype)
+        found = {rows: max(found[rows], of_format[rows]) for rows in found if rows in of_format}
         told.append(f"{name} {format_s(kernel_s)} instead of {format_s(expanded_s)} for one")
-    if not most:
-        return 0, (f"packed weights are expanded for every pass: {', '.join(told)}, measured on one matrix",)
-    words = f"in passes of up to {counted(most, 'token')} the GPU multiplies packed weights as they are"
-    return most, (f"{words}: {', '.join(told)}, measured on one matrix",)
+    if not found:
+        return {}, (f"packed weights are expanded for every pass: {', '.join(told)}, measured on one matrix",)
+    words = f"in passes of up to {counted(max(found), 'token')} the GPU multiplies packed weights as they are"
+    return found, (f"{words}: {', '.join(told)}, measured on one matrix",)
 
 
-def _most_device_rows(products: DeviceProducts, spec: PackedSpec, dtype: torch.dtype) -> tuple[int, float, float]:
-    """(rows up to which the GPU's kernel beats expanding and multiplying, seconds of either for one row)."""
+def _device_seconds(
+    products: DeviceProducts, spec: PackedSpec, dtype: torch.dtype
+) -> tuple[dict[int, float], float, float]:
+    """(rows -> seconds of a packed byte in the GPU's kernel, as long as it beats expanding and multiplying; seconds of
+    either for one row of the whole matrix)."""
     spec, device = part_of(spec, TRIAL_BYTES), products.device
     copies = [
         spec.planes(data) for data in torch.zeros(num_copies(spec), spec.size_bytes, dtype=torch.uint8, device=device)
@@ -73,7 +77,7 @@ def _most_device_rows(products: DeviceProducts, spec: PackedSpec, dtype: torch.d
         spec.expand_planes(planes, values)
         linear(x, values)
 
-    best, firsts = 0, (0.0, 0.0)
+    found, firsts = dict[int, float](), (0.0, 0.0)
     for rows in Placement.PACKED_ROWS:
         x = torch.zeros(rows, spec.shape[1], dtype=dtype, device=device)
         kernel_s = seconds(lambda planes, x=x: products.multiply(spec, planes, x))
@@ -81,8 +85,8 @@ def _most_device_rows(products: DeviceProducts, spec: PackedSpec, dtype: torch.d
         firsts = firsts if rows > 1 else (kernel_s, expanded_s)
         if kernel_s >= expanded_s:
             break
-        best = rows
-    return best, *firsts
+        found[rows] = kernel_s / spec.size_bytes
+    return found, *firsts
 
 
 def specs_of(parts: Iterable[Part], *, of_cpu: bool = False) -> dict[str, PackedSpec]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from outcore.common.quantities import GIB
+from outcore.common.quantities import GB, GIB
 from outcore.model import shape_from_config
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, needs_of, state_bytes_of
@@ -23,6 +23,10 @@ from outcore.sizing.inference import (
     place_inference,
 )
 from outcore.sizing.shape import ModelShape
+
+PACKED_SHARES = (0.4, 0.2)
+"""Shares of its memory's rate at which a GPU's kernel reads packed weights for one row and for 2 to 16, where no start
+measured it: NF4 on an H100, a large matrix (docs/formats.md). Slower memory, beside its arithmetic, gives more."""
 
 
 def plan_inference(
@@ -86,7 +90,11 @@ def plan_inference(
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
     if shape.quantize and not hardware.is_cpu:
-        placement = replace(placement, packed_tokens=Placement.PACKED_ROWS[-1])
+        rate = hardware.device_memory_gb_per_s
+        shares = {rows: PACKED_SHARES[rows > 1] for rows in Placement.PACKED_ROWS}
+        placement = replace(
+            placement, packed_s={n: 1 / (share * rate * GB) if rate else 0.0 for n, share in shares.items()}
+        )
     kind = quantize if shape.quantize else precision
     if kind != "fp32" and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}

@@ -19,17 +19,20 @@ from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs
 from outcore.sizing.shape import ModelShape
 
-COMPILED_SHARE = 0.36
+COMPILED_SHARE = 0.23
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
-layer outside a CUDA graph takes, attention included: 1.6 to 1.7 ms on an H100's host (benchmarks/infer/forecast.py)."""
+layer outside a CUDA graph takes, attention included: 1.0 to 1.4 ms where that took 5.1 to 5.4, on an H100's host
+(benchmarks/infer/forecast.py, infer-forecast-h100-third.json)."""
+EXPAND_SHARE = 0.38
+"""Share for expanding the weights of a packed layer, once a pass: 1.8 to 2.3 ms, seven weights, in the same runs."""
 EAGER_SHARE = 0.4
 """Share of `host_layer_s` that a call of an eager layer takes, a little more than a compiled one's (assumed)."""
 ANSWER_S = 3.5e-5
 """Python of each answer between passes: choosing its token, its place in the next pass, its text. Measured with 32
 answers of 1 B on an H100's host."""
-PROMPT_SHARE, LATER_SHARE = 0.01, 0.33
-"""Shares of `host_layer_s` beside a layer's call: for the attention of each further prompt in it, and for that of a
-prompt's later chunk, which goes over what stands before and then over itself (1.3 to 1.5 ms in the same runs)."""
+LATER_SHARE = 0.33
+"""Share for the attention of a later chunk of a prompt, which goes over what stands before and then over itself, beside
+the call of the layer: 1.3 to 1.8 ms in the same runs."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
 walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
@@ -42,6 +45,9 @@ GPU's question and its answer (assumed)."""
 KV_LINK_SHARE = 0.7
 """Share of the link's rate for copies at which a GPU's attention reads keys and values in RAM: 0.76 by a pass over 64
 answers of 8 B in bf16 on an H100, 0.60 by two of 32 B in q4_k with other work beside."""
+PRODUCTS_S = 7 * 11e-6
+"""A layer's seven products with packed weights as they are, beside what their bytes take: in a CUDA graph each began
+and ended in 5 us for one row and 11 for 4 to 16 (matrices of 1,024 x 5,120, packed_products-h100.json)."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -127,6 +133,9 @@ class InferencePlan:
             one_bytes = self.kv.read_bytes(kv_tokens / max(1, answers), 1, 1)
             keys_s = self.shape.num_layers * KEY_S * one_bytes / max(1, self.kv.token_bytes)
             found = PassTime({**found.terms, "GPU": found.terms["GPU"] + keys_s}, found.between)
+        if packed_s := self._packed_s(rows):
+            slowest_s = max(found.terms["GPU"], packed_s)
+            found = PassTime({**found.terms, "GPU": slowest_s}, found.between)
         if self._is_few(rows):
             of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
             return PassTime(found.terms, {**found.between, **of_cpu})
@@ -163,8 +172,8 @@ class InferencePlan:
         is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         call_share = EAGER_SHARE if placement.expert_slots else COMPILED_SHARE
-        prompts = answers if calls and rows >= 2 * answers else 0  # answers of one token each go together
-        later = max(0, calls - prompts) if calls and rows >= 2 * answers else 0
+        later = max(0, calls - answers) if rows >= 2 * answers else 0  # answers of one token each go together
+        expands = bool(calls and self._expanded_bytes(rows, 0.0))
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         chosen = placement.expert_share(rows)
         unread = 1.0 - chosen * (1.0 - hit_rate)
@@ -180,8 +189,7 @@ class InferencePlan:
             + travelling_bytes
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
-            launched_layers=shape.num_layers
-            * (calls * call_share + max(0, prompts - calls) * PROMPT_SHARE + later * LATER_SHARE),
+            launched_layers=shape.num_layers * (calls * call_share + later * LATER_SHARE + expands * EXPAND_SHARE),
             h2d_bytes=travelling_bytes
             + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")
@@ -218,10 +226,24 @@ class InferencePlan:
         if not shape.quantize:
             return 0
         experts = sum(shape.expert_params)
-        expanded, is_small = sum(shape.layer_params) - experts, rows <= placement.packed_tokens
-        if is_small and (placement.expert_slots or not shape.is_moe):  # as they are, but for stacks of experts
+        expanded = sum(shape.layer_params) - experts
+        if self._are_as_they_are(rows):
             expanded = 0
         return 2 * self.itemsize * (expanded + experts * (chosen if placement.expert_slots else 1.0))
+
+    def _are_as_they_are(self, rows: float) -> bool:
+        """Whether a GPU multiplies by packed layers as they are, but for stacks of experts, which are expanded."""
+        return rows <= self.placement.packed_tokens and bool(self.placement.expert_slots or not self.shape.is_moe)
+
+    def _packed_s(self, rows: float) -> float:
+        """Seconds of a GPU's kernels on packed layers as they are; 0: there are none."""
+        if not self.shape.quantize or not self._are_as_they_are(rows):
+            return 0.0
+        on_cpu = self.placement.on_cpu(rows)
+        layers = [part for part in self.placement.parts if part.part.startswith("layer") and not part.is_experts]
+        there = [part.size_bytes for part in layers if part.part not in on_cpu]
+        of_byte_s = next(seconds for most, seconds in sorted(self.placement.packed_s.items()) if most >= rows)
+        return sum(there) * of_byte_s + len(there) * PRODUCTS_S
 
     def _unhidden_bytes(self) -> float:
         """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""

@@ -61,8 +61,9 @@ class Placement:
     cpu_tokens: int = 0
     """Tokens of a pass up to which the CPU computes with weights as they are."""
     cpu_rates: InPlaceRates | None = None
-    packed_tokens: int = 0
-    """Tokens of a pass up to which a GPU multiplies packed weights as they are; those of larger ones are expanded."""
+    packed_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds in which a GPU multiplies by a packed byte as it is, by tokens of the pass; weights of larger passes are
+    expanded."""
     experts: ExpertSize | None = None
     expert_slots: int = 0
     """Experts that the device holds at a time; 0: experts travel with their layers."""
@@ -72,6 +73,11 @@ class Placement:
     def pass_size(self, guessed_tokens: int = 0) -> PassSize:
         """Size of the largest pass."""
         return PassSize(self.pass_tokens, self.chunk_tokens, self.context_tokens, self.max_sequences, guessed_tokens)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens of a pass up to which a GPU multiplies packed weights as they are."""
+        return max(self.packed_s, default=0)
 
     def because(self, reason: str, **changed: Any) -> Placement:
         """Add a reason, and what it changes."""
