@@ -33,11 +33,15 @@ MAX_UNDER_WAY = 8
 """Records being written, each a page's bytes of memory."""
 
 
+class PrefixesDamaged(ValueError):
+    """What was kept before cannot be read; the message says why and what to do."""
+
+
 class KeptPrefixes:
     """Pages of one model in `folder` / a name that `identity` gives: whatever changes keys and values must be in it.
 
     `page_bytes`: keys and values of all attentions. One process at a time. ValueError, in words, for a
-    folder that is in use, damaged, or on a drive without room."""
+    folder that is in use or on a drive without room; PrefixesDamaged for one that was made and cannot be read."""
 
     def __init__(
         self, folder: Path, budget_bytes: int, identity: Mapping[str, Any], page_tokens: int, page_bytes: int
@@ -64,8 +68,9 @@ class KeptPrefixes:
                 f"prefix_path: {self.folder} is in use by another process that runs this model. Give this one another "
                 "folder, or leave --prefix_path out."
             ) from error
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            kind = PrefixesDamaged if (self.folder / IDENTITY).is_file() else ValueError
+            raise kind(
                 f"prefix_path: {self.folder} cannot be used ({error}). Mend the drive, or remove that folder: it holds "
                 "nothing that is not computed again."
             ) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, KvShape
+from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, KvShape, PrefixesDamaged
 from outcore.infer.opening.check import Way
 from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel
@@ -65,7 +65,9 @@ def kept_of(
     context_tokens: int,
     progress: Callable[[str], None],
 ) -> KeptPrefixes | None:
-    """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
+    """Beginnings of prompts on the drive; None, said aloud, where those kept before cannot be read: a start that nobody
+    watches does not fail by what is only computed again. ValueError for another fault of the folder, or where nothing
+    names the weights."""
     assert settings.prefix_path is not None
     if way != "paged":
         raise ValueError(
@@ -85,10 +87,16 @@ def kept_of(
     short = found.loaded.facts.short_positions
     if short is not None:  # keys are turned by one of two sets of factors (`rotary`)
         identity["rotary_factors"] = "long" if context_tokens > short else "short"
+    if found.loaded.quantize is not None:  # packed as they are loaded: the files are those of the 16-bit model
+        identity["quantize"] = found.loaded.quantize
     page_bytes = settings.page_tokens * sum(
         shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
     )
     budget = int((settings.prefix_gib or PREFIX_GIB) * GIB)
-    kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
+    try:
+        kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
+    except PrefixesDamaged as error:
+        progress(f"warning: {error} This run keeps no beginnings of prompts, and finds none.")
+        return None
     progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
     return kept

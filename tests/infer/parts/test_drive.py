@@ -17,8 +17,9 @@ from outcore.infer.cache import (
     KvMemory,
     KvShape,
     KvStore,
+    PrefixesDamaged,
 )
-from outcore.infer.opening import InferSettings
+from outcore.infer.opening import InferSettings, open_engine
 from outcore.storage import PosixEngine, StorageError, TensorStore
 from tests.infer.models import greedy, opening
 from tests.refused import refused
@@ -113,7 +114,22 @@ def test_beginnings_outlive_the_program(tiny_folder, tmp_path, kv_home):
         return
     others = [[*prompts()[0][:40], 7, 7, 7]]
     assert answers(folder, others, **more) == (answers(folder, others)[0], 40, 5)
-    assert answers(folder, prompts(), kv_format="int8", **more)[1] == 0  # of other bits: not the same pages
+    for other in ({"kv_format": "int8"}, {"quantize": "nf4"}):
+        assert answers(folder, prompts(), **other, **more)[1] == 0  # of other bits: not the same pages
+
+
+def test_a_start_goes_on_without_beginnings_that_are_damaged(tiny_folder, tmp_path):
+    more = {"prefix_path": tmp_path / "kept", "prefix_gib": 0.01}
+    first, _, _ = answers(tiny_folder[0], prompts(), **more)
+    (path,) = tmp_path.rglob("pages.json")
+    path.write_text(path.read_text()[:-5])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    said = []
+    settings = InferSettings(device="cpu", context=256, ram_gib=1, page_tokens=8, **more)
+    with closing(open_engine(str(tiny_folder[0]), settings, said.append)) as opened:
+        assert greedy(opened.engine, prompts(), 12) == first
+    assert any("warning: prefix_path" in line and "remove that folder" in line for line in said)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def kept_at(folder, budget_bytes=1 << 20, identity="a"):
@@ -228,7 +244,7 @@ def test_a_damaged_folder_is_refused_in_words(tmp_path, damage):
     name = "pages.json" if damage == "list" else "manifest.json"
     (path,) = tmp_path.rglob(name)
     path.write_text(path.read_text()[:-5])
-    refused(ValueError, "remove that folder", lambda: kept_at(tmp_path))
+    refused(PrefixesDamaged, "remove that folder", lambda: kept_at(tmp_path))
 
 
 def test_memory_forgets_and_the_drive_remembers(tmp_path):
