@@ -1,4 +1,4 @@
-"""`plan_race.py`: runs of the race that no constant was fitted to, within the planner's aims."""
+"""`plan_race.py`: runs of the race within the planner's aims; `laptop.py`: what it says of the laptop."""
 
 import dataclasses
 import json
@@ -52,3 +52,13 @@ def test_less_ram_makes_updates_longer(race: Any) -> None:
     slow = dataclasses.replace(server, ram_gb_per_s=80.0, optimizer_gparams_per_s={})
     assert race.forecast(run, slow).time.step_s > 1.2 * race.forecast(run, server).time.step_s
     assert "| 1 x 16,384 |" in race.row(run, race.forecast(run, server))
+
+
+def test_the_laptop_table_in_the_docs_is_what_the_planner_says(race: Any, tmp_path: Path) -> None:
+    import laptop  # pyright: ignore[reportMissingImports]
+
+    found = laptop.state()
+    assert found.is_current, "run: python benchmarks/plan/laptop.py"
+    page = tmp_path / "race.md"
+    page.write_text(found.text.replace("arithmetic", "link"))
+    assert not laptop.document_state(page, laptop.table(), laptop.BEGIN, laptop.END).is_current

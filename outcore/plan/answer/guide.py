@@ -177,12 +177,12 @@ def _figures(plan: Plan) -> str:
     return " | ".join(cells)
 
 
-def replace_between_markers(text: str, tables: str) -> str:
+def replace_between_markers(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
     """The document with the tables between its markers; ValueError when the markers are missing."""
-    start, end = text.find(BEGIN), text.find(END)
-    if start < 0 or end < start:
-        raise ValueError(f"the document has no '{BEGIN}' ... '{END}' lines: put them where the tables belong")
-    return f"{text[: start + len(BEGIN)]}\n{tables}\n{text[end:]}"
+    at, until = text.find(begin), text.find(end)
+    if at < 0 or until < at:
+        raise ValueError(f"the document has no '{begin}' ... '{end}' lines: put them where the tables belong")
+    return f"{text[: at + len(begin)]}\n{tables}\n{text[until:]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +196,11 @@ class GuideState:
 
 def guide_state(path: Path = DOCUMENT) -> GuideState:
     """Compare the document with the planner's output. OSError / ValueError when it cannot be read or has no markers."""
+    return document_state(path, guide_text(), BEGIN, END)
+
+
+def document_state(path: Path, tables: str, begin: str, end: str) -> GuideState:
+    """Compare what a document has between these markers with `tables`; raises as `guide_state` does."""
     before = path.read_text(encoding="utf-8")
-    after = replace_between_markers(before, guide_text())
+    after = replace_between_markers(before, tables, begin, end)
     return GuideState(path, before == after, after)
