@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outcore.common.quantities import GB
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
-from outcore.plan.inference.needs import state_bytes_of
+from outcore.plan.inference.needs import kv_of, state_bytes_of
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs
 from outcore.sizing.shape import ModelShape
@@ -33,6 +33,8 @@ answers of 1 B on an H100's host."""
 LATER_SHARE = 0.33
 """Share for the attention of a later chunk of a prompt, which goes over what stands before and then over itself, beside
 the call of the layer: 1.3 to 1.8 ms in the same runs."""
+PACK_SHARE = 0.07
+"""Share for rounding keys and values of a call to 8 bits: 0.36 ms in such a run."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
 walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
@@ -95,13 +97,19 @@ class InferencePlan:
         most = self.placement.pass_tokens
         if streams > 1 and prompt_tokens > most:
             return streams * self.first_token_s(prompt_tokens)
-        passes = math.ceil(streams * prompt_tokens / most)
-        of_each, share = math.ceil(streams * prompt_tokens / passes), streams / passes
-        if streams > 1:
-            return passes * self.pass_time(of_each, of_each, math.ceil(share), share * pairs(0, prompt_tokens)).seconds
-        return sum(
-            self.pass_time(of_each, of_each * (n + 1), 1, pairs(of_each * n, of_each)).seconds for n in range(passes)
-        )
+        seconds, done, whole = 0.0, 0, streams * prompt_tokens
+        while done < whole:
+            begun, at = divmod(done, prompt_tokens)  # answers that write meanwhile; where the next prompt goes on
+            rows = min(max(1, most - begun), whole - done)
+            answers = max(1, (done + rows) // prompt_tokens)
+            kv_tokens = begun * prompt_tokens + at + rows
+            if streams > 1:
+                seen = begun * prompt_tokens + rows / prompt_tokens * pairs(0, prompt_tokens)
+            else:
+                seen = pairs(at, rows)
+            seconds += self.pass_time(begun + rows, kv_tokens, answers, seen).seconds
+            done += rows
+        return seconds
 
     def answers_s(self, streams: int, prompt_tokens: int, answer_tokens: int) -> float:
         """From the arrival of all prompts to the last token of all answers; what does not fit at once takes turns."""
@@ -172,8 +180,10 @@ class InferencePlan:
         is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         call_share = EAGER_SHARE if placement.expert_slots else COMPILED_SHARE
-        later = max(0, calls - answers) if rows >= 2 * answers else 0  # answers of one token each go together
+        # Answers of one token each go together, so that one of them is no later chunk.
+        later = max(0, calls - max(1, answers)) + (kv_tokens > rows) if calls and rows >= 2 * answers else 0
         expands = bool(calls and self._expanded_bytes(rows, 0.0))
+        is_packed = self.kv.token_bytes < kv_of(shape, self.itemsize).token_bytes
         travelling_bytes = placement.travelling_bytes - placement.size_of(placement.on_cpu(rows))
         chosen = placement.expert_share(rows)
         unread = 1.0 - chosen * (1.0 - hit_rate)
@@ -189,7 +199,8 @@ class InferencePlan:
             + travelling_bytes
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
-            launched_layers=shape.num_layers * (calls * call_share + later * LATER_SHARE + expands * EXPAND_SHARE),
+            launched_layers=shape.num_layers
+            * (calls * (call_share + is_packed * PACK_SHARE) + later * LATER_SHARE + expands * EXPAND_SHARE),
             h2d_bytes=travelling_bytes
             + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")
