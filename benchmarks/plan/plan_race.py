@@ -2,11 +2,12 @@
 
     python benchmarks/plan/plan_race.py benchmarks/results/rivals-h100-*.json benchmarks/results/lora-*.json
     python benchmarks/plan/plan_race.py --ram_gb_per_s 117 ours.json         (other jobs leave no more of the RAM)
+    python benchmarks/plan/plan_race.py --machine logs/machine_profile.json ours.json
 
 Reads results of `stream_race.py` (ours) and `stream_lora.py`. The machine is the server whose rates
-`plan_vs_measured.py` measured on another day (--machine), with the run's cap of GPU memory and, where it used a drive,
-the rate that it saw. Aims: 20 % of the seconds, 10 % of memory. Left out: runs that failed, products in float8, whose
-rates no profile has, and turns of one engine, whose graphs keep the memory of the turn before.
+`plan_vs_measured.py` measured on another day, or --machine, with the cap of GPU memory of the run and, where it used a
+drive, the rate that it saw. Aims: 20 % of the seconds, 10 % of memory. Left out: runs that failed, products in float8,
+whose rates no profile has, and turns of one engine, whose graphs keep the memory of the turn before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model import PRESETS, resolve_shape
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
+from outcore.plan.profile import load_hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.run.forecast import plan_layout
@@ -144,6 +146,14 @@ def forecast(run: Run, server: Hardware) -> Plan:
     return plan_layout(run.shape, request, hardware, layout)
 
 
+def server_of(path: Path) -> Hardware:
+    """The machine of results of `plan_vs_measured.py`, or of a profile that `gds_optimizer.py` wrote."""
+    found = json.loads(path.read_text("utf-8"))
+    if "runs" not in found:
+        return load_hardware(str(path), allow_nominal=True)
+    return Hardware(**found["runs"][0]["forecast"]["asked"]["hardware"])
+
+
 def row(run: Run, plan: Plan) -> str:
     """A line of the table."""
     said = (plan.time.step_s, plan.expected_bytes("ram", "pinned") / GIB, plan.expected_bytes("vram") / GIB)
@@ -158,8 +168,7 @@ def main() -> None:
     parser.add_argument("--machine", type=Path, default=RESULTS / "plan_vs_measured-h100-second.json")
     parser.add_argument("--ram_gb_per_s", type=float, help="what updates and copies get of the RAM, else as measured")
     args = parser.parse_args()
-    asked = json.loads(args.machine.read_text("utf-8"))["runs"][0]["forecast"]["asked"]
-    server = Hardware(**asked["hardware"])
+    server = server_of(args.machine)
     if args.ram_gb_per_s:
         server = dataclasses.replace(server, ram_gb_per_s=args.ram_gb_per_s / k.DRAM_SHARE, optimizer_gparams_per_s={})
     print("| run | tokens a step | s/step | RAM, GiB | GPU memory, GiB |\n|---|---:|---:|---:|---:|")

@@ -1,15 +1,13 @@
 """`plan_race.py`: runs of the race within the planner's aims; `laptop.py`: what it says of the laptop."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outcore.plan.hardware import Hardware
-
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+SERVER = RESULTS / "plan_vs_measured-h100-second.json"
 FILES = (
     "rivals-h100-1.2b-16k-second", "rivals-h100-1.2b-16k-third", "rivals-h100-1.2b-4k-second",
     "rivals-h100-1.2b-4k-third", "rivals-h100-1.75b-13k-second", "rivals-h100-1.75b-4k-beside",
@@ -32,11 +30,7 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("name", "limits"), CASES, ids=[name for name, _ in CASES])
 def test_runs_of_the_race_are_foreseen(race: Any, name: str, limits: tuple[float, float]) -> None:
-    kept = json.loads((RESULTS / "plan_vs_measured-h100-second.json").read_text())
-    server, runs = (
-        Hardware(**kept["runs"][0]["forecast"]["asked"]["hardware"]),
-        list(race.runs_of(RESULTS / f"{name}.json")),
-    )
+    server, runs = race.server_of(SERVER), list(race.runs_of(RESULTS / f"{name}.json"))
     assert runs
     for run in runs:
         plan, (step_s, ram_gib, vram_gib) = race.forecast(run, server), run.took
@@ -46,8 +40,7 @@ def test_runs_of_the_race_are_foreseen(race: Any, name: str, limits: tuple[float
 
 
 def test_less_ram_makes_updates_longer(race: Any) -> None:
-    kept = json.loads((RESULTS / "plan_vs_measured-h100-second.json").read_text())
-    server = Hardware(**kept["runs"][0]["forecast"]["asked"]["hardware"])
+    server = race.server_of(SERVER)
     run = next(race.runs_of(RESULTS / "rivals-h100-1.2b-16k-third.json"))
     slow = dataclasses.replace(server, ram_gb_per_s=80.0, optimizer_gparams_per_s={})
     assert race.forecast(run, slow).time.step_s > 1.2 * race.forecast(run, server).time.step_s
