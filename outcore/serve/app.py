@@ -21,7 +21,7 @@ from outcore.common.output import say
 from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
-from outcore.serve.errors import ApiError, stops
+from outcore.serve.errors import ApiError, gone, stops
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
@@ -227,6 +227,6 @@ async def while_connected(http: HttpRequest, work: Awaitable[Any], is_stopping: 
             if is_stopping():
                 raise stops()
             if await http.is_disconnected():
-                raise ApiError(499, "The client went away.")
+                raise gone()
     finally:
         task.cancel()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from outcore.common.files import json_of
 from outcore.infer.requests import KNOWN
-from outcore.serve.errors import ApiError, bad
+from outcore.serve.errors import ApiError, bad, gone
 
 HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
@@ -31,10 +32,13 @@ async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
 async def read_bytes(http: HttpRequest, max_bytes: int) -> bytes:
     """All that was sent. ApiError for more than `max_bytes`."""
     data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise ApiError(413, f"The body is longer than {max_bytes} bytes, which this server takes at most.")
+    try:
+        async for chunk in http.stream():
+            data += chunk
+            if len(data) > max_bytes:
+                raise ApiError(413, f"The body is longer than {max_bytes} bytes, which this server takes at most.")
+    except ClientDisconnect:
+        raise gone() from None
     return bytes(data)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,6 +21,9 @@ FIELDS = frozenset({"prompt", "echo", "response_format"})
 UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1, "top_logprobs": None}
 ENDPOINT, KIND = "/v1/completions", "text_completion"
 MAX_PROMPTS = 2048
+LENGTH_NAMES = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+USUAL_TOKENS = 16
+"""Tokens of an answer where the request does not say, as OpenAI has it; fewer where the context leaves fewer."""
 
 
 class CompletionCall:
@@ -34,18 +38,19 @@ class CompletionCall:
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
         self.prompts = texts_of(fields.get("prompt"), "prompt", service)
-        if all(fields.get(name) is None for name in ("max_completion_tokens", "max_output_tokens")):
-            fields.setdefault("max_tokens", 16)
+        says_length = any(fields.get(name) is not None for name in LENGTH_NAMES)
         self.only_scores = fields.get("max_tokens") == 0
         if self.only_scores:
             if not self.echo:
                 raise bad("max_tokens 0 gives nothing without echo: true.", "max_tokens")
             fields["max_tokens"] = 1
         self.name = service.new_name("cmpl")
-        self.requests: list[Request] = [
-            replace(service.request_of(fields, ids, f"{self.name}-{number}"), goes_on=True)
-            for number, ids in enumerate(self.prompts)
-        ]
+        self.requests: list[Request] = []
+        for number, ids in enumerate(self.prompts):
+            room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
+            said = fields if says_length else fields | {"max_tokens": room}
+            request = service.request_of(said, ids, f"{self.name}-{number}")
+            self.requests.append(replace(request, goes_on=True))
         self.num_top = self.requests[0].sampling.logprobs
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
@@ -121,6 +126,7 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     frame, written = call.service.frame(call.name, KIND), 0
     queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
     tokenizer = call.service.prompts.tokenizer
+    told_letters: Counter[int] = Counter()
 
     async def pump(number: int, request: Request) -> None:
         try:
@@ -152,7 +158,10 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                 text, reason, tokens = item.text, None, item.tokens
                 if not text and not tokens:
                     continue
-            logprobs = of_completion(tokenizer, tokens) if call.num_top is not None and tokens else None
+            logprobs = None
+            if call.num_top is not None and tokens:
+                logprobs = of_completion(tokenizer, tokens, offset=told_letters[index])
+                told_letters[index] += sum(map(len, logprobs["tokens"]))
             one = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
             yield {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
     finally:

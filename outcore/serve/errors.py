@@ -51,6 +51,11 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
+def gone() -> ApiError:
+    """Nobody reads what would be sent."""
+    return ApiError(499, "The client went away.")
+
+
 def stops() -> ApiError:
     """The server ends before the answer does."""
     return ApiError(503, STOPS, code="server_stopping")

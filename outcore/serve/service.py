@@ -84,13 +84,17 @@ class EngineThread:
         self.engine.cancel_all()
         self.engine.step()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces as they come, and each answer when it has ended. Leaving the loop cancels what is left. ValueError for
-        a request that could never be answered."""
+    async def stream(
+        self, request: Request, ended: Callable[[Answer], None] = lambda answer: None
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """Pieces as they come, and each answer when it has ended. Leaving the loop cancels what is left. `ended` hears
+        of each answer, those too, on the engine's thread. ValueError for a request that could never be answered."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Piece | Answer] = asyncio.Queue()
 
         def put(item: Piece | Answer) -> None:
+            if isinstance(item, Answer):
+                ended(item)
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def end() -> None:
@@ -268,6 +272,9 @@ class Service:
         if left_s := self.thread.refused_for_s:
             words = "The engine has failed; see the server's log."
             raise ApiError(503, words, code="engine_failed", retry_s=math.ceil(left_s) if left_s < math.inf else None)
+        if count > self.settings.max_queue:
+            words = f"{count} prompts are more than this server takes at a time, which is {self.settings.max_queue}."
+            raise bad(f"{words} Send fewer together.", "prompt")
         if self.num_under_way + count > self.settings.max_queue:
             raise ApiError(
                 429, f"{self.num_under_way} requests are under way and {count} more came; this server takes "
@@ -295,15 +302,17 @@ class Service:
     async def stream(
         self, request: Request, endpoint: str, shown: str | None = None
     ) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces and answers of a request whose place is taken; noted in metrics and records, and listed under the id
-        that is shown."""
+        """Pieces and answers of a request whose place is taken; noted in metrics and records, also those of clients
+        that went away, and listed under the id that is shown."""
+
+        def ended(answer: Answer) -> None:
+            self.metrics.answered(answer, len(request.prompt))
+            self.records.add(request, answer, endpoint)
+
         with self.under_way.listed(request, endpoint, shown) as told:
-            async with aclosing(self.thread.stream(request)) as items:
+            async with aclosing(self.thread.stream(request, ended)) as items:
                 async for item in items:
                     told.hear(item)
-                    if isinstance(item, Answer):
-                        self.metrics.answered(item, len(request.prompt))
-                        self.records.add(request, item, endpoint)
                     yield item
 
     async def answers(self, request: Request, endpoint: str, shown: str | None = None) -> list[Answer]:

@@ -4,12 +4,13 @@ import asyncio
 import json
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("fastapi")
 from outcore.serve.errors import ApiError
-from outcore.serve.jobs.batches import Batches
+from outcore.serve.jobs.batches import Batches, EngineFailed
 from outcore.serve.jobs.files import Files
 from tests.serve.running import Running, held
 from tests.waiting import until
@@ -68,6 +69,52 @@ def test_two_who_cancel_a_batch_both_wait_for_its_end(tmp_path):
 
     first, second = asyncio.run(cancelled())
     assert first == second and first["status"] == "cancelled"
+
+
+def test_a_batch_that_was_killed_while_it_ended_is_not_asked_again(tmp_path, monkeypatch):
+    made = Batches(service_of(), Files(tmp_path / "files"), tmp_path / "batches")
+    job = {"id": f"batch-{'0' * 32}", "status": "in_progress", "created_at": 0}
+    job["input_file_id"] = made.files.add(b"{}\n{}\n", "in.jsonl", "batch").id
+    made._save(job | {"request_counts": {"total": 2, "completed": 0, "failed": 0}})
+    results = [{"n": 0, "error": None}, {"n": 1, "error": "bad"}]
+    journal = made._journal(job)
+    for number, result in enumerate(results):
+        journal.add(number, result)
+    journal.close()
+
+    async def go_on():
+        batches = Batches(service_of(), made.files, tmp_path / "batches")
+        batches.go_on()
+        await asyncio.gather(*batches._tasks.values(), return_exceptions=True)
+        return batches.all()[0]
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Batches, "_save", Mock(side_effect=asyncio.CancelledError))
+        assert asyncio.run(go_on())["status"] == "in_progress"
+    found = asyncio.run(go_on())
+    assert found["status"] == "completed" and len(made.files.all()) == 3
+    for kind, result in zip(("output", "error"), results, strict=True):
+        assert json.loads(made.files.path(found[f"{kind}_file_id"]).read_text()) == result
+    assert not list((tmp_path / "batches").glob("*.journal"))
+
+
+def test_a_job_that_fails_gives_all_its_places_back(tmp_path):
+    """Also that of a line which has its place and did not begin."""
+
+    async def places():
+        batches = Batches(service_of(), Files(tmp_path / "files"), tmp_path / "batches")
+        job = {"id": f"batch-{'0' * 32}", "status": "in_progress", "created_at": 0}
+        job["input_file_id"] = batches.files.add(b"{}\n{}\n{}\n", "in.jsonl", "batch").id
+
+        async def fails(*_):
+            await asyncio.sleep(0)
+            raise EngineFailed
+
+        batches._answered = fails
+        await batches._run(job | {"request_counts": {"total": 3, "completed": 0, "failed": 0}})
+        return batches._room._value
+
+    assert asyncio.run(places()) == 1
 
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -121,6 +121,23 @@ def test_a_length_has_three_names(client, name):
     assert client.completions.create(model="tiny", prompt="The", extra_body=body).usage.completion_tokens == 3
 
 
+def test_a_completion_without_a_length_has_sixteen_tokens_or_what_the_context_leaves(client):
+    for length, wanted in ((1, 16), (250, 6)):
+        for said in ({}, {"max_tokens": None}):
+            more = {"ignore_eos": True, **said}
+            found = client.completions.create(model="tiny", prompt=[5] * length, extra_body=more)
+            assert found.usage.completion_tokens == wanted
+
+
+def test_places_of_tokens_go_on_through_a_stream(client):
+    asked = {"model": "tiny", "prompt": ["One two", "The"], "seed": 3, "max_tokens": 12, "logprobs": 0}
+    whole, found = client.completions.create(**asked), ([], [])
+    for event in client.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            found[choice.index].extend(choice.logprobs.text_offset if choice.logprobs else ())
+    assert list(found) == [choice.logprobs.text_offset for choice in whole.choices]
+
+
 def test_scores_as_a_harness_asks_for_them(client, tiny_folder):
     """lm-evaluation-harness: lists of token ids, echo, logprobs 1, max_tokens 1."""
     _, model, tokenizer = tiny_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from contextlib import closing
 
 import pytest
@@ -13,7 +14,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from tests.forked import ROOT
 from tests.infer.models import MIXTURE, SCARCE, save_tiny_model
-from tests.serve.running import get, send
+from tests.serve.running import get, held, send
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,6 +35,18 @@ def test_metrics_and_records(server):
     times = last["timings"]
     assert isinstance(last["seed"], int) and times["total_s"] > 0 and set(times["waited_s"]) == {"pcie", "nvme"}
     assert times["pages"] == {"ram": 1} and 1 <= times["passes"] <= 3 and times["read_tokens"] == 0
+
+
+def test_answers_whose_client_went_away_count(server):
+    records, counted = server.service.records.path, server.service.metrics.finished.labels("cancelled")._value.get
+    before = counted()
+    body = json.dumps({"prompt": "The", "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}).encode()
+    with held(server.service.opened.engine), socket.create_connection(("127.0.0.1", server.port)) as begun:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        begun.sendall(head.encode() + body)
+        assert begun.recv(12) == b"HTTP/1.1 200"
+    until(lambda: counted() == before + 2)
+    assert [json.loads(line)["finish"] for line in records.read_text().splitlines()[-2:]] == ["cancelled"] * 2
 
 
 def test_board_and_alerts_name_metrics_that_exist(server):

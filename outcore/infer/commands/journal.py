@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,19 @@ class Journal:
 
     def finish(self, count: int) -> None:
         """Write the output in the input's order and drop the journal."""
+        with file_errors(self._phase), replacing(self.output) as file:
+            file.writelines(self.results(count))
+        self.drop()
+
+    def results(self, count: int) -> Iterator[bytes]:
+        """The output's lines, in the input's order."""
         missing = [n for n in range(count) if n not in self.done]
         assert not missing, f"line {missing[0]} has no result"
-        with file_errors(self._phase), replacing(self.output) as file:
-            for number in range(count):
-                file.write(self._lines.value_at(self.done[number])[1].encode() + b"\n")
+        for number in range(count):
+            yield self._lines.value_at(self.done[number])[1].encode() + b"\n"
+
+    def drop(self) -> None:
+        """Remove the journal: its results are kept elsewhere."""
         self._lines.remove()
 
     def absorb(self, other: Journal) -> None:

@@ -55,12 +55,14 @@ def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
 
 
 def of_completion(
-    tokenizer: Any, tokens: Sequence[Chosen], prompt: Sequence[tuple[int, TokenScore | None]] = ()
+    tokenizer: Any,
+    tokens: Sequence[Chosen],
+    prompt: Sequence[tuple[int, TokenScore | None]] = (),
+    offset: int = 0,
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice. `prompt`: tokens that are echoed before it, with their scores (the first
-    has none)."""
+    has none); `offset`: letters of the choice that were told before, by this function."""
     texts, values, tops, offsets = [], [], [], []
-    offset = 0
 
     def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
         nonlocal offset

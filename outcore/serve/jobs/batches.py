@@ -153,20 +153,18 @@ class Batches:
         counts["completed"] = len(journal.done) - counts["failed"]
 
         async def one(number: int, text: str) -> None:
-            try:
-                result = await self._answered(batch, number, text)
-                journal.add(number, result)
-                counts["failed" if result["error"] else "completed"] += 1
-                self._save(batch)
-            finally:
-                self._room.release()
+            result = await self._answered(batch, number, text)
+            journal.add(number, result)
+            counts["failed" if result["error"] else "completed"] += 1
+            self._save(batch)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for number, text in numbered(self.files.path(batch["input_file_id"])):
                     if number not in journal.done:
                         await self._room.acquire()
-                        group.create_task(one(number, text))
+                        task = group.create_task(one(number, text))
+                        task.add_done_callback(lambda _: self._room.release())  # also of one that never began
             self._finish(batch, journal, counts["total"], "completed")
         except asyncio.CancelledError:
             journal.close()
@@ -220,16 +218,18 @@ class Batches:
         return Journal(self._path(batch, "jsonl"), {"batch": batch["id"], "model": self.service.name})
 
     def _finish(self, batch: dict[str, Any], journal: Journal, total: int, status: str) -> None:
-        journal.finish(total)
-        lines = journal.output.read_bytes().splitlines(keepends=True)
+        """Write the files and note them, then drop the journal: after a kill in between both are done again, under the
+        same ids."""
+        lines = list(journal.results(total))
         for kind, is_failed in (("output", False), ("error", True)):
             some = [line for number, line in enumerate(lines) if (number in journal.failed) is is_failed]
             if some:
-                file = self.files.add(b"".join(some), f"{batch['id']}_{kind}.jsonl", "batch_output")
+                name = f"{batch['id']}_{kind}.jsonl"
+                file = self.files.add(b"".join(some), name, "batch_output", uuid.uuid5(uuid.NAMESPACE_OID, name))
                 batch = batch | {f"{kind}_file_id": file.id}
-        journal.output.unlink()
         stamp = "completed_at" if status == "completed" else "cancelled_at"
         self._save(batch | {"status": status, stamp: int(time.time())})
+        journal.drop()
 
     def _fail(self, batch: dict[str, Any], why: str) -> None:
         errors = {"object": "list", "data": [{"code": "failed", "message": why, "line": None, "param": None}]}

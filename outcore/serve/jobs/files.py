@@ -39,9 +39,9 @@ class Files:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, data: bytes, filename: str, purpose: str) -> StoredFile:
-        """Keep these bytes."""
-        name = f"file-{uuid.uuid4().hex}"
+    def add(self, data: bytes, filename: str, purpose: str, key: uuid.UUID | None = None) -> StoredFile:
+        """Keep these bytes, in place of what was kept by the same key."""
+        name = f"file-{(key or uuid.uuid4()).hex}"
         write_atomic(self.folder / name, data)
         return self.describe(name, filename, purpose)
 
