@@ -111,6 +111,9 @@ def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys)
     assert cli.main([*given, str(source), "--overwrite"]) == 1
     assert source.read_bytes() == before and "the file of --input" in capsys.readouterr().err
     assert cli.main([*given, str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root would replace by a file
+    assert cli.main([*given, str(tmp_path / "pipe"), "--overwrite"]) == 1
+    assert "no ordinary file" in capsys.readouterr().err and (tmp_path / "pipe").is_fifo()
 
 
 def test_an_answer_of_no_said_length_takes_what_the_context_leaves(tiny_folder, tmp_path):

@@ -136,6 +136,9 @@ def test_how_answers_end(tiny):
     least = Sampling(temperature=0, max_tokens=12, min_tokens=9, stop_token_ids=(third,))
     (ended,) = one.engine.generate([Request("d", (9, 8, 7), least)])
     assert len(ended.tokens) >= 9
+    late = Sampling(temperature=0, max_tokens=12, min_tokens=9, stop=(word,))
+    (ended,) = one.engine.generate([Request("e", (9, 8, 7), late)])
+    assert len(ended.tokens) >= 9 and len(ended.text) >= 8 and word in ended.text
     assert ended.timings.total_s >= ended.timings.first_token_s > 0
 
 

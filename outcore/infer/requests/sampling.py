@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_SEED = 16, 20, 2**63 - 1
+LEAST_TEMPERATURE = 1e-5
+"""Below it logits over the temperature leave fp32's range, and the likeliest token is all that could be drawn."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Sampling:
     max_tokens: int = 256
     """The answer ends after so many tokens."""
     min_tokens: int = 0
-    """The answer cannot end before so many."""
+    """The answer cannot end before so many; stop texts in them stay."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -75,7 +77,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def is_plain(self) -> bool:

@@ -35,14 +35,14 @@ class TextStream:
         self.length = 0
         """Letters given out so far."""
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """More text, perhaps none yet."""
+    def add(self, tokens: Sequence[int], *, may_stop: bool = True) -> str:
+        """More text, perhaps none yet. `may_stop`: stop texts count in it."""
         text = ""
         for token in tokens:  # one by one: a stop text ends the answer at a certain token
             if self.is_stopped:
                 break
             self._tokens.append(token)
-            text += self._released(self._new_text())
+            text += self._released(self._new_text(), may_stop=may_stop)
         return text
 
     def finish(self) -> str:
@@ -68,9 +68,9 @@ class TextStream:
         self._context, self._settled = self._settled, len(self._tokens)
         return whole[len(before) :]
 
-    def _released(self, new: str) -> str:
+    def _released(self, new: str, *, may_stop: bool = True) -> str:
         """What of the held and the new text is surely no part of a stop text."""
-        if not self._stops:
+        if not self._stops or not may_stop:
             self.length += len(new)
             return new
         text = self._held + new

@@ -126,13 +126,13 @@ class Sequence:
         if chosen.token in self.end_tokens:
             self.finish, self.stop = "stop", chosen.token
             return self.text.finish()
-        said = self.text.add([chosen.token])
+        said = self.text.add([chosen.token], may_stop=self.num_answer >= sampling.min_tokens)
         if self.matcher is not None:
             self.matcher.take(chosen.token)
             if self.matcher.is_complete:
                 self.finish = "stop"
                 return said + self.text.finish()
-        if self.text.is_stopped and self.num_answer >= sampling.min_tokens:
+        if self.text.is_stopped:
             self.finish, self.stop = "stop", self.text.stop
         elif self.left <= 0:
             self.finish = "length"

@@ -30,7 +30,8 @@ def test_numbers_depend_on_seed_and_position_alone():
 
 def test_greedy_takes_the_first_likeliest():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    assert choose(logits, rows(1, Sampling(temperature=0)))[0].token == 1
+    for temperature in (0, 1e-40, 1e-300):
+        assert choose(logits, rows(1, Sampling(temperature=temperature)))[0].token == 1
 
 
 def test_draws_follow_the_softmax():

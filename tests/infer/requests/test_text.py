@@ -59,6 +59,12 @@ def test_stop_texts_across_chunk_borders(cut):
     assert said + stream.finish() == "one " and stream.is_stopped and stream.stop == "STOP"
 
 
+def test_a_stop_text_that_may_not_stop_yet_is_said():
+    stream = TextStream(Bytes(), ["STOP"])
+    assert stream.add(list(b"a STOP b"), may_stop=False) == "a STOP b"
+    assert stream.add(list(b" STOP c")) == " " and stream.is_stopped
+
+
 def test_what_only_looks_like_a_stop_text_is_said():
     stream = TextStream(Bytes(), ["STOP"])
     assert stream.add(list(b"a ST")) == "a "
