@@ -57,8 +57,6 @@ def check_output(output: Path, source: Path) -> None:
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder. Name a file in it.")
     if output.exists() and not output.is_file():
-        raise ValueError(
-            f"--output {output} is no ordinary file, and would be replaced by one. Name another."
-        )
+        raise ValueError(f"--output {output} is no ordinary file, and would be replaced by one. Name another.")
     if output.exists() and output.samefile(source):
         raise ValueError("--output is the file of --input, which it would replace. Name another.")
