@@ -11,6 +11,7 @@ from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.passes import DraftModel
 from outcore.infer.schedule import ScheduleLimits
+from outcore.sizing.inference import PassSize
 from tests.flow.models import tiny_loaded
 from tests.infer.models import (
     TinyEngine,
@@ -98,6 +99,18 @@ def test_drawn_answers_are_the_same_and_have_the_large_models_distribution(pair)
     one.large.engine.drafts = None
     one.large.cache.clear_prefixes()
     assert tokens_of(one.large.engine, [*requests, *more]) == found
+
+
+def test_many_answers_are_guessed_for_some_at_a_time(pair, monkeypatch):
+    one = pair(is_deterministic=True)
+    requests = [Request(f"r{i}", (5, 2, 3 + i), Sampling(seed=i, max_tokens=6, ignore_eos=True)) for i in range(40)]
+    sorted_rows, sort = [], torch.sort
+    monkeypatch.setattr(torch, "sort", lambda rows, **how: sorted_rows.append(len(rows)) or sort(rows, **how))
+    found = tokens_of(one.large.engine, requests)
+    assert one.large.engine.counts.drafted > 40 and max(sorted_rows) == PassSize.DRAWN_ROWS
+    one.large.engine.drafts = None
+    one.large.cache.clear_prefixes()
+    assert tokens_of(one.large.engine, requests) == found
 
 
 def test_guesses_stop_where_they_do_not_pay_and_are_tried_again(pair):

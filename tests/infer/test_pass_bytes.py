@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outcore.flow import discover_units
+from outcore.infer.cache import KvMemory, KvShape, KvStore
 from outcore.infer.opening.check import CPU, kept_of_layers
 from outcore.infer.opening.limits import layer_size
 from outcore.infer.requests import Request, Sampling
@@ -91,6 +92,20 @@ def test_counted_bytes_hold_what_passes_of_fixed_sizes_keep():
     plain, whole = (pass_bytes(layer, 4000, size, 4, has_graphs=graphs) for graphs in (False, True))
     assert measured <= whole - LIBRARY_BYTES and whole > plain + LIBRARY_BYTES
     one.close()
+
+
+def test_graphs_have_room_for_pages_of_8_bits_read_back():
+    loaded = tiny_loaded("llama", **WIDTHS, vocab_size=4000)
+    attentions = kept_of_layers(loaded, discover_units(loaded)).attentions.values()
+    layer = layer_size(loaded, shape_from_config("tiny", loaded.config), attentions, CPU, torch.float32)
+    numbers = 1 << 24
+    store = KvStore(KvShape(2, 32, 32), numbers // (PAGE * 128), PAGE, torch.bfloat16, KvMemory(CPU), "int8")
+    pages = torch.arange(numbers // (PAGE * 128))[None]
+    measured = peak_bytes(lambda: store.read(pages, CPU))
+    size, limits = PassSize(64, 16, 2048, GRAPH_ROWS[-1], 0), AttentionLimits(gathered=numbers)
+    more = {"is_packed_kv": True, "limits": limits}
+    plain, whole = (pass_bytes(layer, 4000, size, 2, has_graphs=graphs, **more) for graphs in (False, True))
+    assert measured <= whole - plain - LIBRARY_BYTES <= 1.25 * measured
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from outcore.infer.passes.runner import Found
 from outcore.infer.passes.scores import NO_NUMBERS
-from outcore.infer.requests import Chosen, choose
+from outcore.infer.requests import Chosen, Row, choose
 from outcore.infer.schedule import Sequence as Running
 from outcore.sizing.inference import PassSize
 
@@ -39,16 +39,23 @@ class TokenChoice:
         ]
 
     def _drawn(self, place: int, works: Found) -> list[Chosen]:
-        chosen: list[Chosen] = []
-        for some in _groups(works, PassSize.DRAWN_ROWS):
-            rows = [work.sequence.row(place) for work, _ in some]
-            chosen += choose(torch.stack([logits[place] for _, logits in some]), rows, self._to)
-        return chosen
+        rows = (work.sequence.row(place) for work, _ in works)
+        return choose_in_groups([logits[place] for _, logits in works], rows, self._to)
 
 
-def _groups(items: list[Any], most: int) -> list[list[Any]]:
+def choose_in_groups(
+    logits_V: Sequence[torch.Tensor], rows: Iterable[Row], to: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Chosen]:
+    """A token for every row of logits; so many are sorted at a time as the pass has memory for."""
+    rows, chosen = iter(rows), []
+    for some in _groups(logits_V, PassSize.DRAWN_ROWS):
+        chosen += choose(torch.stack(some), list(itertools.islice(rows, len(some))), to)
+    return chosen
+
+
+def _groups(items: Sequence[Any], most: int) -> list[list[Any]]:
     """So many at a time: logits that are looked at together are copied for it."""
-    return [items[at : at + most] for at in range(0, len(items), most)]
+    return [list(items[at : at + most]) for at in range(0, len(items), most)]
 
 
 def _likeliest(found: Found) -> dict[int, list[int]]:

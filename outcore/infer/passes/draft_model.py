@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from outcore.infer.cache import KvCache, OutOfPages, SequencePages
+from outcore.infer.passes.choice import choose_in_groups
 from outcore.infer.passes.runner import PassRunner
-from outcore.infer.requests import Row, TextStream, choose
+from outcore.infer.requests import Row, TextStream
 from outcore.infer.schedule import Clock, PassCost, Scheduler, Work
 from outcore.infer.schedule import Sequence as Running
 
@@ -148,11 +147,10 @@ class DraftModel:
         for step in range(count):
             began = self._clock()
             found = self._runner.run(works)
-            logits = torch.stack([rows[-1, : self._vocab_size] for _, rows in found])
+            logits = [rows[-1, : self._vocab_size] for _, rows in found]
             sequences = [work.sequence for work, _ in found]
-            chosen = choose(
-                logits, [self._row(s, targets[id(s)], guesses[id(s)]) for s in sequences], self._runner.copies.to
-            )
+            asked = [self._row(s, targets[id(s)], guesses[id(s)]) for s in sequences]
+            chosen = choose_in_groups(logits, asked, self._runner.copies.to)
             if step and self._runner.is_usual:  # the first one also reads what was said meanwhile
                 self.cost.add(len(works), self._clock() - began)
             works = []

@@ -131,10 +131,16 @@ def pass_bytes(
         found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (4 + itemsize) + layer.hidden_size * 4)
         # Every row reads pages of its own.
         keys = min(GRAPH_KEYS, rows * size.context_tokens)
-        found += itemsize * max((min(limits.gathered, keys * a.width) for a in layer.attentions), default=0)
+        gathered = max((min(limits.gathered, keys * a.width) for a in layer.attentions), default=0)
+        found += int(gathered * _read_back_bytes(itemsize, is_packed_kv))
         shares = sum(1 + itemsize * (a.heads // a.kv_heads) for a in layer.attentions)
         found += GRAPH_KEYS * (2 * 8 + shares)  # numbers of keys, which of them rows see, and that as numbers
     return found
+
+
+def _read_back_bytes(itemsize: int, is_packed_kv: bool) -> float:
+    """Bytes for each number of keys and values that is read back; those of 8 bits, and in fp32, of keys or values."""
+    return itemsize + (2.5 if is_packed_kv else 0)
 
 
 def logits_bytes(layer: LayerSize, vocab_size: int, size: PassSize, itemsize: int) -> int:
@@ -185,7 +191,7 @@ def attention_bytes(
     before = context_tokens if size.window is None else size.window + tokens
     seen = max(tokens, min(context_tokens, before))
     made = itemsize if itemsize < 4 else 0
-    per_number = itemsize + (2.5 if is_packed_kv else 0)
+    per_number = _read_back_bytes(itemsize, is_packed_kv)
     gathered = min(limits.gathered, seen * size.width)
     sums = outputs * (8 + made) + 24 * tokens * heads + itemsize * queries
     scores = min(limits.scores, tokens * heads * seen)
