@@ -30,8 +30,8 @@ from offload import matmul_tflops
 
 from outcore.common.quantities import GB, GIB, MIB
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import AgainstPlan, OpenedModel, taken_bytes
-from outcore.plan import Hardware, load_hardware, plan_of
+from outcore.infer.opening import AgainstPlan, OpenedModel, plan_as_opened, taken_bytes
+from outcore.plan import Hardware, load_hardware
 from outcore.probe.bench.host import measure_host
 
 Run = tuple[str, dict[str, Any], int, int, int]
@@ -163,9 +163,7 @@ def one_run(
     loaded, placement, opened_s = opened.found.loaded, opened.placement, time.perf_counter() - began
     if placement.bytes_at("nvme"):
         hardware = dataclasses.replace(hardware, drive_read_gb_per_s=drive_gb_per_s(opened.weights.homes.store))
-    itemsize = next(loaded.model.parameters()).dtype.itemsize
-    kv_format = opened.engine.scheduler.cache.settings.kv_format
-    plan = plan_of(model, loaded.config, hardware, placement, itemsize, kv_format)
+    plan = plan_as_opened(opened, hardware)
     vocab = loaded.facts.vocab_size
     filled = filled_bytes(opened, prompt, vocab)
     asked = prompts(batch, prompt, vocab)

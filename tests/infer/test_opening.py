@@ -11,10 +11,10 @@ import torch
 from outcore.config.commands.running import generate_flags
 from outcore.flow import discover_units
 from outcore.infer.commands.options import settings_of
-from outcore.infer.opening import InferSettings, open_engine, weights
+from outcore.infer.opening import InferSettings, open_engine, plan_as_opened, weights
 from outcore.infer.opening.model import find_place
 from outcore.model import resolve_shape
-from outcore.plan import load_hardware, plan_of
+from outcore.plan import load_hardware
 from outcore.plan.inference import plan_inference
 from outcore.sizing.inference import DoesNotFit
 from tests.flow.models import tiny_loaded
@@ -62,14 +62,18 @@ def test_a_model_without_adapters_does_not_wait_for_peft(tiny_folder, expected, 
     monkeypatch.setitem(sys.modules, "peft", None)
 
     def planned(opened):
-        loaded, hardware = opened.found.loaded, load_hardware("rtx4070-laptop")
-        assert plan_of("tiny", loaded.config, hardware, opened.placement, 4, "same").tokens_per_s(1, 64) > 0
+        plan = plan_as_opened(opened, load_hardware("rtx4070-laptop"))
+        assert plan.tokens_per_s(1, 64) > 0 and not plan.shape.quantize
 
     assert answers(tiny_folder[0], check=planned) == expected
 
 
 def test_keys_and_values_in_8_bits_are_close(tiny_folder, expected):
-    found = answers(tiny_folder[0], kv_format="int8")
+    def planned(opened):
+        cache, plan = opened.engine.scheduler.cache, plan_as_opened(opened, load_hardware("rtx4070-laptop"))
+        assert plan.kv.token_bytes == 3 * 2 * 2 * (16 + 4) and cache.settings.kv_format == "int8"
+
+    found = answers(tiny_folder[0], kv_format="int8", check=planned)
     same = sum(a == b for mine, theirs in zip(found, expected) for a, b in zip(mine, theirs))
     assert same >= 20  # of 40: a random model falls apart after the first difference
 
@@ -221,11 +225,12 @@ def test_a_base_is_packed_as_the_adapter_was_trained_over_it(lora_run):
 def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     def size(opened):
         sizes.append(opened.placement.bytes_at("ram"))
+        formats.append(plan_as_opened(opened, load_hardware("rtx4070-laptop")).shape.quantize)
 
-    sizes: list[int] = []
+    sizes, formats = list[int](), list[str]()
     found = {kind: answers(tiny_folder[0], quantize=kind, check=size) for kind in (None, "nf4")}
     found["exact"] = answers(tiny_folder[0], quantize="nf4", cpu_tokens=0)
-    assert sizes[1] < 0.6 * sizes[0] and found["nf4"] != found[None]
+    assert sizes[1] < 0.6 * sizes[0] and formats == ["", "nf4"] and found["nf4"] != found[None]
 
     def shares(opened):
         arrival = opened.engine.runner.flow.arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from outcore.common.quantities import counted, format_gib, format_s
 from outcore.formats import PLAIN_FORMATS
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
-from outcore.plan import InferencePlan, PassTime, load_hardware, plan_of
+from outcore.plan import Hardware, InferencePlan, PassTime, load_hardware, plan_of
 from outcore.plan.learned import remember_rates
 from outcore.sizing.inference import pairs
 
@@ -119,13 +120,30 @@ def against_plan(opened: OpenedModel) -> AgainstPlan:
     """The plan's view of this model as it is placed on this machine, if that was measured."""
     loaded = opened.found.loaded
     try:
-        dtype = next(p.dtype for p in loaded.model.parameters())
         hardware, rates = load_hardware(), opened.placement.cpu_rates
+        dtype = next(p.dtype for p in loaded.model.parameters())
         name = loaded.quantize or ("" if loaded.packed or dtype not in PLAIN_FORMATS else PLAIN_FORMATS[dtype].name)
         if rates is not None and name:
             remember_rates(name, rates, hardware)
-        kv_format = opened.engine.scheduler.cache.settings.kv_format
-        plan = plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize, kv_format)
+        plan = plan_as_opened(opened, hardware)
     except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
         return AgainstPlan(opened, None, str(error))
     return AgainstPlan(opened, plan)
+
+
+def plan_as_opened(opened: OpenedModel, hardware: Hardware) -> InferencePlan:
+    """The plan of a model that is open, on a machine of these rates. ValueError for one whose layers cannot be
+    counted."""
+    loaded, sizes = opened.found.loaded, Counter[str]()
+    for spec in loaded.packed.values():
+        sizes[spec.format.name] += spec.size_bytes
+    most = sizes.most_common(1)  # of a file with several formats
+    return plan_of(
+        opened.found.words,
+        loaded.config,
+        hardware,
+        opened.placement,
+        next(p.dtype for p in loaded.model.parameters()).itemsize,
+        kv_format=opened.engine.scheduler.cache.settings.kv_format,
+        packed=loaded.quantize or (most[0][0] if most else None),
+    )

@@ -108,10 +108,18 @@ def plan_inference(
 
 
 def plan_of(
-    name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int, kv_format: str
+    name: str,
+    config: Any,
+    hardware: Hardware,
+    placement: Placement,
+    itemsize: int,
+    *,
+    kv_format: str = "same",
+    packed: str | None = None,
 ) -> InferencePlan:
-    """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
-    shape = shape_from_config(name, config, adapts=False)
+    """The plan's view of a model that is placed already. `packed`: the format of its layers, None in 16 bits and more.
+    ValueError for one whose layers cannot be counted."""
+    shape = shape_from_config(name, config, adapts=False).packed(packed)
     kv = kv_of(shape, _kv_itemsize(shape, itemsize, kv_format))
     return InferencePlan(shape, hardware, placement, kv, itemsize)
 

@@ -16,7 +16,7 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, state_bytes_of
 from outcore.plan.terms.traffic import Pass
-from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs
+from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs, row_cost_of
 from outcore.sizing.shape import ModelShape
 
 COMPILED_SHARE = 0.23
@@ -97,10 +97,12 @@ class InferencePlan:
         most = self.placement.pass_tokens
         if streams > 1 and prompt_tokens > most:
             return streams * self.first_token_s(prompt_tokens)
-        seconds, done, whole = 0.0, 0, streams * prompt_tokens
+        cost, seconds, done, whole = row_cost_of(self.shape, self.kv), 0.0, 0, streams * prompt_tokens
+        of_prompts = cost.of(0, prompt_tokens) / prompt_tokens  # as the scheduler fills passes beside answers
         while done < whole:
             begun, at = divmod(done, prompt_tokens)  # answers that write meanwhile; where the next prompt goes on
-            rows = min(max(1, most - begun), whole - done)
+            room = (most - begun * cost.of(prompt_tokens, 1)) / of_prompts if begun else most
+            rows = min(max(1, int(room)), whole - done)
             answers = max(1, (done + rows) // prompt_tokens)
             kv_tokens = begun * prompt_tokens + at + rows
             if streams > 1:
