@@ -10,7 +10,8 @@ in a batch of one, so packed batches are laid end to end for it. Which of them h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -76,11 +77,16 @@ def document_mask_map(config: Any, position_ids: torch.Tensor, dtype: torch.dtyp
     return {kind: document_mask(position_ids, attention, dtype, windows[kind]) for kind in sorted(kinds)}
 
 
-def accepted_names(module: nn.Module) -> tuple[set[str], bool]:
+def accepted_names(module: nn.Module) -> tuple[frozenset[str], bool]:
     """The names a module's forward takes, and whether it takes any other by **kwargs."""
-    parameters = inspect.signature(module.forward).parameters
-    names = {p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return _names_of(getattr(module.forward, "__func__", module.forward))
+
+
+@lru_cache(maxsize=64)  # asked in every pass, and a look at a signature takes 0.1 ms
+def _names_of(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    parameters = inspect.signature(forward).parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return frozenset(names - {"self"}), any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def attention_of(model: nn.Module) -> str:
