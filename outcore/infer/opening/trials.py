@@ -35,7 +35,8 @@ def device_seconds(units: ModelParts, device: torch.device) -> tuple[dict[int, f
         products = device_products(device)
     except RuntimeError as error:
         return {}, (f"packed weights are expanded for every pass: {error}",)
-    found, told = dict.fromkeys(Placement.PACKED_ROWS, 0.0), []
+    found: dict[int, float] = dict.fromkeys(Placement.PACKED_ROWS, 0.0)
+    told = []
     for name, spec in specs.items():
         with torch.cuda.device(device):
             of_format, kernel_s, expanded_s = _device_seconds(products, spec, units.embed.layout.dtype)
