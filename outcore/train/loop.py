@@ -26,6 +26,7 @@ from outcore.checkpoint import (
     step_folder,
 )
 from outcore.checkpoint.export import save_export_files
+from outcore.common.quantities import counted
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
 from outcore.monitor.metrics import StartupClock
@@ -107,8 +108,10 @@ class Trainer:
         best = self.parts.best
         if best is None or not best.is_over:
             return False
+        by = f" by more than {best.threshold:g}; the best is" if best.threshold else " than"
         self.parts.progress.message(
-            f"early stopping: {best.evaluations_since} evaluations in a row were no better than that of {best.words}"
+            f"early stopping: {counted(best.evaluations_since, 'evaluation')} in a row were no better{by} that of "
+            f"{best.words}"
         )
         return True
 

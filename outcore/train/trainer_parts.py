@@ -23,20 +23,22 @@ class BestSoFar:
 
     metric: str = "eval_loss"
     patience: int | None = None
-    """Evaluations in a row without a new best after which the run ends; None: it never does."""
+    """Evaluations in a row that were not better enough after which the run ends; None: it never does."""
     threshold: float = 0.0
-    """Amount by which a value must be lower to count as better."""
+    """Amount by which a value must be lower than the best before it not to count towards `patience`. A lower one by
+    less is the best all the same."""
     step: int | None = None
     value: float = math.inf
     evaluations_since: int = 0
 
     def see(self, step: int, value: float) -> bool:
         """Take in an evaluation; True when it is the best so far."""
-        if value < self.value - (self.threshold if self.step is not None else 0.0):
-            self.step, self.value, self.evaluations_since = step, value, 0
-            return True
-        self.evaluations_since += 1
-        return False
+        is_enough = value < self.value - (self.threshold if self.step is not None else 0.0)
+        self.evaluations_since = 0 if is_enough else self.evaluations_since + 1
+        is_best = value < self.value
+        if is_best:
+            self.step, self.value = step, value
+        return is_best
 
     @property
     def is_over(self) -> bool:

@@ -39,9 +39,11 @@ class ReportingFields:
     )
     """What is compared, lower being better: eval_loss, eval_perplexity, or the training loss at each evaluation."""
     early_stopping_patience: int | None = setting(None, above=0, common=True)
-    """Stop after so many evaluations in a row without a new best; implies load_best_model_at_end."""
+    """Stop after so many evaluations in a row that were no better than the best before; implies
+    load_best_model_at_end."""
     early_stopping_threshold: float = setting(0.0, least=0)
-    """Amount by which an evaluation must be better to count as one."""
+    """Amount by which an evaluation must be better than the best before for the run to go on; a better one by less is
+    kept as the best all the same."""
     resume_from_checkpoint: str | None = setting(None, common=True, aliases=("resume",))
     """`auto` or a checkpoint folder. auto: the complete checkpoint of the run that was saved, or gone back to, last;
     what it left behind by going back to an earlier one does not count, whatever its step."""

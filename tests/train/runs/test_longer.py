@@ -115,8 +115,9 @@ def test_a_step_of_more_rows_than_the_data_has_is_said(tmp_path: Path, capsys: p
 
 def test_what_counts_as_better() -> None:
     best = BestSoFar(patience=2, threshold=0.1)
-    assert best.see(1, 5.0) and not best.see(2, 4.95) and not best.is_over
-    assert best.see(3, 4.8) and best.step == 3 and not best.see(4, 4.8) and not best.see(5, 4.75) and best.is_over
+    assert best.see(1, 5.0) and best.see(2, 4.95) and best.evaluations_since == 1 and not best.is_over
+    assert best.see(3, 4.8) and best.evaluations_since == 0 and not best.see(4, 4.8)
+    assert best.see(5, 4.75) and best.is_over and best.step == 5, "the best, though not by enough to go on"
     other = BestSoFar("loss")
     other.load_state_dict(best.state_dict())
     assert other.step is None, "another metric starts anew"
