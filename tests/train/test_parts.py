@@ -52,6 +52,8 @@ def test_the_files_scheduler_is_followed_or_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             _schedule(params)
+    with pytest.raises(ConfigError, match=r"warmup_steps \(101\) is more than the run's 100 steps"):
+        _schedule("auto", warmup_steps=101)
 
 
 def test_bf16_on_a_cpu_without_its_units_is_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from outcore.common.classes import same_named
+from outcore.common.quantities import counted
 from outcore.common.words import names_of
 from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
 from outcore.machine import detect_cpu
@@ -122,6 +123,11 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
     ratio = config.warmup_ratio
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
     default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
+    if config.warmup_steps is not None and config.warmup_steps > total_steps:
+        raise ConfigError(
+            f"warmup_steps ({config.warmup_steps}) is more than the run's {counted(total_steps, 'step')}: the learning "
+            "rate would never reach its peak. Lower warmup_steps, or train longer (num_train_epochs)."
+        )
     warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
     default_floor = COSINE_FLOOR if kind == "cosine_with_min_lr" else 0.0
     floors = (config.min_lr_ratio, params.pop("cos_min_ratio", None), default_floor)

@@ -7,7 +7,7 @@ import time
 from outcore.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from outcore.checkpoint.export import how_to_load, push
 from outcore.common import FileError
-from outcore.common.quantities import format_s
+from outcore.common.quantities import counted, format_s
 from outcore.train.process import StopRequest
 from outcore.train.run.assemble import Ready
 
@@ -76,7 +76,7 @@ def _summary(ready: Ready, seconds: float) -> None:
     job, trainer, folder, evals = ready.job, ready.trainer, ready.context.folder, ready.trainer.last_eval
     now = trainer.num_steps
     of_them = "" if now == trainer.step else f", {now or 'none'} of them by this process"
-    words = f"done: {trainer.step} steps{of_them} in {format_s(seconds)}"
+    words = f"done: {counted(trainer.step, 'step')}{of_them} in {format_s(seconds)}"
     if trainer.first_loss is not None and trainer.last_loss is not None:
         words += f"; loss {trainer.first_loss:.3f} -> {trainer.last_loss:.3f}"
     if evals:

@@ -80,7 +80,7 @@ def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(tmp_pa
     monkeypatch.setattr(Trainer, after, signalled)
     assert main(flags(tmp_path, corpus, *RUN[:2], "--max_steps", "1", "--eval_steps", "0")) == 0
     told = capsys.readouterr()
-    assert "SIGTERM: " in told.err and "done: 1 steps" in told.out
+    assert "SIGTERM: " in told.err and "done: 1 step in" in told.out
     assert (tmp_path / "export/r/model.safetensors").is_file()
 
 
