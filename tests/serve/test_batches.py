@@ -45,6 +45,22 @@ def test_a_server_leaves_jobs_of_others_alone(tmp_path):
     held.close()
 
 
+def test_a_damaged_description_stops_no_start(tmp_path, caplog):
+    made = Batches(service_of(), Files(tmp_path / "files"), tmp_path / "batches")
+    whole = {"id": f"batch-{'0' * 32}", "status": "completed", "input_file_id": "", "created_at": 0}
+    made._save(whole | {"request_counts": {}})
+    kept = made.files.add(b"{}", "in.jsonl", "batch")
+    odd = [made.folder / f"batch-{'1' * 32}.json", made.folder / f"batch-{'2' * 32}.json"]
+    odd += [made.files.folder / "file-notes.json", made.files.folder / f"file-{'1' * 32}.json"]
+    for path, text in zip(odd, ('{"id": "batch-', '{"id": "b"}', "{}", "[")):
+        path.write_text(text)
+    made.go_on()
+    assert [batch["id"] for batch in made.all()] == [whole["id"]] and made.files.all() == [kept]
+    assert all(path.exists() for path in odd) and all(path.name in caplog.text for path in odd[:2])
+    with pytest.raises(ApiError, match="no batch"):
+        made.get(odd[1].stem)
+
+
 def test_two_who_cancel_a_batch_both_wait_for_its_end(tmp_path):
     service = service_of()
 
@@ -52,7 +68,8 @@ def test_two_who_cancel_a_batch_both_wait_for_its_end(tmp_path):
         batches, ends = Batches(service, Files(tmp_path / "files"), tmp_path / "batches"), asyncio.Event()
         source = batches.files.add(b"", "in.jsonl", "batch").id
         name, counts = f"batch-{'0' * 32}", {"total": 0, "completed": 0, "failed": 0}
-        batches._save({"id": name, "status": "in_progress", "input_file_id": source, "request_counts": counts})
+        job = {"id": name, "status": "in_progress", "input_file_id": source, "created_at": 0}
+        batches._save(job | {"request_counts": counts})
 
         async def slow_to_end():
             with suppress(asyncio.CancelledError):

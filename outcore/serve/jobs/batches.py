@@ -7,17 +7,17 @@ Jobs share passes with everyone else's requests and take at most half of the ans
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 from outcore.common import write_json
 from outcore.common.errors import line_of
+from outcore.common.files import read_object
 from outcore.common.journal import is_held
 from outcore.infer import Answer, Request
 from outcore.infer.commands import Journal, Line, numbered, read_line, result_of
@@ -30,6 +30,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 RUNNING = ("validating", "in_progress", "finalizing")
 MAX_TRIES = 3
 """Times that a line is asked whose answer fails, though passes go on."""
+NEEDED = frozenset({"id", "status", "created_at", "input_file_id", "request_counts"})
+"""What a job's description holds at least."""
 _ID = re.compile(r"^batch-[0-9a-f]{32}$")
 
 
@@ -48,7 +50,10 @@ class Batches:
 
     def go_on(self) -> None:
         """Go on with jobs that a server of this model before this one left unfinished, and that no other works on."""
-        for batch in self.all():
+        jobs = self.all()
+        for path in set(self.folder.glob("batch-*.json")) - {self._path(batch, "json") for batch in jobs}:
+            logger.warning("%s describes no job that can be read, and is left alone", path)
+        for batch in jobs:
             is_ours = batch.get("model", self.service.name) == self.service.name
             if batch["status"] in RUNNING and is_ours and not is_held(self._path(batch, "jsonl.journal")):
                 self._start(batch)
@@ -96,14 +101,17 @@ class Batches:
 
     def get(self, name: str) -> dict[str, Any]:
         """A job as it is now; 404 when there is none."""
-        path = self.folder / f"{name}.json"
-        if not _ID.match(name) or not path.is_file():
+        found = read_object(self.folder / f"{name}.json") if _ID.match(name) else {}
+        if not found.keys() >= NEEDED:
             raise ApiError(404, f"There is no batch {name!r}.", param="batch_id")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return found
 
     def all(self) -> list[dict[str, Any]]:
-        """Newest first."""
-        found = [self.get(path.stem) for path in self.folder.glob("batch-*.json")]
+        """Newest first; what cannot be read is left out, and alone."""
+        found = []
+        for path in self.folder.glob("batch-*.json"):
+            with suppress(ApiError):
+                found.append(self.get(path.stem))
         return sorted(found, key=lambda batch: (-batch["created_at"], batch["id"]))
 
     async def cancel(self, name: str) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File
 
 from outcore.common import write_atomic, write_json
+from outcore.common.files import read_object
 from outcore.serve.errors import ApiError, bad
 
 _ID = re.compile(r"^file-[0-9a-f]{32}$")
@@ -53,18 +54,22 @@ class Files:
 
     def get(self, name: str) -> StoredFile:
         """A file's description; 404 when there is none."""
-        path = self.folder / f"{name}.json"
-        if not _ID.match(name) or not path.is_file():
-            raise ApiError(404, f"There is no file {name!r}.", param="file_id")
-        return StoredFile(**json.loads(path.read_text(encoding="utf-8")))
+        found = read_object(self.folder / f"{name}.json") if _ID.match(name) else {}
+        try:
+            return StoredFile(**found)
+        except TypeError:
+            raise ApiError(404, f"There is no file {name!r}.", param="file_id") from None
 
     def path(self, name: str) -> Path:
         """Path where its bytes are."""
         return self.folder / self.get(name).id
 
     def all(self) -> list[StoredFile]:
-        """Newest first."""
-        found = [self.get(path.stem) for path in self.folder.glob("file-*.json")]
+        """Newest first; what cannot be read is left out, and alone."""
+        found = []
+        for path in self.folder.glob("file-*.json"):
+            with suppress(ApiError):
+                found.append(self.get(path.stem))
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def remove(self, name: str) -> None:
