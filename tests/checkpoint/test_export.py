@@ -11,7 +11,7 @@ import transformers
 
 from outcore.checkpoint.export import export_checkpoint, how_to_load, save_export_files
 from outcore.checkpoint.folders import Checkpoint, open_checkpoint, save_checkpoint
-from outcore.checkpoint.shards import TensorPlan, plan_shards, write_shard
+from outcore.checkpoint.shards import CheckpointError, TensorPlan, plan_shards, write_shard
 from outcore.cli import main
 from tests.refused import refused
 
@@ -110,12 +110,33 @@ def test_a_copy_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
     ({"config.json": "{}"}, "AutoModelForCausalLM.from_pretrained loads it"),
     ({"config.json": '{"is_encoder_decoder": true}'}, "AutoModelForSeq2SeqLM.from_pretrained loads it"),
     ({"config.json": "{}", "adapter_config.json": "{}"}, "peft.PeftModel.from_pretrained(base, ...) loads it"),
-    ({}, "a model of your own: its weights, for load_state_dict"),
+    ({"model.safetensors": ""}, "a model of your own: safetensors.torch.load_model loads it into what your function "
+     "builds"),
+    ({}, "a model of your own: its weights in shards, for load_state_dict"),
 ])  # fmt: skip
 def test_what_loads_an_export_is_told_by_its_kind(tmp_path: Path, files: dict[str, str], words: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert how_to_load(tmp_path) == words
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_an_own_model_is_exported_only_whole(tmp_path: Path, frozen: int) -> None:
+    values = {"a": torch.ones(4)}
+
+    def write(folder: Path, on_file: Any) -> dict[str, Any]:
+        for stem in ("model", "master"):
+            name = f"{stem}-00001-of-00001.safetensors"
+            plans = [TensorPlan("a", torch.float32, (4,))]
+            on_file(folder / name, write_shard(folder / name, plans, lambda n: values[n]))
+        save_export_files(folder, torch.nn.Linear(1, 1), None)
+        return {"step": 1, "fingerprint": {"parameters": 4 + frozen}}
+
+    checkpoint = open_checkpoint(save_checkpoint(tmp_path / "run", 1, write, needed_bytes=0, keep=3))
+    if frozen:
+        refused(CheckpointError, "4 of the model's 7. Resume", lambda: export_checkpoint(checkpoint, tmp_path / "out"))
+    else:
+        assert (export_checkpoint(checkpoint, tmp_path / "out") / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_without_configuration_says_what_to_do(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -108,6 +109,8 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     architecture = None if (files / ADAPTER).is_file() else _architecture(files)
     if architecture is not None:
         _check_complete(checkpoint.path, architecture)
+    elif not (files / ADAPTER).is_file():
+        _check_own(checkpoint)
     phase = f"exporting {checkpoint.path}"
     with file_errors(phase, target):
         make_folder(target.parent)
@@ -141,7 +144,9 @@ def how_to_load(folder: Path) -> str:
         return "peft.PeftModel.from_pretrained(base, ...) loads it"
     path = folder / "config.json"
     if not path.is_file():
-        return "a model of your own: its weights, for load_state_dict"
+        if (folder / "model.safetensors").is_file():
+            return "a model of your own: safetensors.torch.load_model loads it into what your function builds"
+        return "a model of your own: its weights in shards, for load_state_dict"
     with file_errors("reading the exported configuration", path):
         config = json.loads(path.read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
@@ -183,6 +188,9 @@ def _architecture(folder: Path) -> nn.Module | None:
         return None
 
 
+_WHOLE = "Resume it with train_model.py, which exports the whole model at the end."
+
+
 def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
     """CheckpointError where weights are missing: a checkpoint has what was trained."""
     reader = ShardReader(checkpoint, "model")
@@ -193,8 +201,18 @@ def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
     if missing:
         raise CheckpointError(
             f"{checkpoint}: holds the weights that were trained, and {len(missing)} of {len(names_of)} were not "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Resume it with train_model.py, which "
-            "exports the whole model at the end."
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). {_WHOLE}"
+        )
+
+
+def _check_own(checkpoint: Checkpoint) -> None:
+    """CheckpointError where a model that only its own code can build has parameters that were not trained."""
+    all_of_it = checkpoint.trainer_state().get("fingerprint", {}).get("parameters")
+    trained = sum(math.prod(shape) for shape in ShardReader(checkpoint.path, "master").shapes.values())
+    if trained and all_of_it is not None and trained < all_of_it:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds the weights that were trained, {trained:,} of the model's {all_of_it:,}. "
+            f"{_WHOLE}"
         )
 
 
