@@ -35,3 +35,12 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_adapted_where_it_maps_featu
     loaded = tiny_loaded("falcon")
     kinds = {type(loaded.model.get_submodule(name)) for name in linear_names(loaded.model)}
     assert [kind.__name__ for kind in kinds] == ["FalconLinear"] and torch.nn.Linear not in kinds
+
+
+def test_a_model_of_the_users_own_takes_adapters() -> None:
+    """It has no `generate`, which peft would wrap for a causal language model."""
+    own = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 7))
+    adapted = apply_lora(own, LoraSettings(r=2, target_modules="1"), seed=0)
+    adapted(torch.arange(3)).sum().backward()
+    trained = [name for name, p in adapted.named_parameters() if p.grad is not None]
+    assert len(trained) == 2 and all(".1.lora_" in name for name in trained)

@@ -158,7 +158,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
 
 def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     """`apply_lora` without initial values: for counting on the meta device."""
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, get_peft_model
     from transformers import PreTrainedModel
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -193,7 +193,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         target_modules=targets,
         target_parameters=parameters or None,
         bias=settings.bias,  # pyright: ignore[reportArgumentType]
-        task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
+        task_type=_task(model, encoder_decoder),
         init_lora_weights="gaussian" if settings.init == "gaussian" else True,
         use_rslora=settings.use_rslora,
         use_dora=settings.use_dora,
@@ -210,6 +210,15 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     train_whole(adapted, whole, settings.modules_to_save)
     add_to_products(adapted)
     return adapted
+
+
+def _task(model: nn.Module, encoder_decoder: bool) -> Any:
+    """What peft wraps a model as; None for a module of the user's own, which has no `generate` to wrap."""
+    from peft import TaskType
+
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        return None
+    return TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM
 
 
 def _parameters_among(model: nn.Module, settings: LoraSettings) -> tuple[list[str], list[str]]:
