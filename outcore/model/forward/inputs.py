@@ -126,7 +126,8 @@ def forward_inputs(model: nn.Module, batch: Batch, isolation: Isolation = "posit
     elif mask is not None:
         if "attention_mask" not in names and not takes_any:
             raise ValueError(
-                f"{type(model).__name__} takes no attention_mask, so padding would be read as text. Use packing."
+                f"{type(model).__name__} takes no attention_mask, so padding would be read as text. Let its forward "
+                "take one (1 for tokens, 0 for padding), or give the model with a loss of its own."
             )
         inputs["attention_mask"] = mask
     if "use_cache" in names:
