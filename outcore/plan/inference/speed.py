@@ -139,13 +139,12 @@ class InferencePlan:
         traffic = self.traffic(rows, kv_tokens, answers, seen, hit_rate)
         found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes(), answers)
         keys_s = 0.0
-        if not self.hardware.is_cpu and rows <= self._graph_rows:
-            one_bytes = self.kv.read_bytes(kv_tokens / max(1, answers), 1, 1)
-            keys_s = self.shape.num_layers * KEY_S * one_bytes / max(1, self.kv.token_bytes)
-            found = PassTime({**found.terms, "GPU": found.terms["GPU"] + keys_s}, found.between)
-        if packed_s := self._packed_s(rows):
-            slowest_s = max(found.terms["GPU"], packed_s)
-            found = PassTime({**found.terms, "GPU": slowest_s}, found.between)
+        if not self.hardware.is_cpu:
+            if rows <= self._graph_rows:
+                one_bytes = self.kv.read_bytes(kv_tokens / max(1, answers), 1, 1)
+                keys_s = self.shape.num_layers * KEY_S * one_bytes / max(1, self.kv.token_bytes)
+            gpu_s = max(found.terms["GPU"], self._packed_s(rows)) + keys_s
+            found = PassTime({**found.terms, "GPU": gpu_s}, found.between)
         if self._is_few(rows):
             of_cpu = {"CPU": self._few_experts_s(rows, hit_rate)}
             return PassTime(found.terms, {**found.between, **of_cpu})
