@@ -36,16 +36,20 @@ def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def own_defaults(model: Any, defaults: Sampling) -> Sampling:
-    """What the model's makers recommend in its generation config, where they do."""
+    """What the model's makers recommend in its generation config, where they do. ValueError, naming it, for what cannot
+    be."""
     config = getattr(model, "generation_config", None)
     found = {}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = int(value) if name == "top_k" else float(value)
+            found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all tokens
     if found and getattr(config, "do_sample", None) is not True:  # they are there, but greedy is recommended
         found = {"repetition_penalty": found["repetition_penalty"]} if "repetition_penalty" in found else {}
-    return replace(defaults, **found)
+    try:
+        return replace(defaults, **found)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json of the model: {error} Mend that file.") from error
 
 
 def _number(name: str, value: Any) -> Any:

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from outcore.infer.requests import Row, Sampling, choose, derived_seed, seed_of
+from outcore.infer.requests import Row, Sampling, choose, derived_seed, own_defaults, seed_of
 from outcore.infer.requests.draws import uniform
 
 
@@ -98,3 +99,12 @@ def test_logprobs_are_the_models_own():
 def test_refused(fields, word):
     with pytest.raises(ValueError, match=word):
         Sampling(**fields)
+
+
+def test_what_makers_recommend():
+    def of(**config):
+        return own_defaults(SimpleNamespace(generation_config=SimpleNamespace(do_sample=True, **config)), Sampling())
+
+    assert of(temperature=0.5, top_k=-1, top_p=0.9) == Sampling(temperature=0.5, top_p=0.9), "-1, as some write, is all"
+    with pytest.raises(ValueError, match=r"generation_config.*top_p is 0\.0"):
+        of(top_p=0.0)
