@@ -189,12 +189,19 @@ def test_media_beside_text_are_refused(tmp_path: Path, row: dict[str, Any]):
     ({"source": "olympiads", "problem": "b? ", "solution": "jars"}, "b? ", ["jars<|endoftext|>"]),
     ({"messages": json.dumps([user("b?"), told("jars")])}, "b?", ["jars<|im_end|>"]),
     ({"input_ids": [300, 301, 302], "labels": [-100, -100, 302]}, "", None),
+    ({"input_ids": "[300, 301, 302]", "labels": "[-100, -100, 302]"}, "", None),
 ])  # fmt: skip
 def test_columns_are_read_by_their_meaning(tmp_path: Path, row: dict[str, Any], asked: str, runs: list[str] | None):
     tokenizer = tiny_tokenizer()
     text = text_of(tmp_path, row, tokenizer)
     assert asked in text and "olympiads" not in text
     assert learned(tmp_path, row, tokenizer) == (runs or [tokenizer.decode([302])])
+
+
+@pytest.mark.parametrize("cell", ["300 301 302", "[300 301 302]", 300])
+def test_tokens_that_are_no_list_are_not_trained_as_text(tmp_path: Path, cell: object):
+    with pytest.raises(DataError, match="should hold a list of"):
+        learned(tmp_path, {"input_ids": cell}, tiny_tokenizer())
 
 
 def test_chat_template_kwargs_reach_the_template(tmp_path: Path):

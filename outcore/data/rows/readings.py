@@ -184,6 +184,11 @@ def _text(row: Row, column: str) -> str:
 
 def _whole_numbers(row: Row, column: str, lowest: int = 0) -> list[int]:
     value = row[column]
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a cell of a CSV
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"column {column!r} should hold a list of numbers, found {shorten(value, 60)!r}") from error
     if not isinstance(value, list) or not all(isinstance(item, int) and item >= lowest for item in value):
         raise RowError(f"column {column!r} should hold a list of whole numbers, found {shorten(repr(value), 60)}")
     return [int(item) for item in value]

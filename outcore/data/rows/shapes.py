@@ -144,7 +144,7 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
 def _found(first: Mapping[str, Any], columns: Sequence[str], messages_column: str | None) -> dict[str, Shape]:
     """The shapes that fit, in the order in which auto prefers them."""
     found: dict[str, Shape] = {}
-    if isinstance(first.get("input_ids"), list):
+    if first.get("input_ids") is not None:  # also one that is no list: its rows say so, and digits are not read as text
         found["tokens"] = Shape("tokens", ("input_ids",))
     conversation = messages_column or next((c for c in CONVERSATION_COLUMNS if _is_talk(first.get(c))), None)
     if conversation:
