@@ -204,6 +204,12 @@ def test_tokens_that_are_no_list_are_not_trained_as_text(tmp_path: Path, cell: o
         learned(tmp_path, {"input_ids": cell}, tiny_tokenizer())
 
 
+@pytest.mark.parametrize(("value", "kind"), [(["jars", "quick"], "list"), (7, "int")])
+def test_a_text_that_is_none_is_told_by_its_kind(tmp_path: Path, value: object, kind: str):
+    with pytest.raises(DataError, match=f"column 'text' should hold text, found {kind}"):
+        learned(tmp_path, {"text": value}, tiny_tokenizer())
+
+
 def test_chat_template_kwargs_reach_the_template(tmp_path: Path):
     talk = [user("a?"), told("jars")]
     for given in ({"enable_thinking": False}, json.dumps({"enable_thinking": False})):

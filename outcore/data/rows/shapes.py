@@ -132,6 +132,8 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
         return next(iter(found.values()))
     if settings.format in found:
         return found[settings.format]
+    if first.get("text") is not None and settings.format in ("auto", "text"):
+        raise DataError(f"{name}: column 'text' should hold text, found {type(first['text']).__name__}.")
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
     raise DataError(
         f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}. Name them with text_column, with "
