@@ -91,6 +91,14 @@ def test_no_such_path(client):
     assert "no/such/file.jsonl" in words
 
 
+def test_values_of_another_kind_start_nothing(client):
+    for rows in ("x", None, [2], 2.5):
+        assert "rows must be from" in words_of(client.post("/v1/data/preview", json={"fields": {}, "rows": rows}), 400)
+    for value in (True, [2, 3], {"steps": 2}):
+        odd = {"fields": {"preset": "tiny", "max_steps": value}}
+        assert "max_steps: expected one value" in words_of(client.post("/v1/runs", json=odd), 400)
+
+
 def test_a_path_that_is_typed_makes_nothing(client, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     assert client.get("/v1/paths/check", params={"path": str(tmp_path / "new")}).json()["is_good"]

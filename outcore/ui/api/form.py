@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any, get_origin
@@ -47,6 +48,9 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
         field = FIELDS.get(name)
         if field is None or name in HIDDEN:
             raise bad(f"{name} is no setting of a run.", name)
+        is_misplaced = isinstance(value, list) and get_origin(field.kind) is not tuple
+        if is_misplaced or isinstance(value, dict) or (isinstance(value, bool) and not field.is_switch):
+            raise bad(f"{name}: expected one value, got {json.dumps(value)}.", name)
         if field.kind in (int, float):
             value = _number(value)
         if isinstance(value, list):

@@ -21,9 +21,9 @@ MOST_TOKENS = 1500
 """Tokens of a row that are sent."""
 
 
-def preview(fields: Mapping[str, Any], num_rows: int = 3) -> dict[str, Any]:
+def preview(fields: Mapping[str, Any], num_rows: Any = 3) -> dict[str, Any]:
     """Some rows: heading, and pieces of text with whether they bear loss. ApiError with the data room's words."""
-    if not 1 <= num_rows <= MOST_ROWS:
+    if not isinstance(num_rows, int) or not 1 <= num_rows <= MOST_ROWS:
         raise bad(f"rows must be from 1 to {MOST_ROWS}.", "rows")
     config = checked(said(fields))
     name = config.tokenizer_name_or_path or config.model_name_or_path

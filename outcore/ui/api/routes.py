@@ -150,7 +150,7 @@ def _add_with_body(app: FastAPI, api: PanelsApi) -> None:
     training, runs = api.training, api.runs
     for method, path, work in (
         ("POST", "/v1/estimate", lambda body: estimate(_fields(body))),
-        ("POST", "/v1/data/preview", lambda body: preview(_fields(body), int(body.get("rows", 3)))),
+        ("POST", "/v1/data/preview", lambda body: preview(_fields(body), body.get("rows", 3))),
         ("PUT", "/v1/machine/thresholds", api.machine.set_thresholds),
         ("POST", "/v1/runs", lambda body: training.start(_fields(body))),
         ("POST", "/v1/runs/{name}/stop", lambda name, body: training.stop(name, at_once=body.get("at_once") is True)),
