@@ -174,6 +174,7 @@ def test_refused_with_numbers(tiny_folder, tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert find_place(str(tmp_path)).adapter is None
     refused(ValueError, "holds no adapter_config", lambda: find_place(folder, folder))
+    refused(ValueError, "is no file here", lambda: find_place(str(tmp_path / "mistyped.gguf")))
 
 
 @pytest.fixture(scope="module")

@@ -89,9 +89,11 @@ class CheckpointWeights:
 
 def find_place(name: str, adapter: str | None = None) -> ModelPlace:
     """Find where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id.
-    ValueError when it is a folder that holds no model."""
+    ValueError for a folder that holds no model, or a GGUF file that is not there."""
     path = model_folder(name)
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"{name} is no file here. Give the path of the GGUF file.")
         place = ModelPlace(str(path), str(path), f"{path}")
     elif not path.is_dir():
         place = ModelPlace(name, name, f"{name}")
