@@ -163,6 +163,7 @@ def test_two_starts_at_once(client, api):
     assert len(api.training._children) == 1
     name = next(answer for answer in answers if answer.status_code == 200).json()["run"]
     until(lambda: "training" in client.get(f"/v1/runs/{name}/log").json()["lines"])
+    assert "stop it first" in words_of(client.delete(f"/v1/runs/{name}"), 409)
     client.post(f"/v1/runs/{name}/stop")
     until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
 
@@ -179,6 +180,8 @@ def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
     name = client.post("/v1/runs", json={"fields": {"preset": "tiny"}}).json()["run"]
     job = until(lambda: (found := client.get(f"/v1/runs/{name}").json()["job"])["state"] != "running" and found)
     assert (job["state"], job["exit_code"]) == ("stopped", -2)
+    assert client.delete(f"/v1/runs/{name}").json()["deleted"], "though it has left no folder"
+    assert client.get(f"/v1/runs/{name}").status_code == 404
 
 
 def test_a_run_that_was_refused_says_why_and_is_resumed_with_what_is_otherwise_now(client, monkeypatch):

@@ -118,10 +118,16 @@ class Runs:
         return {"names": list(names), "settings": differing, "results": results}
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Remove a run's checkpoints, logs and model. 409 while it runs."""
+        """Remove a run's checkpoints, logs and model, and what was noted of its start. 409 while it runs."""
+        job = self.training.job(name)["state"]
         state = next((run for run in self._states() if run.folder.name == name), None)
-        if state is None:
+        if state is None and job == "running":
+            raise ApiError(409, f"Run {name} is starting: stop it first.", param="name", code="in_use")
+        if state is None and job in ("none", ""):
             raise ApiError(404, f"There is no run {name!r}.", param="name")
+        if state is None:  # refused, or stopped before it left anything
+            self.training.forget(name)
+            return {"name": name, "deleted": True, "size_bytes": 0}
         try:
             delete(state)
         except ValueError as error:  # RunInUse
