@@ -21,7 +21,7 @@ class Prompts:
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, with what the tokenizer puts before it. ValueError for none."""
-        ids = list(self.tokenizer(text)["input_ids"])
+        ids = list(self.tokenizer(_encodable(text))["input_ids"])
         if not ids:
             start = self.tokenizer.bos_token_id
             start = self.tokenizer.eos_token_id if start is None else start
@@ -33,7 +33,7 @@ class Prompts:
     def of_messages(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> tuple[int, ...]:
         """Tokens of a conversation, up to where the answer begins; `more`: what the template takes (tools, ...).
         ValueError in words for messages that the template does not take."""
-        text = self.text_of(messages, **more)
+        text = _encodable(self.text_of(messages, **more))
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text_of(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
@@ -45,6 +45,15 @@ class Prompts:
             return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **more)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+
+def _encodable(text: str) -> str:
+    """The text; ValueError for what no tokenizer takes, as a terminal's or a command line's odd bytes become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds bytes that are no UTF-8, or half of a letter (a lone surrogate).") from None
+    return text
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

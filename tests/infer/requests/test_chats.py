@@ -9,6 +9,7 @@ from outcore.infer import Answer, Sampling
 from outcore.infer.chats import AnswerParser, Chat, ChatError, TemplateParser
 from outcore.infer.commands import read_line, result_of
 from outcore.infer.requests import Grammars, Prompts
+from tests.refused import refused
 
 TEXT = (
     'a<think>\nwhy < not</think>\n\nb <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -146,3 +147,10 @@ def test_tools_that_a_template_does_not_know_are_refused(prompts):
     prompts.tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ChatError, match="knows no tools"):
         Chat(prompts, ASKED | {"tools": [LOOK]})
+
+
+def test_bytes_that_are_no_text_are_refused_in_words(prompts):
+    """As a terminal or a command line gives them."""
+    odd = b"a \xff b".decode(errors="surrogateescape")
+    for ask in (lambda: prompts.of_text(odd), lambda: prompts.of_messages([{"role": "user", "content": odd}])):
+        refused(ValueError, "no UTF-8", ask)
