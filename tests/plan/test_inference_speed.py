@@ -20,7 +20,7 @@ from outcore.plan.inference import (
     plan_inference,
     words_of,
 )
-from outcore.plan.inference.speed import PRODUCTS_S
+from outcore.plan.inference.speed import PRODUCTS_S, InferencePlan
 from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     InPlaceRates,
@@ -145,6 +145,17 @@ def test_answers_that_do_not_fit_at_once_take_turns():
     assert two == pytest.approx(2 * one)
     assert one == pytest.approx(plan.first_token_s(128, most) + 7 * plan.decode(most, 132).seconds)
     assert plan.first_token_s(128, 2) <= 2 * plan.first_token_s(128)
+
+
+def test_prompts_have_their_share_of_passes_whatever_the_answers_beside_them_cost(monkeypatch):
+    """As the scheduler has it: attention of 600 answers alone costs more than a pass."""
+    plan = plan_inference(resolve_shape("tiny-moe"), load_hardware("rtx4070-laptop"))
+    cost, most, prompt, streams = row_cost_of(plan.shape, plan.kv), plan.placement.pass_tokens, 4096, 600
+    assert streams * cost.of(prompt, 1) > most
+    passes, usual = [], InferencePlan.pass_time
+    monkeypatch.setattr(InferencePlan, "pass_time", lambda *asked: passes.append(asked[1]) or usual(*asked))
+    assert plan.first_token_s(prompt, streams) > 0
+    assert len(passes) <= 1.01 * streams * cost.of(0, prompt) / (cost.LEAST_READ * most)
 
 
 def test_keys_and_values_in_ram_come_slower_than_copies():

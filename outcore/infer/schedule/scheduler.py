@@ -18,9 +18,6 @@ from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
-LEAST_READ = 0.25
-"""Share of a pass that prompts get at least, whatever the attention of the answers beside them costs."""
-
 
 @dataclass(frozen=True)
 class ScheduleLimits:
@@ -135,7 +132,7 @@ class Scheduler:
                     left.take(work.start, work.count, row_cost)
                     drafts, rows = drafts - work.num_drafts, rows + work.num_drafts
         if works:
-            left.cost = max(left.cost, LEAST_READ * limits.pass_tokens)
+            left.cost = max(left.cost, RowCost.LEAST_READ * limits.pass_tokens)
         else:
             row_cost = RowCost()
         for sequence in list(self.running):

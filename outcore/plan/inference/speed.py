@@ -101,8 +101,8 @@ class InferencePlan:
         of_prompts = cost.of(0, prompt_tokens) / prompt_tokens  # as the scheduler fills passes beside answers
         while done < whole:
             begun, at = divmod(done, prompt_tokens)  # answers that write meanwhile; where the next prompt goes on
-            room = (most - begun * cost.of(prompt_tokens, 1)) / of_prompts if begun else most
-            rows = min(max(1, int(room)), whole - done)
+            room = max(most - begun * cost.of(prompt_tokens, 1), cost.LEAST_READ * most) / of_prompts if begun else most
+            rows = max(1, min(int(room), most - begun, whole - done))
             answers = max(1, (done + rows) // prompt_tokens)
             kv_tokens = begun * prompt_tokens + at + rows
             if streams > 1:

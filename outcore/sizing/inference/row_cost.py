@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from math import inf
+from typing import ClassVar
 
 from outcore.sizing.inference.needs import KvSize
 from outcore.sizing.shape import ModelShape
@@ -13,6 +14,9 @@ from outcore.sizing.shape import ModelShape
 @dataclass(frozen=True)
 class RowCost:
     """Cost in units of one token without context."""
+
+    LEAST_READ: ClassVar[float] = 0.25
+    """Share of a pass that prompts get at least, whatever the attention of the answers beside them costs."""
 
     context_tokens: float = inf
     """Context whose attention, in all layers, costs as much as their matrices."""
