@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from transformers import MambaConfig
 
 from outcore import cli
 from outcore.common.quantities import GIB
-from outcore.model import resolve_shape
+from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import (
@@ -156,6 +157,13 @@ def test_prompts_have_their_share_of_passes_whatever_the_answers_beside_them_cos
     monkeypatch.setattr(InferencePlan, "pass_time", lambda *asked: passes.append(asked[1]) or usual(*asked))
     assert plan.first_token_s(prompt, streams) > 0
     assert len(passes) <= 1.01 * streams * cost.of(0, prompt) / (cost.LEAST_READ * most)
+
+
+def test_a_model_without_attention_is_planned():
+    config = MambaConfig(num_hidden_layers=4, hidden_size=128, state_size=8, vocab_size=256)
+    plan = plan_inference(shape_from_config("mamba", config, adapts=False), load_hardware("rtx4070-laptop"))
+    assert row_cost_of(plan.shape, plan.kv).of(1000, 8) == 8
+    assert plan.first_token_s(512, 3) > 0 and "first word" in "\n".join(words_of(plan))
 
 
 def test_keys_and_values_in_ram_come_slower_than_copies():

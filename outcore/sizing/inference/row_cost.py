@@ -43,7 +43,9 @@ def pairs(start: int, count: int, window: int | None = None) -> float:
 
 def row_cost_of(shape: ModelShape, kv: KvSize) -> RowCost:
     """The cost by operations: 2 for each parameter that a token meets, 4 a layer for each number of its query and each
-    token that it sees. Layers count for attention by their keys' and values' bytes."""
+    token that it sees. Layers count for attention by their keys' and values' bytes; a model without any has none."""
+    if not kv.token_bytes:
+        return RowCost()
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     windows = tuple((window, size / kv.token_bytes) for window, size in kv.bytes_by_window)
     return RowCost(2 * shape.active_layer_params / attention, windows)
