@@ -113,6 +113,8 @@ def prepare_data(
     if len(evaluation) == 0 and settings.eval_fraction > 0:
         notes.append("no evaluation: the data is a single row; name --eval_dataset to have one")
     summary = _summary(cache, train, evaluation, layout, kind, settings, notes)
+    if eval_cache is not None:
+        summary = replace(summary, max_token_id=max(summary.max_token_id, eval_cache.meta["max_token_id"]))
     return PreparedData(
         train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, cache, train), cache
     )

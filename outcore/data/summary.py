@@ -20,7 +20,7 @@ class DataSummary:
     tokens: int
     loss_tokens: int
     max_token_id: int
-    """Must be below the vocabulary size of the model."""
+    """Largest of the training and evaluation data. Must be below the vocabulary size of the model."""
     train_rows: int
     train_tokens: int
     eval_rows: int

@@ -52,6 +52,14 @@ def test_text_end_to_end(tmp_path: Path):
     assert sum(len(batch["labels"]) for batch in EvalStream(prepared.eval, 2)) == len(prepared.eval)
 
 
+def test_token_ids_of_the_evaluation_count_too(tmp_path: Path):
+    """What the model's table is compared with: an id beyond it would fail at the first evaluation, hours later."""
+    rows = write_jsonl(tmp_path / "x.jsonl", text_rows(4))
+    other = write_jsonl(tmp_path / "y.jsonl", [{"input_ids": [1, 298_832, 3]}])
+    settings = replace(settings_for(tmp_path, rows, seq_length=128), eval_dataset=str(other))
+    assert prepare_data(settings, tiny_tokenizer()).summary.max_token_id == 298_832
+
+
 def test_split_is_by_document(tmp_path: Path):
     settings = settings_for(tmp_path, write_jsonl(tmp_path / "x.jsonl", text_rows(100)), packing="off", seq_length=512)
     prepared = prepare_data(replace(settings, eval_fraction=0.1), tiny_tokenizer())
