@@ -49,6 +49,7 @@ def test_the_files_scheduler_is_followed_or_refused() -> None:
         ({"warmup_num_steps": "10"}, "must be a whole number, got '10'"),
         ({"warmup_type": "log"}, "warmup_type is 'log'"),
         ({"warmup_steps": 3}, "Did you mean warmup_num_steps"),
+        ({"warmup_num_steps": 101}, r"warmup_num_steps \(101\) is more than the run's 100 steps"),
     ):
         with pytest.raises(ConfigError, match=words):
             _schedule(params)

@@ -123,22 +123,23 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
     ratio = config.warmup_ratio
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
     default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
-    if config.warmup_steps is not None and config.warmup_steps > total_steps:
-        raise ConfigError(
-            f"warmup_steps ({config.warmup_steps}) is more than the run's {counted(total_steps, 'step')}: the learning "
-            "rate would never reach its peak. Lower warmup_steps, or train longer (num_train_epochs)."
-        )
     warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
+    if warmup > total_steps:
+        name = "scheduler.params.warmup_num_steps" if config.warmup_steps is None else "warmup_steps"
+        raise ConfigError(
+            f"{name} ({warmup}) is more than the run's {counted(total_steps, 'step')}: the learning rate would never "
+            f"reach its peak. Lower {name}, or train longer (max_steps, num_train_epochs)."
+        )
     default_floor = COSINE_FLOOR if kind == "cosine_with_min_lr" else 0.0
     floors = (config.min_lr_ratio, params.pop("cos_min_ratio", None), default_floor)
     share = config.lr_decay_ratio or WSD_DECAY_SHARE
     schedule = LrSchedule(
         SHAPES.get(kind, kind),
         peak_lr,
-        min(warmup, total_steps),
+        warmup,
         total_steps,
         next(floor for floor in floors if floor is not None),
-        min(total_steps - min(warmup, total_steps), math.ceil(share * total_steps)) if kind == "wsd" else 0,
+        min(total_steps - warmup, math.ceil(share * total_steps)) if kind == "wsd" else 0,
     )
     _check_scheduler_params(params, schedule, file.path)
     return schedule
