@@ -19,6 +19,7 @@ import math
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,9 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
             raise CheckpointError(f"{checkpoint.path}: its base was made from scratch, so there is none to merge into.")
         config = AutoConfig.from_pretrained(base)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
+        with warnings.catch_warnings():  # an attribute's old name, which peft asks for
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
         settle_trained_modules(network)
         tokenizer = AutoTokenizer.from_pretrained(adapter)
         export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
