@@ -252,16 +252,6 @@ def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
         assert found["wanted"].tokens == alone.tokens  # with every log-probability, bit by bit
 
 
-def test_deterministic_answers_do_not_depend_on_what_was_asked_before(tiny_folder):
-    """Keys in 8 bits: a beginning that is found is not quite the one that is computed."""
-    settings = InferSettings(context=128, ram_gib=1, deterministic=True, page_tokens=8, kv_format="int8")
-    with closing(open_engine(str(tiny_folder[0]), settings)) as opened:
-        sampling = Sampling(temperature=1.0, max_tokens=16, seed=4, logprobs=0, ignore_eos=True)
-        asked = [Request(f"{i}", tuple(range(2, 60)), sampling) for i in range(2)]
-        first, second = (next(opened.engine.generate([request])) for request in asked)
-        assert first.tokens == second.tokens
-
-
 def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monkeypatch):
     """It ends in no logits, which all other passes are waited for by."""
     seen = []

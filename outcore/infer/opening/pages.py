@@ -50,7 +50,7 @@ def cache_of(
     most = sequences * (placement.context_tokens + size)
     groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
     # Where results may not depend on company, no chunk may end where another prompt happened to leave.
-    shares = settings.shares_beginnings and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
+    shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
     most = needs.num_snapshots if way == "states" else None
     return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares, most), memory)
 

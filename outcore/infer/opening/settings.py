@@ -91,11 +91,6 @@ class InferSettings:
             raise ValueError("kv_home nvme needs a folder on a drive (--nvme_path).")
         if self.prefix_path is not None and not self.share_prefixes:
             raise ValueError("prefix_path does nothing without shared prefixes: leave out --no_prefix_sharing.")
-        if self.prefix_path is not None and not self.shares_beginnings:
-            raise ValueError(
-                "prefix_path: with keys and values in 8 bits an answer depends a little on whether its beginning was "
-                "found, which a job's or a deterministic server's may not. Leave out --prefix_path or --kv_format int8."
-            )
         if self.prefix_gib is not None and self.prefix_path is None:
             raise ValueError("prefix_gib does nothing without --prefix_path. Give the folder, or leave it out.")
         if self.pin_gib is not None and not self.pin_memory:
@@ -165,13 +160,6 @@ class InferSettings:
         """Copy of the settings without room for answers, unless room was asked for."""
         asks = self.max_sequences is not None or self.kv_gib is not None
         return self if asks else replace(self, scores_only=True)
-
-    @property
-    def shares_beginnings(self) -> bool:
-        """Whether prompts that begin alike are computed once. Not where results may not depend on company and keys are
-        in 8 bits: a prompt read at once sees its own keys as they were computed, one whose beginning was found sees
-        them as they were stored."""
-        return self.share_prefixes and not (self.deterministic and self.kv_format == "int8")
 
     @property
     def layer_buffers(self) -> int:

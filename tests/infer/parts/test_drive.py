@@ -272,7 +272,6 @@ def test_settings_that_do_nothing_are_errors(tmp_path):
         ({"kv_home": "nvme"}, "needs a folder"),
         ({"prefix_gib": 1.0}, "does nothing without"),
         ({"prefix_path": tmp_path, "share_prefixes": False}, "does nothing without shared"),
-        ({"prefix_path": tmp_path, "kv_format": "int8", "deterministic": True}, "whether its beginning was found"),
     ):
         with pytest.raises(ValueError, match=words):
             InferSettings(**wrong)
