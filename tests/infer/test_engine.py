@@ -252,6 +252,18 @@ def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
         assert found["wanted"].tokens == alone.tokens  # with every log-probability, bit by bit
 
 
+def test_deterministic_answers_do_not_depend_on_what_was_asked_before(tiny_folder):
+    """Keys in 8 bits: those of a prompt that is read at once are rounded as those of a beginning that is found."""
+    settings = InferSettings(context=128, ram_gib=1, deterministic=True, page_tokens=8, kv_format="int8")
+    with closing(open_engine(str(tiny_folder[0]), settings)) as opened:
+        sampling = Sampling(temperature=1.0, max_tokens=16, seed=4, logprobs=0, ignore_eos=True)
+        asked = [Request(f"{i}", tuple(range(2, 60)), sampling) for i in range(2)]
+        first, second = (next(opened.engine.generate([request])) for request in asked)
+        assert second.timings.cached_tokens == 56
+        assert [token.token for token in first.tokens] == [token.token for token in second.tokens]
+        assert [token.logprob for token in first.tokens] == pytest.approx([t.logprob for t in second.tokens], abs=2e-5)
+
+
 def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monkeypatch):
     """It ends in no logits, which all other passes are waited for by."""
     seen = []

@@ -30,7 +30,7 @@ from outcore.infer.attention.exact import (
 )
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
-from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
+from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page, rounded
 from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
 
@@ -154,8 +154,8 @@ class PagedAttention:
         value_KNE: torch.Tensor,
     ) -> torch.Tensor:
         heads, rows, _ = query_HND.shape
-        output: torch.Tensor | None = None
         stored = [span for span in tables.spans if span.start > 0]
+        output = query_HND.new_zeros((rows, heads, shape.value_width)) if stored else None
         if self.cache is not None:
             group = self.cache.group_of(rule.window)
             store = self.cache.store(site, shape, group)
@@ -165,9 +165,10 @@ class PagedAttention:
                 value_KNE[:, :used].transpose(0, 1),
                 tables.slots_of(group, store.home),
             )
+            if store.is_packed and self._is_deterministic:  # not as a beginning that is found would not be
+                key_KND, value_KNE = rounded(key_KND), rounded(value_KNE)
             for together in self._together(stored, store, group, rule, tables, query_HND):
-                if output is None:
-                    output = query_HND.new_zeros((rows, heads, shape.value_width))
+                assert output is not None
                 if together.mask is None:
                     pieces = self._pieces(together.spans[0], store, group, rule, tables, query_HND, key_KND, value_KNE)
                     here = slice(together.spans[0].row, together.spans[0].row + together.count)

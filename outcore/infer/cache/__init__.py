@@ -7,7 +7,7 @@ from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.rows import RowMasks, RowTables, first_page
 from outcore.infer.cache.states import SequenceStates
-from outcore.infer.cache.store import KvShape, KvStore
+from outcore.infer.cache.store import KvShape, KvStore, rounded
 
 __all__ = [
     "CacheSettings",
@@ -29,4 +29,5 @@ __all__ = [
     "Span",
     "first_page",
     "open_memory",
+    "rounded",
 ]

@@ -126,3 +126,8 @@ def quantized(rows_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantized(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows as they were, but for rounding."""
     return rows.float().mul_(scale).to(dtype)
+
+
+def rounded(rows_NHD: torch.Tensor) -> torch.Tensor:
+    """Rows as they are after they were stored in 8 bits."""
+    return dequantized(*quantized(rows_NHD), rows_NHD.dtype)
