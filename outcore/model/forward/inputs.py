@@ -79,14 +79,18 @@ def document_mask_map(config: Any, position_ids: torch.Tensor, dtype: torch.dtyp
 
 def accepted_names(module: nn.Module) -> tuple[frozenset[str], bool]:
     """The names a module's forward takes, and whether it takes any other by **kwargs."""
-    return _names_of(getattr(module.forward, "__func__", module.forward))
+    forward = module.forward
+    # A class's method is remembered; one put on the module itself may hold it, and would keep its weights in memory.
+    return _known_names(forward.__func__) if inspect.ismethod(forward) else _names_of(forward)
 
 
-@lru_cache(maxsize=64)  # asked in every pass, and a look at a signature takes 0.1 ms
 def _names_of(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     parameters = inspect.signature(forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return frozenset(names - {"self"}), any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+_known_names = lru_cache(maxsize=64)(_names_of)  # asked in every pass, and a look at a signature takes 0.1 ms
 
 
 def attention_of(model: nn.Module) -> str:
