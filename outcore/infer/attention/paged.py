@@ -165,7 +165,7 @@ class PagedAttention:
                 value_KNE[:, :used].transpose(0, 1),
                 tables.slots_of(group, store.home),
             )
-            if store.is_packed and self._is_deterministic:  # not as a beginning that is found would not be
+            if store.is_packed and self._is_deterministic:  # as whoever finds these pages later reads them
                 key_KND, value_KNE = rounded(key_KND), rounded(value_KNE)
             for together in self._together(stored, store, group, rule, tables, query_HND):
                 assert output is not None
