@@ -120,8 +120,11 @@ class GraphPool:
 @functools.lru_cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for each device: torch's own is one for the process, of the device that captured first, so work of another
-    would run at once beside it and the graph be empty. No more, because cuBLAS keeps 32 MiB for each for good."""
-    return torch.cuda.Stream(device)
+    would run at once beside it and the graph be empty. No more, because cuBLAS keeps 32 MiB for each for good.
+
+    Of a priority that nothing else has: torch hands out 32 streams of each in turn, and a copy must never be queued on
+    the stream of a capture."""
+    return torch.cuda.Stream(device, priority=-2)
 
 
 class LayerGraphs:

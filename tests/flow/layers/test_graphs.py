@@ -11,7 +11,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.layers import LayerGraphs, draws_random_numbers
+from outcore.flow.layers import GraphPool, LayerGraphs, draws_random_numbers
 from outcore.flow.layers import graphs as module
 from outcore.flow.layers.graphs import CALLS_BEFORE, _Graph
 from outcore.flow.parts import discover_units
@@ -280,3 +280,15 @@ def test_eager_graphs_are_for_layers_that_are_not_compiled():
     assert found.graphs_fit_eager and found.is_active(0) and not found.has_eager_graphs(0)
     found.give_up("the test asks for it")
     assert found.has_eager_graphs(0)
+
+
+@pytest.mark.gpu
+def test_no_lane_is_given_the_stream_of_captures():
+    """torch has 32 streams of a priority and hands them out in turn, so forty meet each of them."""
+    device = torch.device("cuda", 0)
+    work = torch.zeros(1, device=device)
+    with GraphPool(device).capture():
+        work.add_(1)
+        capturing = torch.cuda.current_stream(device).cuda_stream
+    lanes = {torch.cuda.Stream(device).cuda_stream for _ in range(40)}
+    assert len(lanes) == 32 and capturing not in lanes
