@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from outcore.common.quantities import format_gb, format_gib
 from outcore.install.browser import install_chromium
@@ -38,6 +42,19 @@ TEST_PROCESSES = 4
 """Each holds torch and tiny models, about 1.5 GB."""
 
 
+def call_to_its_end(command: Sequence[str], **options: Any) -> int:
+    """The exit code. A Ctrl-C goes to the child too, which may have something to save and is waited for, where
+    `subprocess.call` kills it after a quarter of a second; KeyboardInterrupt where it died of it."""
+    with subprocess.Popen(command, **options) as child:
+        while True:
+            with suppress(KeyboardInterrupt):
+                code = child.wait()
+                break
+    if code == -signal.SIGINT:
+        raise KeyboardInterrupt
+    return code
+
+
 class InstallJob:
     """One run of the set-up. Use as a context manager: errors end in `exit_code` and a message, not in a traceback."""
 
@@ -49,9 +66,10 @@ class InstallJob:
         detect: Callable[[], Machine] = detect_machine,
         runner: Runner = run_command,
         stream: Stream = stream_command,
-        call: Callable[..., int] = subprocess.call,
+        call: Callable[..., int] = call_to_its_end,
     ) -> None:
         self.options = parse_options(argv)
+        self._command = shlex.join(("python", "setup.py", *argv))
         self.repository = Path(repository).resolve()
         self.exit_code = EXIT_OK
         self.rows: list[ReportRow] = []
@@ -79,7 +97,7 @@ class InstallJob:
             return True
         if isinstance(error, KeyboardInterrupt):
             self.exit_code = EXIT_INTERRUPTED
-            self.progress.say("\ninterrupted: run `python setup.py` again, it goes on where it stopped")
+            self.progress.say(f"\ninterrupted: run `{self._command}` again, it goes on where it stopped")
             self._report_error("interrupted")
             return True
         return False

@@ -1,6 +1,10 @@
 import json
+import os
+import shlex
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from outcore.install import job as job_module
 from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
 from outcore.install.extensions import KEY_NAME, build_key
-from outcore.install.job import InstallJob
+from outcore.install.job import InstallJob, call_to_its_end
 from outcore.install.requirement_set import read_pins
 from outcore.install.verify.rows import ReportRow
 from outcore.machine import Drive
@@ -132,8 +136,16 @@ def test_failed_pip_leaves_no_ok(repository: Path, capsys: pytest.CaptureFixture
 def test_interrupt(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_environment(repository / ".venv")
     assert run(make_job(repository, stream=FakeStream(failing(KeyboardInterrupt())))) == 130
-    assert "goes on where it stopped" in capsys.readouterr().out
+    assert shlex.join(("python", "setup.py", "--venv", str(repository / ".venv"))) in capsys.readouterr().out
     assert saved(repository)["error"] == "interrupted"
+
+
+def test_an_interrupted_child_may_save() -> None:
+    """It takes longer than the quarter of a second after which `subprocess.call` would kill it."""
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert call_to_its_end([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(7)"]) == 7
+    timer.join()
 
 
 def test_no_space_stops_before_pip(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
