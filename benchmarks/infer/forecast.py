@@ -3,8 +3,9 @@
     python benchmarks/infer/forecast.py --out forecast.json
     python benchmarks/infer/forecast.py --dry_run            (tiny model, CPU, seconds)
 
-Rates of the machine are measured first (link, device memory, matrix products, how fast the host launches; the drive's
-by the run that reads from it); the rest is the profile's, or of the data sheet. Each run opens a shape with random
+Rates of the machine are measured first (link, device memory, matrix products; before each run how fast the host
+launches, which other programs of a shared host slow by half from minute to minute; the drive's by the run that reads
+from it); the rest is the profile's, or of the data sheet. Each run opens a shape with random
 weights anew, fills the largest passes that it has room for (`vram_over`: bytes taken, with what graphs keep, over those
 placed), answers prompts once so that every size is captured (but from a drive: in part), and again beside the plan.
 `over` is measured seconds over those forecast before it began, `passes_over` over those of the passes as they were;
@@ -78,7 +79,6 @@ def hardware_here(cases: Cases) -> Hardware:
     torch.cuda.empty_cache()
     tflops = matmul_tflops(cases.device, 1024, 4096, 14336)
     rates = {"h2d_gb_per_s": cases.link_gb_per_s, "device_memory_gb_per_s": memory, "compute_tflops": tflops}
-    rates["host_layer_s"] = measure_host(cases.device, 2.0)
     return dataclasses.replace(found, **rates)
 
 
@@ -163,6 +163,8 @@ def one_run(
     loaded, placement, opened_s = opened.found.loaded, opened.placement, time.perf_counter() - began
     if placement.bytes_at("nvme"):
         hardware = dataclasses.replace(hardware, drive_read_gb_per_s=drive_gb_per_s(opened.weights.homes.store))
+    if device.type == "cuda":
+        hardware = dataclasses.replace(hardware, host_layer_s=measure_host(device, 1.0))
     plan = plan_as_opened(opened, hardware)
     vocab = loaded.facts.vocab_size
     filled = filled_bytes(opened, prompt, vocab)

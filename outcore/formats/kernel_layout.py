@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+Again = Callable[[], object]
+"""Queues work once more that was queued before, with the same addresses: for a tenth of what the first time costs the
+host. It keeps none of their memory, so whoever calls it sees to that being there."""
 
 CHUNK_BYTES = 16
 """Bytes of codes that a thread takes together."""
@@ -53,23 +58,20 @@ class KernelLayout:
             "HAS_ZERO": has_zero,
         }
 
-    def expand(self, block: int, planes: Sequence[torch.Tensor], table: torch.Tensor | None, out: torch.Tensor) -> None:
+    def expand(
+        self, block: int, planes: Sequence[torch.Tensor], table: torch.Tensor | None, out: torch.Tensor
+    ) -> Again:
         """Queue the kernel that writes the values of contiguous planes [blocks, per_block], blocks of so many values,
-        to `out`, rounded to its type: the reference's bits. `table`: values of the codes, where a format has one.
-        ImportError without Triton."""
+        to `out`, rounded to its type: the reference's bits. `table`: values of the codes, where a format has one, for
+        as long as the format is used. ImportError without Triton."""
         from outcore.formats.expansion_kernel import packed_expansion
 
         assert out.is_contiguous() and all(plane.is_contiguous() for plane in planes)
         codes, scale, zero = self.planes(planes)
         chunks = len(codes) * self.block_chunks(block)
+        grid = (-(-chunks // EXPANDED_CHUNKS), 1, 1)
+        memory = (codes, scale, codes if zero is None else zero, codes if table is None else table, out)
+        constants = {**self.constants(block, has_zero=zero is not None), "CHUNKS": EXPANDED_CHUNKS}
         launch: Any = packed_expansion
-        launch[(-(-chunks // EXPANDED_CHUNKS),)](
-            codes,
-            scale,
-            codes if zero is None else zero,
-            codes if table is None else table,
-            out,
-            chunks,
-            **self.constants(block, has_zero=zero is not None),
-            CHUNKS=EXPANDED_CHUNKS,
-        )
+        compiled = launch[grid](*memory, chunks, **constants)
+        return partial(compiled[grid], *(tensor.data_ptr() for tensor in memory), chunks, *constants.values())

@@ -22,7 +22,7 @@ import torch
 
 from outcore.common.errors import line_of
 from outcore.common.quantities import round_up
-from outcore.formats.kernel_layout import KernelLayout
+from outcore.formats.kernel_layout import Again, KernelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +158,17 @@ class PackedSpec:
                 view[start : start + step].copy_(plane)
         return data
 
-    def expand(self, data: torch.Tensor, out: torch.Tensor) -> None:
+    def expand(self, data: torch.Tensor, out: torch.Tensor) -> Again | None:
         """Write the values of the packed bytes to `out` (of `value_shape`, contiguous, on the same device), rounded to
-        its type. On a GPU the work is queued on the current stream."""
-        self.expand_planes(self.planes(data), out)
+        its type. On a GPU the work is queued on the current stream; what does so again for these addresses, where one
+        kernel does it all."""
+        return self.expand_planes(self.planes(data), out)
 
-    def expand_planes(self, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def expand_planes(self, planes: Sequence[torch.Tensor], out: torch.Tensor) -> Again | None:
         """`expand` from planes [blocks, per_block] that may be anywhere on the device of `out`."""
         assert tuple(out.shape) == self.value_shape and out.is_contiguous()
         if not self.is_transposed:
-            _expand_blocks(self.format, planes, out.view(-1, self.format.block))
-            return
+            return _expand_blocks(self.format, planes, out.view(-1, self.format.block))
         rows, columns = self.shape[-2:]
         matrices, per_matrix = out.view(-1, columns, rows), rows * columns // self.format.block
         for number, matrix in enumerate(matrices):  # one at a time: only one exists twice
@@ -176,6 +176,7 @@ class PackedSpec:
             straight = torch.empty(rows, columns, dtype=out.dtype, device=out.device)
             _expand_blocks(self.format, part, straight.view(-1, self.format.block))
             matrix.copy_(straight.t())
+        return None
 
     def unpack(self, data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The parameter as a new tensor."""
@@ -197,14 +198,14 @@ class PackedTensor:
         return self.spec.unpack(self.data, dtype)
 
 
-def _expand_blocks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _expand_blocks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> Again | None:
     if out.device.type != "cuda":
         _expand_in_chunks(packed_format, planes, out)
-        return
-    if (layout := packed_format.layout) is None or not _has_triton():
+    elif (layout := packed_format.layout) is None or not _has_triton():
         _gpu_form(packed_format).expand(out, planes)
     else:
-        layout.expand(packed_format.block, planes, packed_format.table(out.device), out)
+        return layout.expand(packed_format.block, planes, packed_format.table(out.device), out)
+    return None
 
 
 def _expand_in_chunks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -127,6 +127,22 @@ def test_where_all_weights_stay_keys_and_values_have_room_for_whole_answers():
     assert not short.travels and one <= short.kv_bytes < 32 * one and sum(short.vram_bytes.values()) <= 18 * GIB
 
 
+def test_calls_grow_into_vram_that_nothing_else_uses():
+    limits, small = InferenceLimits(80 * GIB, 64 * GIB), needs(layers=8)
+    found = {preset: place_inference(small, limits, preset) for preset in PRESETS}
+    assert all(placed.chunk_tokens == placed.pass_tokens for placed in found.values())
+    first = place_inference(small, dataclasses.replace(limits, pads_calls=True))
+    assert first.chunk_tokens == PRESETS["balanced"].chunk_tokens
+    asked = dataclasses.replace(limits, chunk_tokens=512)
+    assert place_inference(small, asked).chunk_tokens == 512
+    given = dataclasses.replace(limits, kv_bytes=2 * GIB)
+    needed = sum(place_inference(small, dataclasses.replace(given, pads_calls=True)).vram_bytes.values()) / 0.96
+    tight = place_inference(small, dataclasses.replace(given, vram_bytes=int(needed) + 2 * MIB))
+    assert not tight.travels and tight.chunk_tokens == first.chunk_tokens
+    travels = place_inference(small, dataclasses.replace(limits, vram_bytes=4 * GIB))
+    assert travels.travels and travels.chunk_tokens == first.chunk_tokens
+
+
 def test_fewer_buffers_where_vram_is_short():
     placed = place_inference(
         needs(layer_mib=1600, ends_mib=2000), InferenceLimits(int(6.5 * GIB), 200 * GIB), "latency"

@@ -21,7 +21,7 @@ from outcore.plan.inference import (
     plan_inference,
     words_of,
 )
-from outcore.plan.inference.speed import PRODUCTS_S, InferencePlan
+from outcore.plan.inference.speed import ARRIVAL_SHARE, PRODUCTS_S, InferencePlan
 from outcore.plan.learned import known_rates, remember_rates
 from outcore.sizing.inference import (
     InPlaceRates,
@@ -116,10 +116,22 @@ def test_long_contexts_and_later_chunks_of_a_prompt_take_longer():
     short, long = (plan.decode(1, tokens).terms["GPU"] for tokens in (0, 10_000))
     read_s = 10_000 * plan.kv.token_bytes / 250e9
     assert long - short == pytest.approx(KEY_S * 10_000 * 32 + read_s, rel=1e-6)
+    plan = dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, chunk_tokens=1024))
     one = plan.traffic(1024, 1024, 1, 0).launched_layers
     assert plan.traffic(2048, 2048, 2, 0).launched_layers == 2 * one < plan.traffic(2048, 2048, 1, 0).launched_layers
     assert one == plan.traffic(1024, 1024, 8, 0).launched_layers < plan.traffic(2048, 2048, 8, 0).launched_layers
     assert not plan.traffic(8, 8000, 8, 0).launched_layers
+
+
+def test_layers_that_travel_are_queued_by_the_host_too():
+    laptop = load_hardware("rtx4070-laptop")
+    small = plan_inference(resolve_shape("llama-8b"), laptop, context=1024)
+    whole = plan_inference(resolve_shape("llama-8b"), dataclasses.replace(laptop, vram_bytes=80 * GIB), context=1024)
+    calls = [plan.traffic(1000, 1000, 4, 0).launched_layers for plan in (small, whole)]
+    assert small.placement.num_arriving and calls[0] - calls[1] == pytest.approx(
+        ARRIVAL_SHARE * small.placement.num_arriving
+    )
+    assert not small.traffic(4, 1000, 4, 0).launched_layers
 
 
 def test_packed_layers_on_a_gpu_take_what_its_kernels_take_or_their_expansion():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.formats import PackedSpec
+from outcore.formats import Again, PackedSpec
 from outcore.optim import BLOCK_NUMEL
 
 ALIGN_NUMEL = BLOCK_NUMEL
@@ -160,16 +160,25 @@ class SlabLayout:
             for slot in self.slots
         ]
 
-    def expand(self, home: torch.Tensor, slab: torch.Tensor) -> None:
+    def expand(self, home: torch.Tensor, slab: torch.Tensor, again: Sequence[Again] = ()) -> Sequence[Again]:
         """Fill `slab` (at least `numel` elements) from the bytes of its home, uint8 and on the same device.
 
-        On a GPU the work is queued on the current stream."""
+        On a GPU the work is queued on the current stream. What it gives, if anything, is for the next time with the
+        same two addresses."""
         slab[: self.plain_numel].copy_(home.view(self.dtype)[: self.plain_numel])
+        for one in again:
+            one()
+        return again or self._expand_packed(home, slab)
+
+    def _expand_packed(self, home: torch.Tensor, slab: torch.Tensor) -> Sequence[Again]:
+        found = list[Again | None]()
         for slot in self.packed_slots:
             assert slot.packed is not None
             start = slot.home_offset * self.dtype.itemsize
             data = home[start : start + slot.packed.size_bytes]
-            slot.packed.expand(data, slab[slot.offset : slot.end].view(slot.shape))
+            found.append(slot.packed.expand(data, slab[slot.offset : slot.end].view(slot.shape)))
+        again = [one for one in found if one is not None]
+        return again if len(again) == len(found) else ()
 
     def grad_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The trainable parameters as views of a 1-D tensor of at least `trainable_numel` elements."""

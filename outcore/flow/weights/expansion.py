@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from outcore.flow.parts import Part
+from outcore.formats import Again
 
 
 class Expansion:
@@ -20,6 +21,8 @@ class Expansion:
         self._indices = {part.index for part in parts}
         size_bytes = max((part.layout.size_bytes for part in parts if part.layout.packed_slots), default=0)
         self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        self._again: dict[tuple[int, int], Sequence[Again]] = {}
+        """How a part's bytes at an address are expanded again."""
         self.as_they_are = frozenset[int]()
         """Indices of parts whose bytes are multiplied as they are for the time being, so that nothing is expanded."""
 
@@ -39,5 +42,6 @@ class Expansion:
             has_bytes = part.layout.packed_slots or part.index in self.as_they_are
             return home.view(torch.uint8 if has_bytes else part.layout.dtype)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
-        part.layout.expand(home.view(torch.uint8), slab)
+        place = part.index, home.data_ptr()
+        self._again[place] = part.layout.expand(home.view(torch.uint8), slab, self._again.get(place, ()))
         return slab

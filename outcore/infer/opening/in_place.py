@@ -123,7 +123,7 @@ def try_in_place(
 
     def seconds(count: int, tokens: int) -> float:
         arrival.names = lambda _: InPlaceRates.evenly(names, count)
-        pass_s = engine.pass_s(tokens)
+        pass_s = min(engine.pass_s(tokens), engine.pass_s(tokens))  # other programs slow one of them at times
         return max(pass_s - InPlaceRates.BETWEEN_S, pass_s / 2)
 
     without_s = seconds(0, 1)
@@ -131,14 +131,14 @@ def try_in_place(
     assert placement.cpu_rates is not None
     rates = replace(placement.cpu_rates, link_gb_per_s=travelling / without_s / GB)
     chosen: dict[int, tuple[str, ...]] = {}
-    slower: dict[int, float] = {}
+    tried: dict[int, tuple[int, int, float]] = {}
     for tokens in sorted(placement.cpu_parts)[::2]:
         most = len(min(chosen.values(), key=len, default=names))
         count, best_s = _shortest(partial(seconds, tokens=tokens), min(most, len(placement.cpu_parts[tokens])), most)
         parts = InPlaceRates.evenly(names, count)
         size = placement.size_of(parts)
         told += f"; with {count} there, {format_s(best_s)} for a pass of {tokens}"
-        slower[tokens] = max(1.0, best_s / rates.pass_s(count, size, travelling - size, tokens))
+        tried[tokens] = count, size, best_s
         if best_s > rates.WORTH * without_s:
             break
         chosen[tokens] = parts
@@ -155,7 +155,7 @@ def try_in_place(
         placement,
         cpu_parts=chosen,
         cpu_tokens=max(chosen, default=0),
-        cpu_rates=rates.slower(slower),
+        cpu_rates=rates.as_tried(travelling, tried),
         reasons=reasons,
     )
     arrival.names = placement.on_cpu

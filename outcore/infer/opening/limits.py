@@ -126,6 +126,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         expert_bytes=int(settings.expert_cache_gib * GIB) if settings.expert_cache_gib else None,
         reads_ram=device.type == "cuda" and settings.staging_bytes is None,
         runs_few=settings.cpu_tokens != 0 and runs_graphs(settings, way),
+        pads_calls=settings.deterministic,
     )
 
 

@@ -19,12 +19,13 @@ from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs, row_cost_of
 from outcore.sizing.shape import ModelShape
 
-COMPILED_SHARE = 0.23
+COMPILED_SHARE = 0.2
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
-layer outside a CUDA graph takes, attention included: 1.0 to 1.4 ms where that took 5.1 to 5.4, on an H100's host
-(benchmarks/infer/forecast.py, infer-forecast-h100-third.json)."""
-EXPAND_SHARE = 0.38
-"""Share for expanding the weights of a packed layer, once a pass: 1.8 to 2.3 ms, seven weights, in the same runs."""
+layer outside a CUDA graph takes, attention included: 0.85 to 1.3 ms where that took 5, on an H100's host."""
+ARRIVAL_SHARE = 0.09
+"""Share for a layer that travels, once a pass: 0.45 ms for queueing its copies and what waits for them, there."""
+EXPAND_SHARE = 0.04
+"""Share for expanding the weights of a packed layer, once a pass: seven kernels, queued again by their addresses."""
 EAGER_SHARE = 0.4
 """Share of `host_layer_s` that a call of an eager layer takes, a little more than a compiled one's (assumed)."""
 ANSWER_S = 3.5e-5
@@ -33,8 +34,8 @@ answers of 1 B on an H100's host."""
 LATER_SHARE = 0.33
 """Share for the attention of a later chunk of a prompt, which goes over what stands before and then over itself, beside
 the call of the layer: 1.3 to 1.8 ms in the same runs."""
-PACK_SHARE = 0.07
-"""Share for rounding keys and values of a call to 8 bits: 0.36 ms more a call with 16 prompts of 250 tokens of 1 B."""
+PACK_SHARE = 0.2
+"""Share for rounding keys and values of a call to 8 bits: 1 ms more a call with prompts of 448 tokens of 3 B."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
 walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
@@ -47,9 +48,10 @@ GPU's question and its answer (assumed)."""
 KV_LINK_SHARE = 0.7
 """Share of the link's rate for copies at which a GPU's attention reads keys and values in RAM: 0.76 by a pass over 64
 answers of 8 B in bf16 on an H100, 0.60 by two of 32 B in q4_k with other work beside."""
-PRODUCTS_S = 7 * 11e-6
-"""A layer's seven products with packed weights as they are, beside what their bytes take: in a CUDA graph each began
-and ended in 5 us for one row and 11 for 4 to 16 (matrices of 1,024 x 5,120, packed_products-h100.json)."""
+PRODUCTS_S = 7 * 4e-6
+"""What a layer's seven products with packed weights as they are take longer than the largest of them, byte for byte, on
+which a byte's seconds are measured: passes of eight tokens of 3 B took 4.4 ms beside the choice of tokens, 28 layers,
+on an H100 (benchmarks/infer/forecast.py, four runs)."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -201,7 +203,8 @@ class InferencePlan:
             + self._expanded_bytes(rows, 0.0 if is_few else chosen)
             + states_bytes,
             launched_layers=shape.num_layers
-            * (calls * (call_share + is_packed * PACK_SHARE) + later * LATER_SHARE + expands * EXPAND_SHARE),
+            * (calls * (call_share + is_packed * PACK_SHARE) + later * LATER_SHARE + expands * EXPAND_SHARE)
+            + (ARRIVAL_SHARE * placement.num_arriving if calls else 0.0),
             h2d_bytes=travelling_bytes
             + kv_bytes * {"vram": 0.0, "ram": 1 / KV_LINK_SHARE, "nvme": 1.0}[placement.kv_home],
             read_bytes=placement.bytes_at("nvme")

@@ -172,3 +172,5 @@ class InferenceLimits:
     """Whether the device reads page-locked RAM, rows of an embedding that need not come whole then."""
     runs_few: bool = True
     """Whether a CPU may compute experts for a GPU."""
+    pads_calls: bool = False
+    """Whether a call of a layer is filled up to `chunk_tokens`, however short the prompt is."""

@@ -106,6 +106,11 @@ class Placement:
         return sum(p.size_bytes for p in self.parts if p.travels)
 
     @property
+    def num_arriving(self) -> int:
+        """Layers that cross the link in a pass of many tokens."""
+        return sum(p.travels for p in self.parts if p.part.startswith("layer"))
+
+    @property
     def travels(self) -> bool:
         """Whether weights come to the device, or from a drive where RAM is the device, in each pass."""
         return bool((self.travelling_bytes or self.expert_slots) if self.vram_bytes else self.bytes_at("nvme"))
@@ -192,8 +197,27 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
         rule, (), "ram", 0, context, sequences, pass_tokens, chunk, limits.num_buffers,
         experts=needs.experts, runs_few=limits.runs_few,
     )  # fmt: skip
-    placed = (_on_cpu if limits.vram_bytes is None else _on_gpu)(needs, limits, asked)
+    if limits.vram_bytes is None:
+        placed = _on_cpu(needs, limits, asked)
+    else:
+        placed = _with_long_calls(needs, limits, asked, _on_gpu(needs, limits, asked))
     return replace(placed, reasons=(*placed.reasons, *reasons))
+
+
+def _with_long_calls(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement, placed: Placement) -> Placement:
+    """The placement with more tokens in a call of a layer, as far as nothing has to leave the device for it: a call
+    takes the host about a millisecond, in which a large GPU computes several thousand tokens of a small layer."""
+    while limits.chunk_tokens is None and not limits.pads_calls and not placed.travels:
+        tokens = min(2 * placed.chunk_tokens, placed.pass_tokens)
+        try:
+            longer = _on_gpu(needs, limits, replace(asked, chunk_tokens=tokens))
+        except DoesNotFit:
+            break
+        is_same = longer.kv_home == placed.kv_home and longer.kv_bytes >= placed.kv_bytes and not longer.travels
+        if tokens == placed.chunk_tokens or not is_same:
+            break
+        placed = longer
+    return placed
 
 
 def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int, least_tokens: int = 256) -> int:

@@ -43,9 +43,16 @@ class InPlaceRates:
         """Seconds of a pass of which the CPU computes so many layers while the link brings the other bytes."""
         return max(self.cpu_s(layers, on_cpu_bytes, tokens), travelling_bytes / (self.link_gb_per_s * GB))
 
-    def slower(self, times: Mapping[int, float]) -> InPlaceRates:
-        """The CPU's rates where whole passes showed it so many `times` as slow, told for some numbers of tokens; for
-        others the most of it."""
+    def as_tried(self, all_bytes: int, tried: Mapping[int, tuple[int, int, float]]) -> InPlaceRates:
+        """The rates by whole passes of some numbers of tokens: (layers on the CPU, their bytes of `all_bytes`, seconds).
+        One that was shorter than the link alone shows a faster link, a longer one a slower CPU; for other numbers of
+        tokens the most of it."""
+        link = max(self.link_gb_per_s, *((all_bytes - size) / s / GB for _, size, s in tried.values()))
+        rates = replace(self, link_gb_per_s=link)
+        times = {
+            tokens: max(1.0, s / rates.pass_s(layers, size, all_bytes - size, tokens))
+            for tokens, (layers, size, s) in tried.items()
+        }
         most = max(times.values())
         cpu = {tokens: rate / times.get(tokens, most) for tokens, rate in self.cpu_gb_per_s.items()}
-        return replace(self, cpu_gb_per_s=cpu, part_s=self.part_s * most)
+        return replace(rates, cpu_gb_per_s=cpu, part_s=self.part_s * most)

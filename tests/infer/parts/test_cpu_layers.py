@@ -101,6 +101,15 @@ def test_the_cpu_takes_its_share_of_what_travels():
     assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1] and slow.cpu_rates is not None
 
 
+def test_whole_passes_correct_the_rates_either_way():
+    rates, one = InPlaceRates({1: 40.0, 4: 40.0, 16: 40.0}, 20.0, 0.001), GB
+    slow = rates.as_tried(8 * one, {1: (6, 6 * one, 0.3)})
+    assert slow.link_gb_per_s == 20 and slow.pass_s(6, 6 * one, 2 * one, 1) == pytest.approx(0.3)
+    assert slow.gb_per_s(16) < 40
+    fast = rates.as_tried(8 * one, {1: (4, 4 * one, 0.125)})
+    assert fast.pass_s(4, 4 * one, 4 * one, 1) == pytest.approx(0.125) and fast.cpu_gb_per_s == rates.cpu_gb_per_s
+
+
 @pytest.mark.parametrize(
     ("layer_s", "expected"), [((0.05, 0.05), (6, 6)), ((0.05, 0.1), (6, 4)), ((0.1, 0.4), (4, 1)), ((1, 1), (0, 0))]
 )
