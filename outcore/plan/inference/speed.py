@@ -19,10 +19,11 @@ from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs, row_cost_of
 from outcore.sizing.shape import ModelShape
 
-COMPILED_SHARE = 0.2
+COMPILED_SHARE = 0.23
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
-layer outside a CUDA graph takes, attention included: 0.85 to 1.3 ms where that took 5, on an H100's host."""
-ARRIVAL_SHARE = 0.09
+layer outside a CUDA graph takes, attention included: 0.9 to 1.5 ms where that took 3.7 to 6.5, on an H100's host
+(benchmarks/infer/forecast.py, infer-forecast-packed-h100-fifth.json)."""
+ARRIVAL_SHARE = 0.1
 """Share for a layer that travels, once a pass: 0.45 ms for queueing its copies and what waits for them, there."""
 EXPAND_SHARE = 0.04
 """Share for expanding the weights of a packed layer, once a pass: seven kernels, queued again by their addresses."""

@@ -44,9 +44,9 @@ class InPlaceRates:
         return max(self.cpu_s(layers, on_cpu_bytes, tokens), travelling_bytes / (self.link_gb_per_s * GB))
 
     def as_tried(self, all_bytes: int, tried: Mapping[int, tuple[int, int, float]]) -> InPlaceRates:
-        """The rates by whole passes of some numbers of tokens: (layers on the CPU, their bytes of `all_bytes`, seconds).
-        One that was shorter than the link alone shows a faster link, a longer one a slower CPU; for other numbers of
-        tokens the most of it."""
+        """The rates by whole passes of some numbers of tokens: (layers on the CPU, their bytes of `all_bytes`,
+        seconds). One that was shorter than the link alone shows a faster link, a longer one a slower CPU; for other
+        numbers of tokens the most of it."""
         link = max(self.link_gb_per_s, *((all_bytes - size) / s / GB for _, size, s in tried.values()))
         rates = replace(self, link_gb_per_s=link)
         times = {
