@@ -16,7 +16,7 @@ import torch
 from outcore.common.quantities import KIB, round_up
 from outcore.flow.weights import Scratch
 from outcore.infer.cache.memory import KvMemory, MappedMemory
-from outcore.infer.cache.store import KvFormat, KvShape, KvStore, dequantized, quantized
+from outcore.infer.cache.store import KvFormat, KvShape, KvStore, as_stored, dequantized
 from outcore.storage import TensorSpec, TensorStore, Transfer, aligned_bytes
 
 SECTOR_BYTES, BLOCK_BYTES = 4 * KIB, 64 * KIB
@@ -124,13 +124,7 @@ class DriveStore(KvStore):
         )
 
     def write(self, keys_NHD: torch.Tensor, values_NHD: torch.Tensor, slots_N: torch.Tensor) -> None:
-        parts: list[torch.Tensor] = []
-        scales: list[torch.Tensor] = []
-        for given in (keys_NHD, values_NHD):
-            if self.is_packed:
-                given, scale = quantized(given)
-                scales.append(scale.cpu())
-            parts.append(given.to("cpu", self._stored))
+        stored = [given.cpu() for given in as_stored(keys_NHD, values_NHD, in_8_bits=self.is_packed)]
         of_page: dict[int, list[int]] = {}
         slots = slots_N.tolist()
         for row, slot in enumerate(slots):
@@ -140,8 +134,8 @@ class DriveStore(KvStore):
             self._drop_ahead_of(page)
             record = self._opened(page, is_new=0 in places)
             at, chosen = torch.tensor(places), torch.tensor(rows)
-            for views, given in zip(self._views(record[None]), [*parts, *scales], strict=True):
-                views[0].index_copy_(0, at, given[chosen])
+            for views, given in zip(self._views(record[None]), stored, strict=True):
+                views[0].index_copy_(0, at, given[chosen].to(views.dtype))
             if self.page_tokens - 1 in places:
                 self._send(page)
         while len(self._open) > self._most_open:  # left by answers that have ended, mostly
