@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,6 +57,13 @@ def nearest_existing(path: Path | str) -> Path:
     while not current.exists() and current != current.parent:
         current = current.parent
     return current
+
+
+def built_folder(prefix: str | Path | None = None) -> Path:
+    """Folder of what this machine built for itself and would build again: that of the environment `prefix` (default:
+    this interpreter's), or ~/.cache/outcore where it cannot be written, as a system interpreter's."""
+    root = Path(prefix if prefix is not None else sys.prefix)
+    return Path.home() / ".cache" / "outcore" if root.exists() and not os.access(root, os.W_OK) else root
 
 
 def make_folder(path: Path) -> None:

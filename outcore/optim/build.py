@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outcore.common.files import built_folder
 from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)
@@ -139,10 +140,7 @@ def find_compiler(compiler: str | None = None) -> str | None:
 
 def cache_dir(prefix: str | Path | None = None) -> Path:
     """Folder where built libraries are kept."""
-    root = Path(prefix if prefix is not None else sys.prefix)
-    if root.exists() and not os.access(root, os.W_OK):  # a system interpreter
-        root = Path.home() / ".cache" / "outcore"
-    return root / "torch_extensions" / "outcore_optim"
+    return built_folder(prefix) / "torch_extensions" / "outcore_optim"
 
 
 def variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import platform
+import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +26,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from outcore.common.errors import EngineError
+from outcore.common.files import built_folder
 from outcore.flow.layers.adapters import with_added_adapters
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.layers.packed_linear import with_packed_linears
@@ -44,6 +48,20 @@ PACKED = "packed forward"
 """The role of layers that get the bytes of their packed weights (`SlabLayout.home_views`) on a GPU."""
 LOAD_TIMEOUT_S = 120.0
 """Importing the compiler takes seconds; whoever needs it waits for the rest."""
+
+
+def keep_compiled_code() -> None:
+    """Have the compiler keep what it makes beside what else was built for this environment. Its own choice, a folder in
+    /tmp, which many systems empty when they start, stays where that cannot be written; another folder is the user's."""
+    name, known = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if known is not None and not known.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        return
+    processor = f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
+    folder = built_folder() / "torch_compiled" / f"{torch.__version__}-{processor}".lower().replace(" ", "-")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        os.environ[name] = str(folder)
 
 
 class CompiledLayers:
@@ -80,6 +98,7 @@ class CompiledLayers:
         self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._usual: torch.Size | None = None
         if not self.why_not:  # for good, not in a context around every call
+            keep_compiled_code()
             limits = torch._dynamo.config
             limits.recompile_limit = max(limits.recompile_limit, MAX_RECOMPILES)
 

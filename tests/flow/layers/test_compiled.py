@@ -1,5 +1,6 @@
 """Layers that are alike share one compiled function; results are those of the eager layers."""
 
+import os
 import threading
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
 from outcore.flow.check import sharing_holds
 from outcore.flow.layers import CompiledLayers, draws_random_numbers
+from outcore.flow.layers.compiled import keep_compiled_code
 from outcore.flow.parts import alike, discover_units
 from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
@@ -185,3 +187,21 @@ def test_the_compiler_is_imported_beside_the_block_when_layers_are_compiled(monk
         assert not loads
         inside.set()
     assert loads == [("torch._inductor.compile_fx", "load-compiler")]
+
+
+def test_compiled_code_is_kept_where_no_restart_empties_it(tmp_path, monkeypatch):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setattr("outcore.flow.layers.compiled.built_folder", lambda: tmp_path / "environment")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp")
+    for before in (None, "/tmp/torchinductor_somebody"):
+        monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+        keep_compiled_code()
+        assert os.environ[name].startswith(str(tmp_path / "environment" / "torch_compiled" / torch.__version__))
+    monkeypatch.setenv(name, "/somewhere/else")
+    keep_compiled_code()
+    assert os.environ[name] == "/somewhere/else"
+    monkeypatch.setenv(name, "/tmp/torchinductor_somebody")
+    monkeypatch.setattr("outcore.flow.layers.compiled.built_folder", lambda: tmp_path / "a_file")
+    (tmp_path / "a_file").touch()
+    keep_compiled_code()
+    assert os.environ[name] == "/tmp/torchinductor_somebody"
