@@ -139,6 +139,9 @@ def test_calls_grow_into_vram_that_nothing_else_uses():
     needed = sum(place_inference(small, dataclasses.replace(given, pads_calls=True)).vram_bytes.values()) / 0.96
     tight = place_inference(small, dataclasses.replace(given, vram_bytes=int(needed) + 2 * MIB))
     assert not tight.travels and tight.chunk_tokens == first.chunk_tokens
+    with_windows = dataclasses.replace(small, kv=KvSize(((None, 1000), (512, 100_000))))
+    few = dataclasses.replace(limits, kv_bytes=2 * GIB)  # of a window and a longer call 32 answers would not fit
+    assert place_inference(with_windows, few).chunk_tokens == first.chunk_tokens
     travels = place_inference(small, dataclasses.replace(limits, vram_bytes=4 * GIB))
     assert travels.travels and travels.chunk_tokens == first.chunk_tokens
 

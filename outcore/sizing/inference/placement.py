@@ -205,15 +205,21 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
 
 
 def _with_long_calls(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement, placed: Placement) -> Placement:
-    """The placement with more tokens in a call of a layer, as far as nothing has to leave the device for it: a call
-    takes the host about a millisecond, in which a large GPU computes several thousand tokens of a small layer."""
+    """The placement with more tokens in a call of a layer, as far as nothing has to leave the device for it, and no
+    answer: a call takes the host about a millisecond, in which a large GPU computes several thousand tokens of a small
+    layer."""
+
+    def answers(found: Placement) -> int:
+        one = needs.kv.sequence_bytes(found.context_tokens, found.chunk_tokens)
+        return min(found.max_sequences, found.kv_bytes // max(1, one))
+
     while limits.chunk_tokens is None and not limits.pads_calls and not placed.travels:
         tokens = min(2 * placed.chunk_tokens, placed.pass_tokens)
         try:
             longer = _on_gpu(needs, limits, replace(asked, chunk_tokens=tokens))
         except DoesNotFit:
             break
-        is_same = longer.kv_home == placed.kv_home and longer.kv_bytes >= placed.kv_bytes and not longer.travels
+        is_same = longer.kv_home == placed.kv_home and answers(longer) >= answers(placed) and not longer.travels
         if tokens == placed.chunk_tokens or not is_same:
             break
         placed = longer
