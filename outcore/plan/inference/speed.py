@@ -35,8 +35,9 @@ answers of 1 B on an H100's host."""
 LATER_SHARE = 0.33
 """Share for the attention of a later chunk of a prompt, which goes over what stands before and then over itself, beside
 the call of the layer: 1.3 to 1.8 ms in the same runs."""
-PACK_SHARE = 0.2
-"""Share for rounding keys and values of a call to 8 bits: 1 ms more a call with prompts of 448 tokens of 3 B."""
+PACK_SHARE = 0.12
+"""Share for rounding keys and values of a call to 8 bits: 1 ms more a call with prompts of 448 tokens of 3 B while each
+was rounded by itself, in 24 launches; 14 since (their time is assumed)."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
 walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
