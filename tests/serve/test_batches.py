@@ -49,16 +49,30 @@ def test_a_damaged_description_stops_no_start(tmp_path, caplog):
     made = Batches(service_of(), Files(tmp_path / "files"), tmp_path / "batches")
     whole = {"id": f"batch-{'0' * 32}", "status": "completed", "input_file_id": "", "created_at": 0}
     made._save(whole | {"request_counts": {}})
+    wrong = {**whole, "id": f"batch-{'3' * 32}", "created_at": "yesterday", "request_counts": {}}
     kept = made.files.add(b"{}", "in.jsonl", "batch")
-    odd = [made.folder / f"batch-{'1' * 32}.json", made.folder / f"batch-{'2' * 32}.json"]
+    odd = [made.folder / f"batch-{number * 32}.json" for number in "123"]
     odd += [made.files.folder / "file-notes.json", made.files.folder / f"file-{'1' * 32}.json"]
-    for path, text in zip(odd, ('{"id": "batch-', '{"id": "b"}', "{}", "[")):
+    for path, text in zip(odd, ('{"id": "batch-', '{"id": "b"}', json.dumps(wrong), "{}", "[")):
         path.write_text(text)
     made.go_on()
     assert [batch["id"] for batch in made.all()] == [whole["id"]] and made.files.all() == [kept]
-    assert all(path.exists() for path in odd) and all(path.name in caplog.text for path in odd[:2])
+    assert all(path.exists() for path in odd) and all(path.name in caplog.text for path in odd[:3])
     with pytest.raises(ApiError, match="no batch"):
         made.get(odd[1].stem)
+
+
+def test_a_server_killed_at_the_very_end_of_a_job_leaves_no_journal(tmp_path):
+    made = Batches(service_of(), Files(tmp_path / "files"), tmp_path)
+    job = {"id": f"batch-{'0' * 32}", "status": "completed", "input_file_id": "", "created_at": 0, "request_counts": {}}
+    made._save(job)
+    made._journal(job).close()
+    held = made._journal(job)
+    made.go_on()
+    assert list(tmp_path.glob("*.journal"))
+    held.close()
+    made.go_on()
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_two_who_cancel_a_batch_both_wait_for_its_end(tmp_path):
@@ -197,6 +211,21 @@ def test_lines_that_a_failed_pass_ended_are_asked_again(openai, start, tiny_fold
     counts = wait_for_batch(client, made.id).request_counts
     assert (counts.completed, counts.failed) == (3, 1)
     servers[-1].stop()
+
+
+def test_a_line_that_names_another_model_is_not_answered(client):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    models = (client.models.list().data[0].id, "gpt-5")
+    lines = [
+        {"custom_id": model, "method": "POST", "url": "/v1/chat/completions", "body": {**body, "model": model}}
+        for model in models
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    done = wait_for_batch(client, made.id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert "'gpt-5' is not here" in client.files.content(done.error_file_id).text
 
 
 def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):

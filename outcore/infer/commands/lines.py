@@ -57,9 +57,11 @@ def read_line(
     grammars: Grammars,
     defaults: Callable[[int], Sampling],
     request_name: str = "",
+    check: Callable[[Mapping[str, Any]], None] = lambda body: None,
 ) -> Line:
     """Understand one line; what is wrong with it stands in the result. Without a seed the request's name is it.
-    `defaults`: how tokens are chosen for a prompt of so many, where the line does not say."""
+    `defaults`: how tokens are chosen for a prompt of so many, where the line does not say; `check`: ValueError for
+    what the line asks of somebody else."""
     shape, name = "plain", None
     try:
         entry = json_of(text)
@@ -70,6 +72,7 @@ def read_line(
         if "body" in entry or "url" in entry:
             shape = "batch"
             shape, body = _batch_body(entry)
+        check(body)
         chat = None if body.get("messages") is None else Chat(prompts, body)
         unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
         if unknown:

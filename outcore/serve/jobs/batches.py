@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 RUNNING = ("validating", "in_progress", "finalizing")
 MAX_TRIES = 3
 """Times that a line is asked whose answer fails, though passes go on."""
-NEEDED = frozenset({"id", "status", "created_at", "input_file_id", "request_counts"})
+NEEDED = {"id": str, "status": str, "created_at": int, "input_file_id": str, "request_counts": dict}
 """What a job's description holds at least."""
 _ID = re.compile(r"^batch-[0-9a-f]{32}$")
 
@@ -55,8 +56,11 @@ class Batches:
             logger.warning("%s describes no job that can be read, and is left alone", path)
         for batch in jobs:
             is_ours = batch.get("model", self.service.name) == self.service.name
-            if batch["status"] in RUNNING and is_ours and not is_held(self._path(batch, "jsonl.journal")):
+            journal = self._path(batch, "jsonl.journal")
+            if batch["status"] in RUNNING and is_ours and not is_held(journal):
                 self._start(batch)
+            elif batch["status"] in ("completed", "cancelled") and not is_held(journal):
+                journal.unlink(missing_ok=True)  # of a server that was killed when all but this was done
 
     async def stop(self) -> None:
         """End work on all jobs; they go on with the next start."""
@@ -102,7 +106,7 @@ class Batches:
     def get(self, name: str) -> dict[str, Any]:
         """A job as it is now; 404 when there is none."""
         found = read_object(self.folder / f"{name}.json") if _ID.match(name) else {}
-        if not found.keys() >= NEEDED:
+        if not all(isinstance(found.get(field), kind) for field, kind in NEEDED.items()):
             raise ApiError(404, f"There is no batch {name!r}.", param="batch_id")
         return found
 
@@ -214,10 +218,16 @@ class Batches:
     def _line(self, batch: dict[str, Any], number: int, text: str) -> Line:
         service = self.service
         name = f"{batch['id']}-{number}"
-        line = read_line(number, text, service.prompts, service.grammars, service.defaults_for, name)
+        line = read_line(number, text, service.prompts, service.grammars, service.defaults_for, name, self._check)
         if line.request is not None and line.shape != batch["endpoint"]:
             return Line(number, "batch", line.name, None, f"the batch is for {batch['endpoint']}, the line is not")
         return line if line.shape != "plain" else Line(number, "batch", line.name, None, line.error or "has no body")
+
+    def _check(self, body: Mapping[str, Any]) -> None:
+        try:
+            self.service.check_model(body)
+        except ApiError as error:
+            raise ValueError(str(error)) from error
 
     def _result(self, line: Line, answers: list[Answer]) -> dict[str, Any]:
         return result_of(line, answers, self.service.prompts.tokenizer, self.service.name, self.service.started_s)
