@@ -91,6 +91,11 @@ def _check_losses(config: TrainConfig) -> None:
 
 
 def _check_rows(config: TrainConfig) -> None:
+    if config.eval_dataset and config.eval_fraction not in (0, TrainConfig.eval_fraction):
+        raise ConfigError(
+            "eval_dataset and eval_fraction contradict each other: with data of its own for evaluation nothing is held "
+            "out of the training data. Keep one of them."
+        )
     if config.group_by_length and config.packing == "on":
         raise ConfigError("group_by_length: packed rows are all of one length. Use --packing off, or leave it out.")
 

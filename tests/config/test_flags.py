@@ -63,6 +63,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     (["--adam_beta2", "1.0"], "at least 0 and below 1"),
     (["--preset", "tiny", "--config_file", "x.json"], "preset and config_file contradict"),
     (["--engine", "stream", "--zero_stage", "2"], "contradict each other"),
+    (["--eval_dataset", "e.jsonl", "--eval_fraction", "0.1"], "nothing is held out"),
     (["--zero_stage", "none", "--offload_optimizer", "nvme"], "contradict each other"),
     (["--zero_stage", "1", "--offload_params", "cpu"], "needs --zero_stage zero3"),
     (["--zero_stage", "none", "--offload_optimizer", "cpu"], "needs zero1, 2 or 3"),

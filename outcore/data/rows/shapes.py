@@ -135,8 +135,11 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
     if first.get("text") is not None and settings.format in ("auto", "text"):
         raise DataError(f"{name}: column 'text' should hold text, found {type(first['text']).__name__}.")
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
+    small = {column.lower(): value for column, value in first.items()}
+    known = next(iter(_found(small, list(small), None).values()), None) if small.keys() != first.keys() else None
+    hint = f" In small letters they would be read as {known}." if known else ""
     raise DataError(
-        f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}. Name them with text_column, with "
+        f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}.{hint} Name them with text_column, with "
         "prompt_column and completion_column, or with messages_column; known without naming: text; prompt + "
         "completion; instruction (+ input) + output; conversations [{from, value}]; messages [{role, content}]; chosen "
         "+ rejected; input_ids (docs/data.md has the table)"

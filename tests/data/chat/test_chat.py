@@ -135,6 +135,8 @@ def test_named_columns_and_formats_win():
     assert detect_shape([row], DataSettings(text_column="body2"), "x").columns == ("body2",)
     chosen = detect_shape([row], DataSettings(prompt_column="input", completion_column="text"), "x")
     assert chosen.columns == ("input", "text")
+    with pytest.raises(DataError, match="In small letters they would be read as prompt_completion"):
+        detect_shape([{"Prompt": "a", "Completion": "b"}], DataSettings(), "x.csv")
     assert detect_shape([{"only": "text"}], DataSettings(), "x").columns == ("only",)
     sharegpt_name = {"conversations": SHAPES["messages"]["messages"]}
     assert detect_shape([sharegpt_name], DataSettings(), "x").format == "messages"
