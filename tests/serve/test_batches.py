@@ -1,6 +1,7 @@
 """Batches over HTTP, and as the event loop runs them without a model."""
 
 import asyncio
+import dataclasses
 import json
 from contextlib import suppress
 from types import SimpleNamespace
@@ -52,8 +53,9 @@ def test_a_damaged_description_stops_no_start(tmp_path, caplog):
     wrong = {**whole, "id": f"batch-{'3' * 32}", "created_at": "yesterday", "request_counts": {}}
     kept = made.files.add(b"{}", "in.jsonl", "batch")
     odd = [made.folder / f"batch-{number * 32}.json" for number in "123"]
-    odd += [made.files.folder / "file-notes.json", made.files.folder / f"file-{'1' * 32}.json"]
-    for path, text in zip(odd, ('{"id": "batch-', '{"id": "b"}', json.dumps(wrong), "{}", "[")):
+    odd += [made.files.folder / f"file-{name}.json" for name in ("notes", "1" * 32, "2" * 32)]
+    wrong_file = {**dataclasses.asdict(kept), "id": f"file-{'2' * 32}", "created_at": "yesterday"}
+    for path, text in zip(odd, ('{"id": "batch-', '{"id": "b"}', json.dumps(wrong), "{}", "[", json.dumps(wrong_file))):
         path.write_text(text)
     made.go_on()
     assert [batch["id"] for batch in made.all()] == [whole["id"]] and made.files.all() == [kept]
@@ -239,6 +241,21 @@ def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):
     for line in client.files.content(batch.error_file_id).text.splitlines():
         assert json.loads(line)["error"]["message"].endswith("is 65, but this server gives at most 64.")
     assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found] == [64, 64]
+
+
+def test_a_batch_of_embeddings(client):
+    bodies = [{"input": "The", "model": "tiny"}, {"input": 5}, {"input": "The", "model": "another"}, "The"]
+    lines = [{"custom_id": str(i), "url": "/v1/embeddings", "body": one} for i, one in enumerate(bodies)]
+    lines.append({"custom_id": "4", "url": "/v1/completions", "body": {"prompt": "The"}})
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    batch = wait_for_batch(client, made.id)
+    [found] = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    wanted = client.embeddings.create(model="tiny", input="The").data[0].embedding
+    assert found["custom_id"] == "0" and found["response"]["status_code"] == 200
+    assert found["response"]["body"]["data"][0]["embedding"] == pytest.approx(wanted, abs=1e-4)
+    errors = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert [line["custom_id"] for line in errors] == ["1", "2", "3", "4"]
 
 
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(openai, client, server):

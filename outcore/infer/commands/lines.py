@@ -121,11 +121,11 @@ def _prompt_of(body: Mapping[str, Any], prompts: Prompts, chat: Chat | None) -> 
 def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str, created: int) -> dict[str, Any]:
     """What stands in the output for one line; nothing in it depends on when it was made."""
     if line.request is None:
-        return _failed(line, line.error)
+        return failure_of(line, line.error)
     if failed := next((a for a in answers if a.finish in ("error", "cancelled")), None):
         if failed.finish == "cancelled":
-            return _failed(line, "the request was cancelled", 409, "conflict_error")
-        return _failed(line, failed.error, 500, "server_error")
+            return failure_of(line, "the request was cancelled", 409, "conflict_error")
+        return failure_of(line, failed.error, 500, "server_error")
     ordered = sorted(answers, key=lambda a: a.choice)
     parts = [_parts_of(line, a) for a in ordered]
     usage = {"prompt_tokens": len(line.request.prompt), "completion_tokens": sum(len(a.tokens) for a in ordered)}
@@ -152,8 +152,13 @@ def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str,
         "choices": choices,
         "usage": usage,
     }
-    response = {"status_code": 200, "request_id": f"req-{line.number}", "body": body}
-    return {"id": f"batch_req_{line.number}", "custom_id": line.name, "response": response, "error": None}
+    return body_of(line.number, line.name, body)
+
+
+def body_of(number: int, name: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The result of a batch's line that was answered with this body."""
+    response = {"status_code": 200, "request_id": f"req-{number}", "body": body}
+    return {"id": f"batch_req_{number}", "custom_id": name, "response": response, "error": None}
 
 
 def _parts_of(line: Line, answer: Answer) -> Parsed:
@@ -177,7 +182,8 @@ def _of_completion(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] |
     return of_completion(tokenizer, tokens) if tokens and tokens[0].logprob is not None else None
 
 
-def _failed(line: Line, why: str, status: int = 400, kind: str = "invalid_request_error") -> dict[str, Any]:
+def failure_of(line: Line, why: str, status: int = 400, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """The result of a line that has no answer, in the shape of its input."""
     if line.shape == "plain":
         return ({} if line.name is None else {"id": line.name}) | {"error": why}
     body = {"error": {"message": why, "type": kind, "param": None, "code": None}}

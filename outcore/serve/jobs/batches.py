@@ -18,16 +18,18 @@ from typing import Any
 
 from outcore.common import write_json
 from outcore.common.errors import line_of
-from outcore.common.files import read_object
+from outcore.common.files import json_of, read_object
 from outcore.common.journal import is_held
 from outcore.infer import Answer, Request
-from outcore.infer.commands import Journal, Line, numbered, read_line, result_of
+from outcore.infer.commands import Journal, Line, body_of, failure_of, numbered, read_line, result_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.jobs.files import Files
+from outcore.serve.plain import EmbeddingCall, embedded
 from outcore.serve.service import Service
 
 logger = logging.getLogger(__name__)
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS)
 RUNNING = ("validating", "in_progress", "finalizing")
 MAX_TRIES = 3
 """Times that a line is asked whose answer fails, though passes go on."""
@@ -193,6 +195,8 @@ class Batches:
             journal.close()
 
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
+        if batch["endpoint"] == EMBEDDINGS:
+            return await self._embedded(number, text)
         line = await asyncio.to_thread(self._line, batch, number, text)
         if line.request is None:
             return self._result(line, [])
@@ -202,6 +206,29 @@ class Batches:
         except (ValueError, ApiError) as error:
             return self._result(Line(number, line.shape, line.name, None, str(error)), [])
         return self._result(line, answers)
+
+    async def _embedded(self, number: int, text: str) -> dict[str, Any]:
+        name = None
+        try:
+            entry = json_of(text)
+            if not isinstance(entry, dict):
+                raise ValueError("a line must be a JSON object")
+            name = entry.get("custom_id")
+            if entry.get("url") != EMBEDDINGS or entry.get("method", "POST") != "POST":
+                raise ValueError(f"the batch is for POST {EMBEDDINGS}, the line is not")
+            if not isinstance(entry.get("body"), dict):
+                raise ValueError("body must be an object")
+            call = await asyncio.to_thread(EmbeddingCall, self.service, entry["body"])
+        except (ValueError, TypeError, ApiError) as error:
+            return self._result(Line(number, "batch", name, None, str(error)), [])
+        for left in reversed(range(MAX_TRIES)):
+            try:
+                return body_of(number, name, await embedded(call))
+            except Exception as error:  # of a pass: the engine goes on
+                if not left:
+                    logger.exception("line %d of a batch failed", number)
+                    return failure_of(Line(number, "batch", name, None), line_of(error), 500, "server_error")
+        raise AssertionError("the last try returns")
 
     async def _asked(self, request: Request) -> list[Answer]:
         answers: list[Answer] = []

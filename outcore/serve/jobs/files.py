@@ -55,10 +55,11 @@ class Files:
     def get(self, name: str) -> StoredFile:
         """A file's description; 404 when there is none."""
         found = read_object(self.folder / f"{name}.json") if _ID.match(name) else {}
-        try:
-            return StoredFile(**found)
-        except TypeError:
-            raise ApiError(404, f"There is no file {name!r}.", param="file_id") from None
+        with suppress(TypeError):  # of other fields
+            file = StoredFile(**found)
+            if file.id == name and type(file.bytes) is type(file.created_at) is int:
+                return file
+        raise ApiError(404, f"There is no file {name!r}.", param="file_id")
 
     def path(self, name: str) -> Path:
         """Path where its bytes are."""
