@@ -5,12 +5,12 @@
 
 Rates of the machine are measured first (link, device memory, matrix products; before each run how fast the host
 launches, which other programs of a shared host slow by half from minute to minute; the drive's by the run that reads
-from it); the rest is the profile's, or of the data sheet. Each run opens a shape with random
-weights anew, fills the largest passes that it has room for (`vram_over`: bytes taken, with what graphs keep, over those
-placed), answers prompts once so that every size is captured (but from a drive: in part), and again beside the plan.
-`over` is measured seconds over those forecast before it began, `passes_over` over those of the passes as they were;
-`first` and `decode` are passes that read prompts and that only write, each [milliseconds measured, forecast, what
-binds]. Asked: within 20 % and 10 %.
+from it); the rest is the profile's, or of the data sheet. Each run opens a shape with random weights anew, fills the
+largest passes that it has room for (`vram_over`: bytes taken, with what graphs keep, over those placed), answers
+prompts once so that every size is captured (but from a drive: in part), and again beside the plan. `over` is measured
+seconds over those forecast before it began, `passes_over` over those of the passes as they were; `first` and `decode`
+are passes that read prompts and that only write, each [milliseconds measured, forecast, what binds]. Asked: within 20 %
+and 10 %.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ LOAD_TIMEOUT_S = 120.0
 def keep_compiled_code() -> None:
     """Have the compiler keep what it makes beside what else was built for this environment. Its own choice, a folder in
     /tmp, which many systems empty when they start, stays where that cannot be written; another folder is the user's."""
-    name, known = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    known = os.environ.get(name)
     if known is not None and not known.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
         return
     processor = f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

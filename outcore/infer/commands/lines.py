@@ -71,7 +71,7 @@ def read_line(
         body = entry
         if "body" in entry or "url" in entry:
             shape = "batch"
-            shape, body = _batch_body(entry)
+            shape, body = batch_body(entry)
         check(body)
         chat = None if body.get("messages") is None else Chat(prompts, body)
         unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
@@ -92,17 +92,18 @@ def read_line(
         return Line(number, shape, name, None, str(error))
 
 
-def _batch_body(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def batch_body(entry: Mapping[str, Any], urls: Mapping[str, str] = URLS) -> tuple[str, dict[str, Any]]:
+    """(url, body) of a batch's line; ValueError for another than one of `urls` (url -> what its body must have)."""
     url, body, method = entry.get("url"), entry.get("body"), entry.get("method", "POST")
-    if url not in URLS:
-        raise ValueError(f"url is {url!r}, but must be one of {', '.join(URLS)}")
+    if not isinstance(url, str) or url not in urls:
+        raise ValueError(f"url is {url!r}, but must be one of {', '.join(urls)}")
     if method != "POST":
         raise ValueError(f"method is {method!r}, but must be POST")
     if not isinstance(body, dict):
         raise ValueError("body must be an object")
-    if body.get(URLS[url]) is None:
-        raise ValueError(f"body must have {URLS[url]} for {url}")
-    return str(url), body
+    if body.get(urls[url]) is None:
+        raise ValueError(f"body must have {urls[url]} for {url}")
+    return url, body
 
 
 def _prompt_of(body: Mapping[str, Any], prompts: Prompts, chat: Chat | None) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from outcore.common.errors import line_of
 from outcore.common.files import json_of, read_object
 from outcore.common.journal import is_held
 from outcore.infer import Answer, Request
-from outcore.infer.commands import Journal, Line, body_of, failure_of, numbered, read_line, result_of
+from outcore.infer.commands import Journal, Line, batch_body, body_of, failure_of, numbered, read_line, result_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.jobs.files import Files
 from outcore.serve.plain import EmbeddingCall, embedded
@@ -208,27 +208,24 @@ class Batches:
         return self._result(line, answers)
 
     async def _embedded(self, number: int, text: str) -> dict[str, Any]:
-        name = None
+        line = Line(number, "batch", None, None)
         try:
             entry = json_of(text)
             if not isinstance(entry, dict):
                 raise ValueError("a line must be a JSON object")
-            name = entry.get("custom_id")
-            if entry.get("url") != EMBEDDINGS or entry.get("method", "POST") != "POST":
-                raise ValueError(f"the batch is for POST {EMBEDDINGS}, the line is not")
-            if not isinstance(entry.get("body"), dict):
-                raise ValueError("body must be an object")
-            call = await asyncio.to_thread(EmbeddingCall, self.service, entry["body"])
+            line = Line(number, "batch", entry.get("custom_id"), None)
+            _, body = batch_body(entry, {EMBEDDINGS: "input"})
+            call = await asyncio.to_thread(EmbeddingCall, self.service, body)
         except (ValueError, TypeError, ApiError) as error:
-            return self._result(Line(number, "batch", name, None, str(error)), [])
-        for left in reversed(range(MAX_TRIES)):
+            return failure_of(line, str(error))
+        why = ""
+        for _ in range(MAX_TRIES):
             try:
-                return body_of(number, name, await embedded(call))
-            except Exception as error:  # of a pass: the engine goes on
-                if not left:
-                    logger.exception("line %d of a batch failed", number)
-                    return failure_of(Line(number, "batch", name, None), line_of(error), 500, "server_error")
-        raise AssertionError("the last try returns")
+                return body_of(number, line.name, await embedded(call))
+            except Exception as error:  # whatever a pass ended with
+                why = line_of(error)
+                await self._check_engine()
+        return failure_of(line, why, 500, "server_error")
 
     async def _asked(self, request: Request) -> list[Answer]:
         answers: list[Answer] = []
@@ -237,10 +234,14 @@ class Batches:
                 answers = [item async for item in items if isinstance(item, Answer)]
             if all(answer.finish != "error" for answer in answers):
                 break
-            await self.service.thread.settled()
-            if self.service.is_stopping or not self.service.thread.is_well:
-                raise EngineFailed
+            await self._check_engine()
         return answers
+
+    async def _check_engine(self) -> None:
+        """EngineFailed where asking again would be in vain."""
+        await self.service.thread.settled()
+        if self.service.is_stopping or not self.service.thread.is_well:
+            raise EngineFailed
 
     def _line(self, batch: dict[str, Any], number: int, text: str) -> Line:
         service = self.service

@@ -11,6 +11,7 @@ from outcore.sizing.inference.pass_bytes import (
     LayerSize,
     PassSize,
 )
-from outcore.sizing.inference.placement import DoesNotFit, Placement, place_inference
+from outcore.sizing.inference.placement import Placement
 from outcore.sizing.inference.rates import InPlaceRates
 from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of
+from outcore.sizing.inference.rule import DoesNotFit, place_inference

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outcore.sizing.inference.needs import InferenceNeeds
-from outcore.sizing.inference.placement import DoesNotFit, Placement
+from outcore.sizing.inference.placement import Placement
+from outcore.sizing.inference.rule import DoesNotFit
 
 
 def place_by_experts(
