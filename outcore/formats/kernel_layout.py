@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 Again = Callable[[], object]
-"""Queues work once more that was queued before, with the same addresses: for a tenth of what the first time costs the
-host. It keeps none of their memory, so whoever calls it sees to that being there."""
+"""Queues work once more that was queued before, with the same addresses, without the Python that found them. It keeps
+none of their memory, so whoever calls it sees to that being there."""
 
 CHUNK_BYTES = 16
 """Bytes of codes that a thread takes together."""
