@@ -26,8 +26,8 @@ layer outside a CUDA graph takes, attention included: 0.9 to 1.5 ms where that t
 ARRIVAL_SHARE = 0.1
 """Share for a layer that travels, once a pass: 0.45 ms for queueing its copies and what waits for them, there."""
 EXPAND_SHARE = 0.04
-"""Share for expanding the weights of a packed layer, once a pass: seven kernels, queued again by their addresses, 0.2 ms
-on such a host (assumed; with the look-up of addresses it was 0.5)."""
+"""Share for expanding the weights of a packed layer, once a pass: seven kernels, queued again by their addresses, 0.2
+ms on such a host (assumed; with the look-up of addresses it was 0.5)."""
 EAGER_SHARE = 0.4
 """Share of `host_layer_s` that a call of an eager layer takes, a little more than a compiled one's (assumed)."""
 ANSWER_S = 3.5e-5
