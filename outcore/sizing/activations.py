@@ -23,8 +23,11 @@ COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 
 
-BLOCK_TILES = 4
-"""Tiles of long rows that cross the link together: each copy takes the host time that launches need, too."""
+BLOCK_TILES, BLOCK_TOKENS = 4, 8192
+"""Tiles of long rows that cross the link together, if they have no more than so many tokens: each copy takes the host
+time that launches need, too."""
+LONG_TOKENS = 8192
+"""Tokens of the largest tile of long rows. A fast GPU computes one of 2,048 sooner than the host launches the next."""
 
 
 def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
@@ -86,42 +89,68 @@ def long_tile_tokens(shape: ModelShape, e: int, tile_bytes: int) -> int:
     return min(MOST_TOKENS, max(LEAST_TOKENS, 1 << max(0, most.bit_length() - 1)))
 
 
-def long_layer_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -> int:
+def long_block_tokens(tile_tokens: int) -> int:
+    """Tokens of long rows that cross the link together, a multiple of a tile's."""
+    return tile_tokens * max(1, min(BLOCK_TILES, BLOCK_TOKENS // tile_tokens))
+
+
+def long_layer_bytes(
+    shape: ModelShape, e: int, tokens: int, tile_tokens: int, *, near: bool = False, compiled: bool = False
+) -> int:
     """Alive at the peak of a layer's backward on rows of `tokens` tokens in all, in tiles of `tile_tokens`.
 
     Of whole rows, for each head what the flash kernel keeps (4 bytes a token); and of one group of heads: its queries,
     keys and values three times, attention's result and its gradient twice (one here, one coming, one leaving), and
     gradients of queries, keys and values, in fp32 those of queries as the kernel sums them. Otherwise of a tile: a
-    whole layer's activations, with blocks of `BLOCK_TILES` tiles that come (three of each) and leave (two)."""
+    whole layer's activations, with blocks that come (three of each) and leave (two).
+
+    `near`: beside whole rows on the device (`long_rows_bytes`) of a group only its result and the gradients, of a tile
+    its own queries, keys, values and results, and blocks of hidden states."""
     h, q, qkv = _widths(shape)
-    group = (e * (3 * qkv + 4 * q) + e * qkv + 4 * q) // max(1, shape.num_kv_heads)
-    block = min(tokens, BLOCK_TILES * tile_tokens)
-    in_tiles = block * e * (8 * h + max(5 * q, 3 * qkv)) + layer_activation_bytes(shape, e, 0, tile_tokens)
-    return tokens * 4 * shape.num_heads + max(tokens * group, in_tiles)
+    block = min(tokens, long_block_tokens(tile_tokens))
+    in_tiles = (compiled_activation_bytes if compiled else layer_activation_bytes)(shape, e, 0, tile_tokens)
+    if near:
+        group = e * (qkv + 2 * q) + 4 * q
+        in_tiles += block * e * 5 * h + tile_tokens * e * 2 * (q + qkv)
+    else:
+        group = e * (3 * qkv + 4 * q) + e * qkv + 4 * q
+        in_tiles += block * e * (8 * h + max(5 * q, 3 * qkv))
+    return tokens * 4 * shape.num_heads + max(tokens * group // max(1, shape.num_kv_heads), in_tiles)
+
+
+def long_rows_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int) -> int:
+    """Whole rows of one layer: the gradient of its output, of all micro-batches; queries, keys and values, attention's
+    result and its gradient."""
+    h, q, qkv = _widths(shape)
+    return e * tokens * (accumulation * h + qkv + 2 * q)
 
 
 def long_head_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) -> int:
     """Alive beside logits at the head of long rows: blocks of hidden states that come and of gradients that leave, a
     tile's last norm."""
-    block = min(tokens, BLOCK_TILES * tile_tokens)
+    block = min(tokens, long_block_tokens(tile_tokens))
     return shape.hidden_size * (5 * e * block + (4 + 4 * e) * tile_tokens)
 
 
-def long_ram_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int) -> int:
-    """RAM of long rows' homes: every layer's input and the last one's output, whose place its gradient takes; of one
-    layer queries, keys, values, attention's result and its gradient."""
+def long_ram_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int, *, near: bool = False) -> int:
+    """RAM of long rows' homes: every layer's input and the last one's output; not `near`: in whose place is its
+    gradient; of one layer queries, keys, values, attention's result and its gradient."""
     h, q, qkv = _widths(shape)
-    return e * tokens * (accumulation * (shape.num_layers + 1) * h + qkv + 2 * q)
+    return e * tokens * (accumulation * (shape.num_layers + 1) * h + (0 if near else qkv + 2 * q))
 
 
-def long_link_bytes(shape: ModelShape, e: int, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((up, down) in forward, (up, down) in backward) of long rows over the link, all layers.
+def long_link_bytes(
+    shape: ModelShape, e: int, tokens: int, *, near: bool = False
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((up, down) in forward, (up, down) in backward) of long rows over the link, all layers. `near`: hidden states.
 
     Forward: up the input twice, queries, keys and values, attention's result; down these and the output. Backward: up
     the input three times, the others as in forward, and once more for attention's backward with its result's gradient,
     which came down, as the gradients of queries, keys and values do; that of the output up and down twice."""
     h, q, qkv = _widths(shape)
     row = shape.num_layers * e * tokens
+    if near:
+        return (row * 2 * h, row * h), (row * 3 * h, 0)
     return (row * (2 * h + qkv + q), row * (h + qkv + q)), (row * (5 * h + 3 * qkv + 3 * q), row * 2 * (h + qkv + q))
 
 

@@ -7,7 +7,8 @@ through buffers of a layer's size, two layers are there at a time instead of thr
 instead of two. None of these changes a bit of any result, and none lengthens a step whose computing hides its copies.
 Then embedding and head are tiled (their logits are computed twice), then one layer at a time is held (its upload waits
 for the one before), and only then layers are tiled, the largest first. Where all that is too much, rows are long: all
-but attention goes in tiles of tokens. Pure, and without torch."""
+but attention goes in tiles of tokens, as large ones as fit, and a layer's whole rows are on the device if they fit, too.
+Pure, and without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ TILES_PER_DEVICE = 96
 TILES_HELD = 10
 """Tiles' worth of weights, sums and gradients on the device at a time; and of activations of a tile of tokens."""
 LEAST_TOKENS, MOST_TOKENS = 16, 2048
-"""Tokens of a tile: matrix products are no faster with more, and a trained layer's gradients are added up per tile."""
+"""Tokens of a tile where memory is short: matrix products are no faster with more."""
+GROWN_SHARE = 85
+"""Percent of the device's memory that larger tiles of tokens and whole rows on the device may fill: they gain speed
+only."""
 RESIDENT_SHARE = 4
 """Weights of at most a tile's bytes divided by this are resident: not cut."""
 LAYER_BUFFERS, SHIP_BUFFERS = 3, 2
@@ -89,13 +93,16 @@ class TilingWork:
     at_embedding: int = 0
     """Hidden states of whole rows at the embedding and their copy, where elsewhere there are only tiles of them."""
     tile_tokens: int = 0
-    """Tokens of a tile where rows are long; 0: they cannot be cut."""
-    long: TilingWork | None = None
-    """Needs where rows are long."""
+    """Tokens of a tile where rows are long; 0: rows are whole."""
+    rows: int = 0
+    """Whole rows of a layer that are on the device where rows are long; 0: they live in RAM."""
+    long: tuple[TilingWork, ...] = ()
+    """Needs where rows are long, the fastest way first, the one that takes least last; none: they cannot be cut."""
 
     def of(self, holding: Holding) -> TilingWork:
         """What is needed where the device holds units so."""
-        return self.long if holding.tile_tokens and self.long is not None else self
+        ways = (way for way in self.long if (way.tile_tokens, way.rows > 0) == (holding.tile_tokens, holding.near))
+        return next(ways, self)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,12 @@ class Holding:
     """Parts are whole multiples of so many elements."""
     tile_tokens: int = 0
     """Layers run on tiles of so many tokens, but for attention; 0: on whole rows."""
+    near: bool = False
+    """Whether a layer's whole rows are on the device meanwhile, and not in RAM."""
+
+    def cut_as(self, way: TilingWork) -> Holding:
+        """The same on long rows."""
+        return replace(self, tile_tokens=way.tile_tokens, near=way.rows > 0)
 
     def words(self) -> str:
         """For people: what is less than usual; '' when nothing is."""
@@ -118,7 +131,9 @@ class Holding:
         less = [layers[self.layer_buffers]] if self.layer_buffers < LAYER_BUFFERS else []
         less += ["gradients leave through one buffer"] if self.ship_buffers < SHIP_BUFFERS else []
         less += ["those of embedding and head in parts"] if self.ends_in_parts else []
-        less += [f"all of a layer but attention in tiles of {self.tile_tokens} tokens"] if self.tile_tokens else []
+        where = "whole rows of one layer stay here" if self.near else "whole rows in RAM"
+        if self.tile_tokens:
+            less.append(f"all of a layer but attention in tiles of {self.tile_tokens} tokens, {where}")
         return ", ".join(less)
 
 
@@ -191,7 +206,7 @@ def needed_bytes(model: Model, holding: Holding, work: TilingWork, tile_bytes: i
     head = held.made_by_ends + (work.tiled_head if model.ends & holding.tiled else work.head)
     embedding = max(work.at_embedding, work.at_embedding // 2 + held.made_by_ends)
     step = work.checkpoints + work.between + max(layer, head, embedding)
-    return held.buffers + work.masks + max(step, work.evaluation)
+    return held.buffers + work.masks + work.rows + max(step, work.evaluation)
 
 
 def choose_holding(
@@ -210,22 +225,24 @@ def choose_holding(
     `cuts_rows`: whether layers run on tiles of tokens; None: where nothing else fits."""
     share = WEIGHTS_SHARE if work is None else USABLE_SHARE
 
-    def best(ways: list[Holding]) -> tuple[Holding, int]:
+    def best(ways: list[Holding], grown: int = 0) -> tuple[Holding, int]:
         needed = []
-        for way in ways:
+        for number, way in enumerate(ways):
             needed.append(held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes))
-            if needed[-1] <= device_bytes * share // 100:
+            if needed[-1] <= device_bytes * (GROWN_SHARE if number < grown else share) // 100:
                 return way, needed[-1]
         least = min(needed)
         return ways[needed.index(least)], least
 
     ways = list(_ways(model, layer_buffers, may_tile))
     found, n_bytes = best(ways)
-    if work is None or not work.tile_tokens or cuts_rows is False:
+    if work is None or not work.long or cuts_rows is False:
         return found
     if cuts_rows is None and n_bytes <= device_bytes:  # closely, but rows in RAM cost more than that risk
         return found
-    cut, n_cut_bytes = best([replace(way, tile_tokens=work.tile_tokens) for way in ways if way.tiled <= model.ends])
+    *larger, least = work.long
+    grown = [way.cut_as(needs) for needs in larger for way in ways if not way.tiled]
+    cut, n_cut_bytes = best([*grown, *(way.cut_as(least) for way in ways if way.tiled <= model.ends)], len(grown))
     return cut if cuts_rows or n_cut_bytes < n_bytes else found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from outcore.sizing.activations import (
     EAGER_CHUNKS,
     LOGITS_CHUNK_BYTES,
+    LONG_TOKENS,
     LOSS_CHUNKS,
     border_bytes,
     checkpoint_bytes,
@@ -14,6 +15,7 @@ from outcore.sizing.activations import (
     logits_bytes,
     long_head_bytes,
     long_layer_bytes,
+    long_rows_bytes,
     long_tile_tokens,
     mask_bytes,
     mlp_activation_bytes,
@@ -69,22 +71,29 @@ def step_work(
     else:
         packed = border_bytes(shape, tokens) if shape.fused_attention else 0
     together = min(EVAL_GROUP, -(-EVAL_TOKENS // tokens))
-    tile_tokens = long_tile_tokens(shape, e, tile_bytes)
     head = logits_bytes(shape, tokens, alive, 1 if compiled else EAGER_CHUNKS)
     evaluation = logits_bytes(shape, tokens, EVAL_LOGITS_ALIVE)
-    long_head = long_head_bytes(shape, e, tokens, tile_tokens)
     tiled_head = of_tile + 4 * tokens * accumulation * hidden
-    long = TilingWork(
-        checkpoints=0,
-        between=0,
-        masks=packed if masks else packed // max(1, shape.num_kv_heads),  # the kernel's: of a group of heads
-        layer=long_layer_bytes(shape, e, tokens, tile_tokens),
-        tiled_layer=0,
-        head=head + long_head,
-        tiled_head=tiled_head + 4 * batch_hidden,  # which has all rows whole, and an fp32 copy for their norm
-        evaluation=evaluation + long_head,
-        at_embedding=2 * tokens * hidden * e,
-    )
+
+    def long(tile_tokens: int, *, near: bool) -> TilingWork:
+        long_head = long_head_bytes(shape, e, tokens, tile_tokens)
+        return TilingWork(
+            checkpoints=0,
+            between=0,
+            masks=packed if masks else packed // max(1, shape.num_kv_heads),  # the kernel's: of a group of heads
+            layer=long_layer_bytes(shape, e, tokens, tile_tokens, near=near, compiled=compiled),
+            tiled_layer=0,
+            head=head + long_head,
+            tiled_head=tiled_head + 4 * batch_hidden,  # which has all rows whole, and an fp32 copy for their norm
+            evaluation=evaluation + long_head,
+            at_embedding=2 * tokens * hidden * e,
+            tile_tokens=tile_tokens,
+            rows=long_rows_bytes(shape, e, tokens, accumulation) if near else 0,
+        )
+
+    least = long_tile_tokens(shape, e, tile_bytes)
+    larger = [size for size in (4 * least, 2 * least) if 0 < size <= min(LONG_TOKENS, tokens)]
+    cuts = [long(size, near=near) for near in (True, False) for size in (*larger, least) if 0 < least < tokens]
     return TilingWork(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
@@ -95,6 +104,5 @@ def step_work(
         head=head,
         tiled_head=tiled_head,
         evaluation=evaluation + 2 * together * tokens * hidden * e,
-        tile_tokens=tile_tokens if tile_tokens < tokens else 0,
-        long=long,
+        long=tuple(cuts),
     )

@@ -365,9 +365,11 @@ def _traffic(
 
 def _flow(plan: Blueprint, ground: _Ground, traffic: _Traffic) -> Flow:
     taps = RouterTaps(plan.units) if plan.aux_coefficient else None
-    tile_tokens = plan.tile_plan.holding.tile_tokens
-    row_homes = RowHomes(ground.memory, (ground.upload, ground.download), plan.device)
-    long_rows = LongRows(plan.units, tile_tokens, row_homes, plan.compiled) if tile_tokens else None
+    holding = plan.tile_plan.holding
+    row_homes = RowHomes(ground.memory, (ground.upload, ground.download), plan.device, near=holding.near)
+    long_rows = None
+    if holding.tile_tokens:
+        long_rows = LongRows(plan.units, holding.tile_tokens, row_homes, plan.compiled)
     runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps, long_rows=long_rows)
     head = Head(
         runner,

@@ -47,10 +47,12 @@ def work_of_step(
     )
 
 
-def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int) -> int:
-    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut)."""
+def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int, *, near: bool) -> int:
+    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut). `near`: of a layer's
+    own on the device."""
     assert settings.step_tokens
-    return long_ram_bytes(shape_from_config("model", loaded.config), itemsize, *_micro_batches(settings.step_tokens))
+    shape = shape_from_config("model", loaded.config)
+    return long_ram_bytes(shape, itemsize, *_micro_batches(settings.step_tokens), near=near)
 
 
 def _micro_batches(step_tokens: Sequence[int]) -> tuple[int, int]:

@@ -56,8 +56,8 @@ def checkpoint_bytes(plan: Blueprint) -> int:
     """RAM for activation checkpoints beyond what layers' gradients lend, or of long rows for all of them; 0 where they
     wait elsewhere, or a step's tokens are not known."""
     settings, place, ends = plan.settings, plan.place, _checkpoint_ends(plan)
-    if plan.tile_plan.holding.tile_tokens:
-        return long_rows_ram_bytes(plan.loaded, settings, plan.dtype.itemsize)
+    if (holding := plan.tile_plan.holding).tile_tokens:
+        return long_rows_ram_bytes(plan.loaded, settings, plan.dtype.itemsize, near=holding.near)
     if plan.settings.activations_on(plan.device) != "ram" or not ends:
         return 0
     has_homes = plan.is_deferred or not place.is_alone or arena_bytes(plan.units, settings) is None

@@ -39,13 +39,13 @@ class Heads:
     def result_width(self) -> int:
         return self.shapes[0][0] * self.shapes[2][1]
 
-    def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[G, B, t, sum of widths] of queries, keys and values [B, H, t, D]."""
-        found = [part.unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2, 4).flatten(3) for part in parts]
-        return torch.cat(found, dim=-1)
+    def pack(self, parts: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+        """Fill rows [G, B, t, sum of widths] from queries, keys and values [B, H, t, D]."""
+        for part, place, shape in zip(parts, rows.split(self.widths, dim=-1), self.shapes, strict=True):
+            place.unflatten(-1, shape).copy_(part.unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2, 4))
 
     def unpacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Undo `packed`."""
+        """Undo `pack`."""
         parts = zip(rows.split(self.widths, dim=-1), self.shapes, strict=True)
         return [part.unflatten(-1, shape).permute(1, 0, 3, 2, 4).flatten(1, 2) for part, shape in parts]
 
@@ -58,9 +58,10 @@ class Heads:
         """Attention's result of all heads [B, t, H, D] for rows [G, B, t, result width]."""
         return rows.unflatten(-1, (self.shapes[0][0], -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def packed_result(self, result: torch.Tensor) -> torch.Tensor:
-        """Undo `result`."""
-        return result.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3, 4).flatten(3)
+    def pack_result(self, result: torch.Tensor, rows: torch.Tensor) -> None:
+        """Fill what `result` is of."""
+        of_groups = result.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3, 4)
+        rows.unflatten(-1, of_groups.shape[3:]).copy_(of_groups)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Attending:
-    """Attention that a layer asks for: how, and the rows that it is about, in RAM."""
+    """Attention that a layer asks for: how, and the rows that it is about, at home."""
 
     heads: Heads
     asked: AttentionCall

@@ -4,8 +4,8 @@ Apart from attention a layer treats each token by itself, whatever its code is. 
 first up to its attention, which gives the tile's queries, keys and values; then with attention's result for the tile
 in attention's place. Between the two, attention runs over whole rows, one group of heads after another: those that
 share keys and values, whose results no other group's depend on. Whatever is held of a whole row (the layer's input and
-output, queries, keys, values and attention's result) has its home in RAM (`row_homes`); the device has some tiles of
-it, or one group of heads. Whether a model's layers are like that is tried on a tiny copy (`engine/stream/check`). Cost:
+output, queries, keys, values and attention's result) has its home in RAM (`row_homes`), or all but input and output on
+the device, where there is room for it; otherwise that has some tiles of it, or one group of heads. Whether a model's layers are like that is tried on a tiny copy (`engine/stream/check`). Cost:
 the projections to queries, keys and values are computed twice, and all of this crosses the link (`sizing.activations`).
 Legend: B rows, T tokens, t tokens of a tile, G groups, H heads, D width of a head."""
 
@@ -26,7 +26,7 @@ from outcore.flow.layers.row_homes import RowHomes, RowWriter
 from outcore.flow.layers.unit_weights import in_place
 from outcore.flow.parts import LayerCall, ModelParts, StreamUnsupported
 from outcore.model.packed import are_borders
-from outcore.sizing.activations import BLOCK_TILES
+from outcore.sizing.activations import long_block_tokens
 
 NAME = "outcore_long_rows"
 """Stand-in among transformers' attention implementations."""
@@ -98,10 +98,13 @@ class LongRows:
         from transformers import AttentionInterface  # late: it imports the compiler
 
         AttentionInterface.register(NAME, _stand_in)
+        self._configs: list[list[Any]] = []
+        """Those that say how a layer attends, layer by layer."""
         for layer in units.layers:
-            for module in layer.modules():
-                if _attending_config(module) is not None:
-                    module.__dict__["outcore_seat"] = self.seat
+            attending = [module for module in layer.modules() if _attending_config(module) is not None]
+            for module in attending:
+                module.__dict__["outcore_seat"] = self.seat
+            self._configs.append([*{id(m.config): m.config for m in attending}.values()])
         self.roles: dict[str, Role] = {self.BEFORE: self._role_before, self.AFTER: self._role_after}
         """What layers' code does on a tile, to be compiled."""
         if compiled is not None:
@@ -134,17 +137,22 @@ class LongRows:
 
     def writer(self, home: torch.Tensor) -> RowWriter:
         """For rows that tiles give, in order."""
-        return self.homes.writer(home, BLOCK_TILES * self._step(home.shape[-3]))
+        return self.homes.writer(home, self._block(home.shape[-3]))
 
     def _step(self, rows: int) -> int:
+        """Tokens of a row in a tile."""
         return max(1, self.tile_tokens // rows)
+
+    def _block(self, rows: int) -> int:
+        """Tokens of a row that come or go together."""
+        return self._step(rows) * (long_block_tokens(self.tile_tokens) // self.tile_tokens)
 
     def tiles(self, call: LayerCall, hidden: torch.Tensor, *more: torch.Tensor) -> Iterator[Tile]:
         """The micro-batch's tokens in order: of its hidden states and other rows in RAM, on the device, with what the
         layer is called with for them."""
         rows, length = hidden.shape[:2]
         step = self._step(rows)
-        block = BLOCK_TILES * step
+        block = self._block(rows)
         starts = range(0, length, block)
         wanted = ([home[..., at : at + block, :] for home in (hidden, *more)] for at in starts)
         for at, pieces in zip(starts, self.homes.arriving(wanted), strict=True):
@@ -183,14 +191,16 @@ class LongRows:
         first = next(tiles)
         parts, asked = self.before(index, first, tensors)
         heads, shape, dtype = Heads.of(parts), hidden.shape[:2], parts[0].dtype
-        rows = self.homes.room((heads.groups, *shape, sum(heads.widths)), dtype)
+        rows = self.homes.room((heads.groups, *shape, sum(heads.widths)), dtype, passes=True)
         with self.writer(rows) as written:
-            written.put(first.tokens, heads.packed(parts))
-            del first, parts  # the block that it came in
+            with written.room(first.tokens) as place:
+                heads.pack(parts, place)
+            del first, parts, place  # the block that it came in
             for tile in tiles:
                 made = self.run_compiled(self.BEFORE, index, tile, tensors)
-                written.put(tile.tokens, heads.packed(self.before(index, tile, tensors)[0] if made is None else made))
-        results = self.homes.room((heads.groups, *shape, heads.result_width), dtype)
+                with written.room(tile.tokens) as place:
+                    heads.pack(self.before(index, tile, tensors)[0] if made is None else made, place)
+        results = self.homes.room((heads.groups, *shape, heads.result_width), dtype, passes=True)
         return Attending(heads, asked, rows, results)
 
     def before(
@@ -259,19 +269,18 @@ class LongRows:
         """Within this context the layer's attention is the stand-in; gives what it is outside."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        modules = self.units.layers[index].modules()
-        configs = {id(config): config for module in modules if (config := _attending_config(module))}
-        names = {config._attn_implementation for config in configs.values()}
+        configs = self._configs[index]
+        names = {config._attn_implementation for config in configs}
         if len(names) != 1 or (name := names.pop()) not in ALL_ATTENTION_FUNCTIONS:
             raise StreamUnsupported("its attention is not one that transformers dispatches")
         seat = self.seat
         seat.given, seat.ends, seat.times = None, False, 0
         try:
-            for config in configs.values():
+            for config in configs:
                 config.__dict__["_attn_implementation_internal"] = NAME
             yield ALL_ATTENTION_FUNCTIONS[name]
         finally:
-            for config in configs.values():
+            for config in configs:
                 config.__dict__["_attn_implementation_internal"] = name
             seat.given, seat.parts = None, []
 

@@ -1,9 +1,11 @@
-"""RAM where whole rows of long micro-batches live, and their way to the device and back, block by block.
+"""Where whole rows of long micro-batches live, mostly RAM, and their way to the device and back, block by block.
 
 A row of 131,072 tokens of 8 B takes 1 GiB wherever it is held whole: hidden states, their gradient, queries, keys and
 values, attention's result. So the device has blocks of them: the next one comes up while one is worked on, and what was
 made goes down behind. The host never runs more than two blocks ahead, or blocks on their way would fill the device.
-Rows are [..., T, width]; a block is some tokens of all of them, or, for attention, one group of heads of all tokens."""
+Rows are [..., T, width]; a block is some tokens of all of them, or, for attention, one group of heads of all tokens.
+Where the device has room for a layer's rows that pass, which no other pass needs, these live there: near rows, whose
+blocks are views of them. Inputs of layers live in RAM in any case."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -24,36 +27,57 @@ Lanes = tuple[UploadLane, DownloadLane]
 
 
 class RowHomes:
-    """Rows in `memory`. `lanes`: move them to the device and back; None: plain copies, for trials on the CPU."""
+    """Rows in `memory`. `lanes`: move them to the device and back; None: plain copies, for trials on the CPU. `near`:
+    rows that pass live on the device."""
 
-    def __init__(self, memory: HostMemory, lanes: Lanes | None = None, device: torch.device | str = "cpu") -> None:
-        self._memory, self._lanes, self.device = memory, lanes, device
-        self._free: list[torch.Tensor] = []
+    def __init__(
+        self,
+        memory: HostMemory,
+        lanes: Lanes | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        near: bool = False,
+    ) -> None:
+        self._memory, self._lanes, self.device, self._near = memory, lanes, device, near
+        self._free: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        """Memory in RAM, and on the device."""
+        self._near_memory: set[int] = set()
+        """Addresses."""
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A home in RAM; its memory is used again when nobody has this tensor any more. Old numbers may be in it."""
-        n_bytes = math.prod(shape) * dtype.itemsize
-        fitting = [memory for memory in self._free if memory.nbytes >= n_bytes]
+    def room(self, shape: Sequence[int], dtype: torch.dtype, *, passes: bool = False) -> torch.Tensor:
+        """A home; its memory is used again when nobody has this tensor any more. Old numbers may be in it. `passes`:
+        of rows that may live on the device."""
+        near, n_bytes = passes and self._near, math.prod(shape) * dtype.itemsize
+        free = self._free[near]
+        fitting = [memory for memory in free if memory.nbytes >= n_bytes]
         if fitting:
             memory = min(fitting, key=lambda memory: memory.nbytes)
-            self._free = [one for one in self._free if one is not memory]
+            self._free[near] = [one for one in free if one is not memory]
         else:
-            if self._free:  # of shorter rows than now
-                self._memory.give_back(self._free.pop())
-            memory = self._memory.take(n_bytes, "whole rows")
+            if free:  # of shorter rows than now
+                self._give_back(free.pop(), near)
+            memory = self._take(n_bytes, near)
         home = memory[:n_bytes].view(dtype).view(*shape)
-        weakref.finalize(home, self._set_free, memory).atexit = False
+        weakref.finalize(home, self._set_free, memory, near).atexit = False
         return home
 
-    def down(self, rows: torch.Tensor) -> torch.Tensor:
+    def room_after(self, home: torch.Tensor) -> torch.Tensor:
+        """A home of the same size for rows that pass: near, or that very home, whose rows nobody needs any more."""
+        return self.room(home.shape, home.dtype, passes=True) if self._near else home
+
+    def is_near(self, rows: torch.Tensor) -> bool:
+        """Whether these are rows of a home on the device."""
+        return rows.untyped_storage().data_ptr() in self._near_memory
+
+    def down(self, rows: torch.Tensor, *, passes: bool = False) -> torch.Tensor:
         """Rows of the device in a home of theirs."""
         with self.sending() as leaving:
-            home = self.room(rows.shape, rows.dtype)
+            home = self.room(rows.shape, rows.dtype, passes=passes)
             leaving.send(rows.contiguous(), home)
         return home
 
     def up(self, home: torch.Tensor) -> torch.Tensor:
-        """All of a home, or some tokens of it, on the device."""
+        """All of a home, or some tokens of it, on the device; near rows themselves."""
         ((rows,),) = ([*found] for found in self.arriving([[home]]))
         return rows
 
@@ -79,16 +103,21 @@ class RowHomes:
 
     def sending(self) -> Leaving:
         """For `with`, at whose end all that was sent has arrived."""
-        return Leaving(None if self._lanes is None else self._lanes[1])
+        return Leaving(self, None if self._lanes is None else self._lanes[1])
 
     def writer(self, home: torch.Tensor, block_tokens: int) -> RowWriter:
         """For `with`, at whose end the home has all rows."""
         return RowWriter(self.sending(), home, block_tokens)
 
     def _fetch(self, homes: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LaneTransfer]]:
-        found = [torch.empty(home.shape, dtype=home.dtype, device=self.device) for home in homes]
+        found: list[torch.Tensor] = []
         transfers: list[LaneTransfer] = []
-        for home, rows in zip(homes, found, strict=True):
+        for home in homes:
+            if self.is_near(home):
+                found.append(home)
+                continue
+            rows = torch.empty(home.shape, dtype=home.dtype, device=self.device)
+            found.append(rows)
             for there, here in _pieces(home, rows):
                 if self._lanes is None:
                     here.copy_(there)
@@ -96,19 +125,36 @@ class RowHomes:
                     transfers.append(self._lanes[0].submit_host(there, here, label="rows"))
         return found, transfers
 
-    def _set_free(self, memory: torch.Tensor) -> None:
-        self._free = sorted([*self._free, memory], key=lambda memory: memory.nbytes)
+    def _take(self, n_bytes: int, near: bool) -> torch.Tensor:
+        if not near:
+            return self._memory.take(n_bytes, "whole rows")
+        memory = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        self._near_memory.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def _give_back(self, memory: torch.Tensor, near: bool) -> None:
+        if near:
+            self._near_memory.remove(memory.untyped_storage().data_ptr())
+        else:
+            self._memory.give_back(memory)
+
+    def _set_free(self, memory: torch.Tensor, near: bool) -> None:
+        self._free[near] = sorted([*self._free[near], memory], key=lambda memory: memory.nbytes)
 
 
 class Leaving:
-    """Blocks on their way down, two at most."""
+    """Blocks on their way home, two at most to RAM."""
 
-    def __init__(self, lane: DownloadLane | None) -> None:
-        self._lane = lane
+    def __init__(self, homes: RowHomes, lane: DownloadLane | None) -> None:
+        self._homes, self._lane = homes, lane
         self._under_way: deque[list[LaneTransfer]] = deque()
 
     def send(self, rows: torch.Tensor, home: torch.Tensor) -> None:
         """Contiguous rows of the device, which nobody changes any more."""
+        if self.is_near(home):
+            if rows.data_ptr() != home.data_ptr():  # they may have been made in place
+                home.copy_(rows)
+            return
         transfers: list[LaneTransfer] = []
         for there, here in _pieces(home, rows):
             if self._lane is None:
@@ -118,6 +164,15 @@ class Leaving:
         self._under_way.append(transfers)
         if len(self._under_way) > 1:
             self._wait_first()
+
+    @property
+    def device(self) -> torch.device | str:
+        """Where blocks come from."""
+        return self._homes.device
+
+    def is_near(self, home: torch.Tensor) -> bool:
+        """As of `RowHomes`."""
+        return self._homes.is_near(home)
 
     def _wait_first(self) -> None:
         for transfer in self._under_way.popleft():
@@ -135,7 +190,7 @@ class Leaving:
 
 
 class RowWriter:
-    """Takes rows in the order of their tokens and sends them home block by block."""
+    """Takes rows in the order of their tokens and sends them home block by block; near ones tile by tile."""
 
     def __init__(self, leaving: Leaving, home: torch.Tensor, block_tokens: int) -> None:
         self._leaving, self._home, self._block_tokens = leaving, home, block_tokens
@@ -143,13 +198,22 @@ class RowWriter:
 
     def put(self, tokens: slice, rows: torch.Tensor) -> None:
         """[..., tokens, width]"""
+        with self.room(tokens) as place:
+            place.copy_(rows)
+
+    @contextmanager
+    def room(self, tokens: slice) -> Iterator[torch.Tensor]:
+        """For `with`, at whose end all rows of these tokens [..., tokens, width] have been filled in."""
         home = self._home
+        if self._leaving.is_near(home):
+            yield home[..., tokens, :]
+            return
         start = tokens.start // self._block_tokens * self._block_tokens
         end = min(start + self._block_tokens, home.shape[-2])
         if self._block is None:
             shape = (*home.shape[:-2], end - start, home.shape[-1])
-            self._block = torch.empty(shape, dtype=home.dtype, device=rows.device)
-        self._block[..., tokens.start - start : tokens.stop - start, :] = rows
+            self._block = torch.empty(shape, dtype=home.dtype, device=self._leaving.device)
+        yield self._block[..., tokens.start - start : tokens.stop - start, :]
         if tokens.stop == end:
             self._leaving.send(self._block, home[..., start:end, :])
             self._block = None

@@ -85,14 +85,14 @@ def plan_tiles(
         holding = replace(holding, tiled=frozenset(unit.index for unit in chosen))
         return TilePlan(tuple(TiledPart(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
     work = work_of(tile_bytes, chunk_bytes or 0)
-    if choice == "tokens" and (work is None or not work.tile_tokens):
+    if choice == "tokens" and (work is None or not work.long):
         raise StreamUnsupported(
             "tiling tokens: rows are cut where a step's tokens and the model's shape are known, attention is fused, "
             "and a micro-batch has more tokens than a tile (--tile_bytes)"
         )
     if device_bytes is None or chunk_bytes is None:
         if choice == "tokens" and work is not None:
-            holding = replace(holding, tile_tokens=work.tile_tokens)
+            holding = holding.cut_as(work.long[-1])
             return TilePlan((), tile_bytes, f"{holding.words()}, as asked", None, holding)
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)", None, holding)
     model = Model(_sizes(units, tile_bytes), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)

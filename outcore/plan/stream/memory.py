@@ -54,7 +54,7 @@ MATRICES = "Muon's updates of matrices"
 MATRIX_STATES = "states of Muon's matrices"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
 BEYOND = "activation checkpoints beyond gradients' homes"
-LONG_ROWS = "rows that the device has tiles of"
+LONG_ROWS, NEAR_ROWS = "rows that the device has tiles of", "whole rows of a layer"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
@@ -105,6 +105,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         Item("vram", "activations and gradients between units", needs.between),
         Item("vram", name, work),
         Item("vram", MASKS if case.masks else BORDERS, needs.masks),
+        Item("vram", NEAR_ROWS, needs.rows),
         Item("vram", EVALUATION, beyond),
         Item("vram", MATRICES, muon_device_bytes(case.muon, STATE_FORMATS[case.request.format][0], e)),
         Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
@@ -225,7 +226,7 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dic
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if tiling.tile_tokens:
-        rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation)
+        rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
         fixed.append(Item("ram", LONG_ROWS, ranks * rows))
     elif layout.checkpoints_home == "ram":
         fixed.append(Item("ram", BEYOND, _beyond(case)))

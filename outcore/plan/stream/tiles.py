@@ -58,7 +58,9 @@ class Tiling:
 
     def words(self, shape: ModelShape) -> str:
         """For people; '' where nothing is in tiles."""
-        long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens" if self.tile_tokens else ""
+        where = "there" if self.holding.near else "in RAM"
+        long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens, its whole rows {where}"
+        long = long if self.tile_tokens else ""
         if not self.any:
             return long
         what = ["embedding and head"] if self.ends else []
@@ -96,7 +98,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
             tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
         )  # fmt: skip
         if device_bytes is None:
-            return Tiling(holding=replace(holding, tile_tokens=work.tile_tokens))
+            return Tiling(holding=holding.cut_as(work.long[-1]) if work.long else holding)
         holding = choose_holding(
             model, device_bytes, tile_bytes,
             layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling != "off",

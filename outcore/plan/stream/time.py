@@ -237,7 +237,8 @@ class _Links:
         case = self.case
         if not self.placed.tiling.tile_tokens:
             return (0, 0), (0, 0)
-        return long_link_bytes(case.shape, case.element_bytes, case.micro_tokens * case.layout.accumulation)
+        tokens = case.micro_tokens * case.layout.accumulation
+        return long_link_bytes(case.shape, case.element_bytes, tokens, near=self.placed.tiling.holding.near)
 
     @property
     def down(self) -> int:

@@ -25,10 +25,27 @@ def test_memory_is_used_again_and_makes_room_for_longer_rows():
     assert longer.shape == (1, 64, 4) and memory.pageable_bytes == (8 + 64) * 4 * 4  # one of the short ones is gone
 
 
+def test_near_rows_are_given_as_they_lie_and_take_no_ram():
+    memory = HostMemory()
+    homes = RowHomes(memory, near=True)
+    rows, kept = torch.randn(2, 8, 4), homes.room((2, 8, 4), torch.float32)
+    home = homes.down(rows, passes=True)
+    assert homes.is_near(home[1]) and not homes.is_near(kept) and not homes.is_near(rows)
+    for part, (found,) in zip(home, homes.arriving([one] for one in home), strict=True):
+        assert found.data_ptr() == part.data_ptr()
+    assert torch.equal(homes.up(home), rows) and homes.up(home).data_ptr() == home.data_ptr()
+    address = home.data_ptr()
+    del home, part, found
+    assert homes.room((2, 4, 4), torch.float32, passes=True).data_ptr() == address
+    assert homes.room_after(kept) is not kept and RowHomes(memory).room_after(kept) is kept
+    assert memory.pageable_bytes == kept.nbytes
+
+
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("length", [1, 6, 7, 13])
-def test_blocks_make_up_rows_of_any_length(length):
-    homes, rows = RowHomes(HostMemory()), torch.randn(2, 3, length, 5)
-    home = homes.room(rows.shape, rows.dtype)
+def test_blocks_make_up_rows_of_any_length(length, near):
+    homes, rows = RowHomes(HostMemory(), near=near), torch.randn(2, 3, length, 5)
+    home = homes.room(rows.shape, rows.dtype, passes=True)
     with homes.writer(home, 6) as written:
         for start in range(0, length, 2):
             tokens = slice(start, min(start + 2, length))

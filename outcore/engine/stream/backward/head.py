@@ -150,7 +150,8 @@ class StreamedHeadGradient:
 
             for row, (batch, routers) in zip(self._tiled.run(slab, hidden_only(), grad_scale, into), kept, strict=True):
                 long_rows, grad = self.head.runner.takes_long(row.grad_hidden), row.grad_hidden
-                found = HeadResult(row.ce_sum, row.n_tokens, grad if long_rows is None else long_rows.homes.down(grad))
+                grad = grad if long_rows is None else long_rows.homes.down(grad, passes=True)
+                found = HeadResult(row.ce_sum, row.n_tokens, grad)
                 if routers:
                     found.aux_tokens = aux_tokens
                     self._router_loss(found, row.flat[None], batch, routers, grad_scale)
@@ -171,17 +172,19 @@ class StreamedHeadGradient:
         into: GradAccumulator | None = None,
         aux_tokens: torch.Tensor | None = None,
     ) -> HeadResult:
-        """Loss and gradients of one micro-batch. On long rows the gradient takes the home of the hidden states."""
+        """Loss and gradients of one micro-batch. On long rows the gradient takes the home of the hidden states, or is
+        near."""
         if (long_rows := self.head.runner.takes_long(item.hidden)) is None:
             return self._of(slab, item, routers, grad_scale, into, aux_tokens)
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with long_rows.writer(item.hidden) as written:
+        grad = long_rows.homes.room_after(item.hidden)
+        with long_rows.writer(grad) as written:
             for tokens, piece in self.head.pieces(item):
                 found = self._of(slab, piece, (), grad_scale, into, None)
                 written.put(tokens, found.grad_hidden)
                 sums.append((found.ce_sum, found.n_tokens))
         ce_sum, n_tokens = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
-        return HeadResult(ce_sum, n_tokens, item.hidden)
+        return HeadResult(ce_sum, n_tokens, grad)
 
     def _of(
         self,

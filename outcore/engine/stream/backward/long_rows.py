@@ -59,7 +59,7 @@ def backward_long_rows(
     grad: torch.Tensor,
     into: GradAccumulator | None,
 ) -> torch.Tensor:
-    """Gradient of the layer's input, in the home of `grad`, that of its output; these and `hidden` are in RAM.
+    """Gradient of the layer's input, in the home of `grad`, that of its output; `hidden` is in RAM.
     `weights`: the layer's parameters; the same as leaves; those of these that are trained, whose gradients are added to
     `into`."""
     tensors, leaves, trainable = weights
@@ -76,7 +76,7 @@ def backward_long_rows(
         return into.sums() if into is not None else []
 
     heads, results = attending.heads, attending.results
-    grad_results = rows.homes.room(results.shape, results.dtype)
+    grad_results = rows.homes.room(results.shape, results.dtype, passes=True)
     with rows.writer(grad) as grad_written, rows.writer(grad_results) as results_written:
         for tile in rows.tiles(call, hidden, results, grad):
             result, grad_y = heads.result(tile.more[0]), tile.more[1]
@@ -89,7 +89,8 @@ def backward_long_rows(
                 made = back([output], [tile.hidden, result], [grad_y])
             grad_x, grad_result = made
             assert grad_result is not None
-            results_written.put(tile.tokens, heads.packed_result(grad_result))
+            with results_written.room(tile.tokens) as place:
+                heads.pack_result(grad_result, place)
             grad_written.put(tile.tokens, torch.zeros_like(grad_y) if grad_x is None else grad_x)
     _back_through_attention(rows, attending, graphs, grad_results)
     with rows.writer(grad) as grad_written:
@@ -188,19 +189,23 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
-        self._name = ""
-        self._place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._name, self._offset = "", 0
+        self._form = tensor.shape, tensor.stride()
 
     def let_go(self, name: str, whole: torch.Tensor) -> None:
-        """Keep it no more if its memory is that of `whole`, which will be there again."""
+        """Keep it no more if its memory is that of `whole`, which will be there again, perhaps in another place."""
         mine = self._tensor
         if mine is None or mine.dtype != whole.dtype:
             return
         if mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
             self._tensor, self._name = None, name
+            self._offset = mine.storage_offset() - whole.storage_offset()
 
     def given(self, again: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return again[self._name].as_strided(*self._place) if self._tensor is None else self._tensor
+        if self._tensor is not None:
+            return self._tensor
+        whole = again[self._name]
+        return whole.as_strided(*self._form, whole.storage_offset() + self._offset)
 
 
 class _Enter(torch.autograd.Function):
