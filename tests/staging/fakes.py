@@ -53,7 +53,7 @@ class LateStreams:
         self.compute = LateEvent()
         self.compute.passed.set()
         self._random = random.Random(3)
-        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count)]
+        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count + 1)]
         for stream in self._queues:
             threading.Thread(target=self._run, args=(stream,), daemon=True).start()
 

@@ -123,6 +123,21 @@ def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
     assert torch.equal(target, source)
 
 
+def test_pinned_ram_comes_past_what_waits_in_line(pool) -> None:
+    weights, rows = torch.rand(5_000), torch.rand(5_000)
+    streams = LateStreams(pinned={weights.data_ptr(), rows.data_ptr()})
+    buffer_free = LateEvent()
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES), streams=streams) as lane:
+        found = [torch.zeros(5_000) for _ in range(2)]
+        waits = lane.submit_host(weights, found[0], after=buffer_free)
+        lane.submit_host(rows, found[1], aside=True).wait()
+        assert torch.equal(found[1], rows) and not waits.done()
+        buffer_free.passed.set()
+        waits.wait()
+    assert torch.equal(found[0], weights)
+    streams.close()
+
+
 def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
     engine = TroubledEngine()
     content = random_bytes(1 * MIB)

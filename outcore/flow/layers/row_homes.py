@@ -122,7 +122,8 @@ class RowHomes:
                 if self._lanes is None:
                     here.copy_(there)
                 else:
-                    transfers.append(self._lanes[0].submit_host(there, here, label="rows"))
+                    # Aside: they are needed before the weights of a later layer, which are queued already.
+                    transfers.append(self._lanes[0].submit_host(there, here, label="rows", aside=True))
         return found, transfers
 
     def _take(self, n_bytes: int, near: bool) -> torch.Tensor:

@@ -44,7 +44,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStreams(Protocol):
-    """Streams of one device; `count` of them, numbered from 0."""
+    """Streams of one device; `count` of them, numbered from 0, and number `count` for what goes past their queues."""
 
     @property
     def count(self) -> int: ...
@@ -145,12 +145,12 @@ class CudaCopy:
 
 
 class CudaStreams:
-    """`count` streams on a CUDA device; torch hands them out of its pool of 32 per device."""
+    """`count` streams on a CUDA device, and one beside them; torch hands them out of its pool of 32 per device."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.count = count
         self.device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(count + 1)]
 
     def is_pinned(self, host: torch.Tensor) -> bool:
         # Both ends: a view across the end of a pinned region would be copied synchronously, or refused.

@@ -43,10 +43,12 @@ class UploadLane(Lane):
         return self._submit_stored(out, store, name, offset_bytes, after, label)
 
     def submit_host(
-        self, src: torch.Tensor, out: torch.Tensor, *, after: After = None, label: str = ""
+        self, src: torch.Tensor, out: torch.Tensor, *, after: After = None, label: str = "", aside: bool = False
     ) -> LaneTransfer:
-        """Fills `out` from `src`, a contiguous CPU tensor of as many bytes, pinned (direct) or pageable (slots)."""
-        return self._submit_host(out, src, after, label)
+        """Fills `out` from `src`, a contiguous CPU tensor of as many bytes, pinned (direct) or pageable (slots).
+
+        `aside`: pinned memory comes past what is queued: soon, between two pieces of it."""
+        return self._submit_host(out, src, after, label, aside=aside)
 
 
 class DownloadLane(Lane):

@@ -75,7 +75,7 @@ class LaneDriver:
         self._parked: dict[LaneTransfer, list[Chunk]] = {}
         """Chunks whose reads have ended and whose gate is still shut."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._waiters = [CopyWaiter(f"{name}-copies-{i}") for i in range(streams.count)]
+        self._waiters = [CopyWaiter(f"{name}-copies-{i}") for i in range(streams.count + 1)]
         self._gate: CopyWaiter | None = None
         self._name = name
         self._thread = threading.Thread(target=self._run, name=f"{name}-lane", daemon=True)

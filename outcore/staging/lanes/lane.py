@@ -225,7 +225,7 @@ class Lane:
         return transfer
 
     def _submit_host(
-        self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After, label: str
+        self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After, label: str, *, aside: bool = False
     ) -> LaneTransfer:
         flat = self._flat(device_tensor)
         if host_tensor.device.type != "cpu" or not host_tensor.is_contiguous():
@@ -238,7 +238,7 @@ class Lane:
         if flat.numel() and self.streams.is_pinned(memory):
             transfer = LaneTransfer(self, what, flat, None, self._event(after), label)
             self._register(transfer)
-            self._copy_pinned(transfer, flat, memory)
+            self._copy_pinned(transfer, flat, memory, aside=aside)
         else:
             home = RamHome(self._copier, memory)
             transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
@@ -246,11 +246,11 @@ class Lane:
             self._driver.accept(transfer)
         return transfer
 
-    def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor) -> None:
+    def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor, *, aside: bool) -> None:
         """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread, all on one stream (a
         direction has one copy engine, so a second stream would only add events to wait for). No thread watches them
         before somebody waits on the host: each wake-up takes the interpreter from the thread that feeds the GPU."""
-        index = next(self._turns) % self.streams.count
+        index = self.streams.count if aside else next(self._turns) % self.streams.count
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for start_bytes in range(0, flat.numel(), HOME_COPY_BYTES):
             device_part = flat[start_bytes : start_bytes + HOME_COPY_BYTES]
