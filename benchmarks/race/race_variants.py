@@ -17,6 +17,7 @@ TOKENS = {
     "1k-one": {"mb": 1, "seq": 1024, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
     "158k": {"mb": 79, "seq": 1024, "gas": 2},
+    "256k-one": {"mb": 1, "seq": 262144, "gas": 1},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
 }
 
@@ -263,6 +264,9 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for states in ("split", "fp32")
         for optimizer in ("adamw", "muon")
     }
+    in_rows = {"activations": "ram", "staging_bytes": (1 if shape == "tiny" else 44) << 30}
+    row = tokens or "256k-one"
+    long = {f"ours-{states}-clip": ours(shape, row, 1, states, **in_rows) for states in ("split", "fp32")}
     mfu = {
         f"ours-7b-{states}{suffix}": ours(
             "tiny" if shape == "tiny" else "7b", tokens or "158k", clip, states, activations="device",
@@ -289,4 +293,5 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "float8": float8,
         "muon": muon,
         "mfu": mfu,
+        "long": long,
     }

@@ -20,7 +20,7 @@ micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-b
 (ours without and with layers that stay, and with saved forwards, one engine after one compilation; a size a call,
 because graphs of one keep the memory that the next would use), float8
 (layers multiply 8 bits), muon (ours with either optimizer), mfu (Qwen2.5 7B's shape, 158 rows of 1,024 tokens,
---cap_gib 0: how much arithmetic a large GPU gives),
+--cap_gib 0: how much arithmetic a large GPU gives), long (ours on one row of 262,144 tokens, --limit_s 400),
 expectations (docs/expectations.md: --shape 0.1b, 524,288 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B
 under 2 GB; a layer of hidden size 65,536), rivals and
 rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). TFLOPS are 6

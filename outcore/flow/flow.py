@@ -123,6 +123,7 @@ class Flow:
             item.hidden = given if replaced is None else replaced
             if len(passages) > 1:
                 item.log.shrink_masks()
+        self._expect_first(passages)
         self.arrival.release(0)
         for index, part in enumerate(self.units.layer_units):
             slab = self.arrival.acquire(index + 1)
@@ -134,8 +135,14 @@ class Flow:
                 replaced = watch.passed(index, number, given, hidden, routers)
                 item.hidden = hidden if replaced is None else replaced
                 del hidden, replaced
+            self._expect_first(passages)
             self.arrival.release(index + 1)
         return len(self.units.layer_units) + 1
+
+    def _expect_first(self, passages: Sequence[Passage]) -> None:
+        for item in passages[:1]:
+            if item.hidden is not None:
+                self.runner.expect(item.hidden)
 
     def _outputs(self, slab: torch.Tensor, calls: Sequence[Call], passages: Sequence[Passage]) -> Iterator[Output]:
         losses = self.head.losses(

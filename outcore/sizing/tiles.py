@@ -7,7 +7,7 @@ through buffers of a layer's size, two layers are there at a time instead of thr
 instead of two. None of these changes a bit of any result, and none lengthens a step whose computing hides its copies.
 Then embedding and head are tiled (their logits are computed twice), then one layer at a time is held (its upload waits
 for the one before), and only then layers are tiled, the largest first. Where all that is too much, rows are long: all
-but attention goes in tiles of tokens, as large ones as fit, and a layer's whole rows are on the device if they fit, too.
+but attention goes in tiles of tokens, as large ones as fit, and a layer's whole rows are on the device if they fit.
 Pure, and without torch."""
 
 from __future__ import annotations

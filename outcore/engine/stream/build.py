@@ -14,7 +14,7 @@ from itertools import chain
 
 import torch
 
-from outcore.engine.stream.activations.memory import Activations
+from outcore.engine.stream.activations.memory import Activations, DeviceActivations
 from outcore.engine.stream.activations.opening import open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
@@ -389,6 +389,8 @@ def _schedule(
         is_aux_whole=plan.loaded.abilities.terms.per_micro_batch,
         compiled=not plan.compiled.why_not,
     )
+    if isinstance(activations, DeviceActivations):
+        activations.expect = flow.runner.expect
     return VerticalSchedule(
         flow,
         BackwardRunner(flow.runner),

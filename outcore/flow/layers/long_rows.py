@@ -5,8 +5,9 @@ first up to its attention, which gives the tile's queries, keys and values; then
 in attention's place. Between the two, attention runs over whole rows, one group of heads after another: those that
 share keys and values, whose results no other group's depend on. Whatever is held of a whole row (the layer's input and
 output, queries, keys, values and attention's result) has its home in RAM (`row_homes`), or all but input and output on
-the device, where there is room for it; otherwise that has some tiles of it, or one group of heads. Whether a model's layers are like that is tried on a tiny copy (`engine/stream/check`). Cost:
-the projections to queries, keys and values are computed twice, and all of this crosses the link (`sizing.activations`).
+the device, where there is room for it; otherwise that has some tiles of it, or one group of heads. Whether a model's
+layers are like that is tried on a tiny copy (`engine/stream/check`). Cost: the projections to queries, keys and values
+are computed twice, and what lives in RAM crosses the link (`sizing.activations`).
 Legend: B rows, T tokens, t tokens of a tile, G groups, H heads, D width of a head."""
 
 from __future__ import annotations
@@ -134,6 +135,10 @@ class LongRows:
                 made = self.run_compiled(self.AFTER, index, tile, tensors, result)
                 written.put(tile.tokens, self.after(index, tile, tensors, result) if made is None else made)
         return output
+
+    def expect(self, hidden: torch.Tensor) -> None:
+        """The next layer will be asked about these rows: let their first tokens come before its weights do."""
+        self.homes.expect(hidden, self._block(hidden.shape[0]))
 
     def writer(self, home: torch.Tensor) -> RowWriter:
         """For rows that tiles give, in order."""

@@ -24,6 +24,10 @@ from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool import HostMemory
 
 Lanes = tuple[UploadLane, DownloadLane]
+Coming = tuple[list[torch.Tensor], list[LaneTransfer]]
+"""Rows on the device, and what must have ended before they are there."""
+MOST_EXPECTED = 2
+"""A layer's first block, and the next one's."""
 
 
 class RowHomes:
@@ -43,6 +47,8 @@ class RowHomes:
         """Memory in RAM, and on the device."""
         self._near_memory: set[int] = set()
         """Addresses."""
+        self._expected: dict[tuple[int, torch.Size], tuple[torch.Tensor, Coming]] = {}
+        """First blocks on their way by address and shape, with their home, which is nobody else's meanwhile."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, *, passes: bool = False) -> torch.Tensor:
         """A home; its memory is used again when nobody has this tensor any more. Old numbers may be in it. `passes`:
@@ -81,10 +87,17 @@ class RowHomes:
         ((rows,),) = ([*found] for found in self.arriving([[home]]))
         return rows
 
+    def expect(self, home: torch.Tensor, tokens: int) -> None:
+        """Have the first tokens of these rows come up now: they are asked for next, when the link may be busy."""
+        first = home[..., :tokens, :]
+        self._expected[first.data_ptr(), first.shape] = home, self._fetch([first])
+        while len(self._expected) > MOST_EXPECTED:  # nobody asked for it
+            self._expected.pop(next(iter(self._expected)))
+
     def arriving(self, wanted: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
         """What is asked for, on the device, the next while one is worked on. Each list is emptied when the next one is
         asked for; who keeps none of its tensors either lets two be on the device at a time, otherwise three."""
-        left, ahead = iter(wanted), deque[tuple[list[torch.Tensor], list[LaneTransfer]]]()
+        left, ahead = iter(wanted), deque[Coming]()
 
         def fetch() -> None:
             if (homes := next(left, None)) is not None:
@@ -109,12 +122,17 @@ class RowHomes:
         """For `with`, at whose end the home has all rows."""
         return RowWriter(self.sending(), home, block_tokens)
 
-    def _fetch(self, homes: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LaneTransfer]]:
+    def _fetch(self, homes: Sequence[torch.Tensor]) -> Coming:
         found: list[torch.Tensor] = []
         transfers: list[LaneTransfer] = []
         for home in homes:
             if self.is_near(home):
                 found.append(home)
+                continue
+            if (expected := self._expected.pop((home.data_ptr(), home.shape), None)) is not None:
+                _, (rows, coming) = expected
+                found += rows
+                transfers += coming
                 continue
             rows = torch.empty(home.shape, dtype=home.dtype, device=self.device)
             found.append(rows)

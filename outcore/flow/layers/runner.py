@@ -163,6 +163,11 @@ class PartRunner:
         """Who runs layers on these hidden states, if their rows are long ones."""
         return self.long_rows if self.long_rows is not None and self.long_rows.takes(hidden) else None
 
+    def expect(self, hidden: torch.Tensor) -> None:
+        """The next layer to run will be given these."""
+        if (long_rows := self.takes_long(hidden)) is not None:
+            long_rows.expect(hidden)
+
     def apply_layer(
         self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:

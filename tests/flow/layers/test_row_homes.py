@@ -57,6 +57,28 @@ def test_blocks_make_up_rows_of_any_length(length, near):
     assert torch.equal(homes.up(homes.down(rows[0])), rows[0])
 
 
+def test_expected_rows_are_fetched_once_and_nobody_takes_their_home():
+    with PinnedPool(1 << 20, device=CPU, probe=False) as pool:
+        up = UploadLane(pool, None, CPU, LaneSettings(1 << 16, 2))
+        down = DownloadLane(pool, None, CPU, LaneSettings(1 << 16, 2))
+        with up, down:
+            homes = RowHomes(HostMemory(pool), (up, down))
+            rows = torch.randn(1, 12, 4)
+            home = homes.down(rows)
+            homes.expect(home, 8)
+            found = [torch.cat(parts) for parts in homes.arriving([home[:, :8], home[:, :8]] for _ in range(2))]
+            assert up.stats().transfers == 4  # one of the four was expected
+            assert all(torch.equal(one, torch.cat([rows[:, :8]] * 2)) for one in found)
+            homes.expect(home, 4)
+            address = home.data_ptr()
+            del home
+            others = [homes.down(rows) for _ in range(3)]
+            assert address not in [one.data_ptr() for one in others]
+            for one in others:  # the last two are kept
+                homes.expect(one, 4)
+            assert homes.room(rows.shape, rows.dtype).data_ptr() == address
+
+
 def test_a_lost_copy_is_told_before_the_rows_are_used():
     streams = LateStreams()
     with PinnedPool(1 << 20, device=CPU, probe=False) as pool:
