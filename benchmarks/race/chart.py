@@ -26,6 +26,7 @@ NOT_EXACT = {
 NAMES = {
     "ours-fp32": "outcore",
     "ours-split": "outcore, split masters",
+    "ours-split-two": "outcore, split masters, two micro-batches",
     "ours-fp32-streamed": "outcore, no layer stays on the GPU",
     "ours-split8": "outcore, 8-bit moments",
     "zero2": "ZeRO-2, optimizer in RAM",

@@ -61,7 +61,9 @@ class Case(Generic[Layout]):
     @property
     def attention_share(self) -> float:
         """Share of the rate of matrix products that attention reaches."""
-        return k.MASKED_ATTENTION_SHARE if self.masks else k.ATTENTION_SHARE
+        if self.masks:
+            return k.MASKED_ATTENTION_SHARE
+        return k.LONG_ATTENTION_SHARE * self.seq_length / (self.seq_length + k.ATTENTION_SLOW_TOKENS)
 
     def plan(self, parts: Iterable[Item], pinned_bytes: int, traffic: Traffic, **own: Any) -> Plan:
         """The forecast with these parts, of which `pinned_bytes` may be locked. `own`: what the engine decides."""
