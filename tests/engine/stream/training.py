@@ -77,7 +77,7 @@ def losses_of(engine, steps, batches=batches_of) -> list[float]:
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    parts_of(engine).updates.drain()
+    engine._drain()  # those that stay on a GPU, too
     return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 

@@ -14,6 +14,7 @@ from outcore.model.packed.borders import are_borders, borders_of
 from outcore.model.packed.trial import KERNEL_TOLERANCE, kernel_error
 from tests.engine.inside import parts_of
 from tests.engine.stream.test_gpu import SETTINGS
+from tests.engine.stream.training import weights_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -132,8 +133,7 @@ def test_a_deterministic_run_repeats_every_bit(fixed_order, model_type, compiled
         with closing(build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)) as engine:
             for step in range(3):
                 engine.train_step([packed(step, (1000, 548)), plain_batch(2, 1548, seed=step)], 1e-2)
-            parts_of(engine).updates.drain()
-            return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
+            return weights_of(engine)
 
     first, again = parameters(), parameters()
     assert [name for name in first if not torch.equal(first[name], again[name])] == []
