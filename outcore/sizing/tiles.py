@@ -122,7 +122,7 @@ class Holding:
     """Whether a layer's whole rows are on the device meanwhile, and not in RAM."""
 
     def cut_as(self, way: TilingWork) -> Holding:
-        """The same on long rows."""
+        """This holding on long rows."""
         return replace(self, tile_tokens=way.tile_tokens, near=way.rows > 0)
 
     def words(self) -> str:

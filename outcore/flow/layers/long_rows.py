@@ -100,7 +100,7 @@ class LongRows:
 
         AttentionInterface.register(NAME, _stand_in)
         self._configs: list[list[Any]] = []
-        """Those that say how a layer attends, layer by layer."""
+        """Configs that say how a layer attends, layer by layer."""
         for layer in units.layers:
             attending = [module for module in layer.modules() if _attending_config(module) is not None]
             for module in attending:

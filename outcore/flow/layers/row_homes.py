@@ -1,4 +1,4 @@
-"""Where whole rows of long micro-batches live, mostly RAM, and their way to the device and back, block by block.
+"""Homes of whole rows of long micro-batches, mostly in RAM, and their way to the device and back, block by block.
 
 A row of 131,072 tokens of 8 B takes 1 GiB wherever it is held whole: hidden states, their gradient, queries, keys and
 values, attention's result. So the device has blocks of them: the next one comes up while one is worked on, and what was
@@ -186,7 +186,7 @@ class Leaving:
 
     @property
     def device(self) -> torch.device | str:
-        """Where blocks come from."""
+        """Blocks are on this one."""
         return self._homes.device
 
     def is_near(self, home: torch.Tensor) -> bool:
