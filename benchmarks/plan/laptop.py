@@ -141,8 +141,8 @@ def gains(work: Work, plan: Plan, hardware: Hardware) -> list[str]:
     saved = idle_used(work, plan, hardware, 0, None)
     cells.append(seconds(saved) if saved.part_bytes("vram", SAVED) else "no room")
     cells.append(seconds(in_cut(work, hardware, micro, state_format="split8")) if is_lossless else "")
-    in_ram = is_lossless and not plan.uses_drive and work.seq_length < LONG
-    muon = in_cut(work, hardware, micro, optimizer="muon") if in_ram else None
+    takes_muon = is_lossless and work.seq_length < LONG
+    muon = in_cut(work, hardware, micro, optimizer="muon") if takes_muon else None
     cells.append("" if muon is None else seconds(muon))
     fast = replace(hardware, compute_tflops=FEWER_BITS_RATE * (hardware.compute_tflops or 0.0))
     in_tiles = plan.part_bytes("vram", TILES) > 0 or work.seq_length >= LONG

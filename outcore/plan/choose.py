@@ -141,7 +141,8 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
             replace(request, activation_checkpointing=True),
         )
     if request.optimizer == "muon":
-        yield "AdamW, whose states may go to the drive: --optimizer adamw", shape, replace(request, optimizer="adamw")
+        words = "AdamW, whose updates take no GPU memory: --optimizer adamw"
+        yield words, shape, replace(request, optimizer="adamw")
     if request.state_format is None and request.precision == "bf16" and not shape.lora_r:
         for words, name in (("8-bit moments", "split8"), ("8-bit moments and masters of 24 bits", "fp24_m8")):
             yield f"{words} (opt-in): --state_format {name}", shape, replace(request, state_format=name)

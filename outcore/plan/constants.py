@@ -71,10 +71,10 @@ borders instead of masks (outcore/model/packed/attention.py); that a row of seve
 of one is not counted, because their lengths are not known. Heads of 128 and older chips do better (FlashAttention-2: 50
 to 73 % of an A100's peak, where products of matrices reach 80)."""
 LONG_ATTENTION_SHARE, ATTENTION_SLOW_TOKENS = 0.68, 1060
-"""This share in training, by the length of rows: 0.68 of rows without end, half of it of rows of 1,060 tokens. Fitted to an
-H100 whose products reach 763 TFLOPS, heads of 128, forward twice and backward once: 255 TFLOPS on rows of 1,024 tokens
-and 590 on one of 32,768, by the times of cuDNN's kernels; about 500 and 470 of one of 131,072 and 262,144 in runs of a
-minute, where the card is warm."""
+"""This share in training, by the length of rows: 0.68 of rows without end, half of it of rows of 1,060 tokens. Fitted
+to an H100 whose products reach 763 TFLOPS, heads of 128, forward twice and backward once: 255 TFLOPS on rows of 1,024
+tokens and 590 on one of 32,768, by the times of cuDNN's kernels; about 500 and 470 on one of 131,072 and 262,144, in
+runs of minutes, which make a card warm."""
 LOSS_BYTES_PER_LOGIT = 30
 """Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 

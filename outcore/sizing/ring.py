@@ -11,6 +11,8 @@ BLOCK_BYTES = 4096
 FLOWING_SHARE = 16
 """One slot in so many, and at least one, keeps none: what is not kept flows through these at the end of a pass."""
 NEVER, WHOLE_SLOT = 0, 64
+LEAST_MATRICES = 2
+"""Slots for Muon's matrices: one is updated while the next is read."""
 FLOWING_SLOTS = 24
 """They keep a drive busy in both directions while updates go on. More are for keeping chunks, and for reading ahead."""
 

@@ -155,12 +155,11 @@ class Homes:
         return home.jobs
 
     def matrices(self, unit: Part, grad: torch.Tensor) -> list[MatrixJob]:
-        """The unit's chunks that Muon updates."""
+        """The unit's chunks in RAM that Muon updates."""
         jobs: list[MatrixJob] = []
         for chunk in self[unit].chunks:
-            if chunk.matrix is not None:
-                param = self.param_piece(chunk)
-                assert chunk.buffer is not None and param is not None, "a matrix of Muon's lives in RAM"
+            param = self.param_piece(chunk)
+            if chunk.matrix is not None and chunk.buffer is not None and param is not None:
                 job = ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
                 jobs.append(MatrixJob(chunk.state_format, job, chunk.matrix))
         return jobs

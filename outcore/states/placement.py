@@ -154,11 +154,12 @@ def cut_states(
 def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool = False) -> None:
     """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM.
 
-    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`)."""
+    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`), but for Muon's matrices,
+    which a GPU takes as they are."""
     in_ram = spread([chunk.state_format.chunk_bytes(chunk.numel) for chunk in chunks], ram_bytes)
     for chunk, stays in zip(chunks, in_ram, strict=True):
         chunk.on_nvme = not stays
-        if chunk.on_nvme and compress:
+        if chunk.on_nvme and compress and chunk.matrix is None:
             chunk.state_format = chunk.state_format.on_drive
 
 

@@ -38,7 +38,7 @@ class OptimizationFields:
     )
     """Micro-batches per optimizer step and GPU. Default: deepspeed_config.json's (4)."""
     optimizer: Literal["adamw", "muon"] = setting("adamw", aliases=("optim",))
-    """muon: torch's Muon for the layers' matrices (a momentum alone, in RAM; Newton-Schulz on the GPU), AdamW for all
+    """muon: torch's Muon for the layers' matrices (a momentum alone; Newton-Schulz on the GPU), AdamW for all
     else, at one learning rate."""
     learning_rate: float | None = setting(None, aliases=("lr",), file=("optimizer.params.lr",), above=0, common=True)
     """Peak learning rate. Default: deepspeed_config.json's optimizer block, else 3e-4 from scratch (2e-3 for the

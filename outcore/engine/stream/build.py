@@ -273,6 +273,7 @@ def _open_optimizer(
     if num_threads is None:
         num_threads = default_num_threads(cores_left=0 if ground.scratch is None else 2)
     pool = undo.enter_context(OptimizerPool(num_threads, backend=backend))
+    muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
     ring = None
     flowing = [homes.flowing(unit) for unit in plan.units.all]
     if any(flowing):
@@ -286,13 +287,13 @@ def _open_optimizer(
             descending=not plan.is_deferred,
             timeout_s=TIMEOUT_S,
             keep_param=arena.keep_weights,
+            muon=muon,
         )
         undo.callback(ring.close)
     published = None
     if ground.host is not None:
         published = PublishedUpdates(ground.host, pool)
         undo.callback(published.close)
-    muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
     updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 

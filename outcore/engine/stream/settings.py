@@ -153,11 +153,6 @@ class StreamSettings(StreamSizes):
                 "raise it, or lower slot_bytes or num_slots"
             )
         self._check_residency()
-        if self.optimizer == "muon" and (self.state_ram_bytes is not None or self.weight_ram_bytes is not None):
-            raise ValueError(
-                "optimizer muon keeps states and parameters in RAM, and some would go to the drive: leave --optimizer "
-                "muon out, or train a smaller model"
-            )
         if self.optimizer == "muon" and state_format(self.states).moments8:
             raise ValueError(f"optimizer muon keeps its momentum in fp32, not in the 8 bits of {self.states}")
         if self.update == "immediate" and self.max_grad_norm:

@@ -190,7 +190,7 @@ class Leaving:
         return self._homes.device
 
     def is_near(self, home: torch.Tensor) -> bool:
-        """As of `RowHomes`."""
+        """Whether this home is on the device."""
         return self._homes.is_near(home)
 
     def _wait_first(self) -> None:

@@ -63,7 +63,7 @@ def plan_stream(
     vram.append(Item("vram", STAYING, stay.size_bytes))
     saved, kept_bytes = saved_layers(case, tiling, vram)
     vram.append(Item("vram", SAVED, kept_bytes))
-    drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
+    drive = drive_states(case, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
     drive += case.kept_checkpoints

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
-from outcore.plan.request import RunRequest
 from outcore.plan.stream.tiles import Tiling, device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.spill import Spill
@@ -25,8 +24,9 @@ from outcore.sizing.activations import (
 )
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.residents import DeviceUse, num_resident, num_saved, resident_bytes
+from outcore.sizing.ring import LEAST_MATRICES
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_device_bytes
+from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     CPU_STAGING_BYTES,
@@ -207,12 +207,12 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dic
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
     master, moments = STATE_FORMATS[case.request.format]
-    lone = sum(inner * outer for inner, outer in case.muon)
+    lone = case.muon_numel
     sizes = {
         PARAMETERS: e * shape.total_params - shape.saved_bytes(e),
         "master": int(master * (trained - lone)),
         "moments": int(moments * (trained - lone)),
-        MATRIX_STATES: (master + MOMENT_BYTES) * lone,
+        MATRIX_STATES: case.muon_bytes,
         GRADIENTS: e * trained,
     }
     ranks = case.hardware.num_gpus
@@ -258,7 +258,7 @@ def spilled(
     may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
     if hardware.num_gpus > 1:  # ranks share the parameters in RAM
         may_spill = 0
-    states = sum(sizes[name] for name in STATES)
+    states = sum(sizes[name] for name in (*STATES, MATRIX_STATES))
     gradients = sizes[GRADIENTS]
     least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
     told = layout.residency
@@ -273,40 +273,44 @@ def spilled(
             kept = max(least, gradients - over)
             gradients, over = kept, over - (gradients - kept)
         shares = {"states": 0.0, PARAMETERS: 0.0}
-        # With Muon the engine refuses to let any of it leave RAM.
-        groups = [] if case.muon else [("states", states), (PARAMETERS, may_spill)]
+        groups = [("states", states), (PARAMETERS, may_spill)]
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
-            over += _ring_bytes(sizes, request, Spill(1.0, 0.0), layout) if name == "states" else 0
+            over += _ring_bytes(case, sizes, Spill(1.0, 0.0)) if name == "states" else 0
             if name == PARAMETERS:
                 over += WEIGHT_READ_AHEAD_BYTES
-                over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), layout) if shares["states"] else 0
-                over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), layout) if shares["states"] else 0
+                over += _ring_bytes(case, sizes, Spill(shares["states"], 1.0)) if shares["states"] else 0
+                over -= _ring_bytes(case, sizes, Spill(shares["states"], 0.0)) if shares["states"] else 0
             shares[name] = min(1.0, over / group)
             over -= group
         spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
-    shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
+    shares = {PARAMETERS: spill.parameters, **dict.fromkeys((*STATES, MATRIX_STATES), spill.states)}
     stay = [
         Item(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
         for p in parts
     ]
     if spill.states:
-        stay.append(Item("ram", RING, _ring_bytes(sizes, request, spill, layout)))
+        stay.append(Item("ram", RING, _ring_bytes(case, sizes, spill)))
     if spill.parameters:
         stay.append(Item("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
 
 
-def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, layout: StreamLayout) -> int:
-    """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
+def _ring_bytes(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill) -> int:
+    """Whole slots of the largest chunk's states, a matrix of Muon's or as many parameters as AdamW's have, with its
+    piece of the parameters where those are on the drive, too."""
+    request, told = case.request, case.layout.residency or Residency()
+    with_param = request.element_bytes if spill.parameters and spill.states else 0
     states = sum(sizes[name] for name in STATES)
     trained = int(states / sum(STATE_FORMATS[request.format]))
-    slot = int(CHUNK_NUMEL * layout.stored_states(request.format).in_slot)
-    slot += CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
-    told = layout.residency or Residency()
-    chunks = -(-int(spill.states * trained) // CHUNK_NUMEL)
-    return ring_of_states_bytes(slot, chunks, told.state_ring_bytes, told.state_ring_slots)
+    slot = int(CHUNK_NUMEL * case.layout.stored_states(request.format).in_slot) + CHUNK_NUMEL * with_param
+    chunks, most_bytes = -(-int(spill.states * trained) // CHUNK_NUMEL), told.state_ring_bytes
+    if case.muon:
+        matrix = max(inner * outer for inner, outer in case.muon)
+        slot = max(slot, case.muon_bytes * matrix // case.muon_numel + with_param * matrix)
+        chunks, most_bytes = chunks + len(case.muon), max(most_bytes, LEAST_MATRICES * slot)
+    return ring_of_states_bytes(slot, chunks, most_bytes, told.state_ring_slots)
 
 
 def _over(size: int, budget: int | None) -> float:
@@ -355,10 +359,11 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
     return rest, pinned, kept / homes if homes else 0.0
 
 
-def drive_states(shape: ModelShape, sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Item]:
+def drive_states(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Item]:
     """What lives on the drive during the run."""
-    trained = spill.states * shape.trainable_params
+    trained = spill.states * (case.shape.trainable_params - case.muon_numel)
     return [
+        Item("nvme", MATRIX_STATES, int(case.muon_bytes * spill.states)),
         Item("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
         Item("nvme", "master", int(stored.master * trained)),
         Item("nvme", "moments", int((stored.moments + stored.room) * trained)),

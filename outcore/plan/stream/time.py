@@ -172,7 +172,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
 def _with_muon(case: Case[StreamLayout], forward: Pass, ring: float) -> Pass:
     """The pass with Muon's updates beside it: states and gradients go up, with a split master the parameters, too;
     states and parameters come back. `ring`: bytes of RAM that one of them takes."""
-    numel = sum(inner * outer for inner, outer in case.muon)
+    numel = case.muon_numel
     master, _ = STATE_FORMATS[case.request.format]
     is_split = master < 4
     down = (master + MOMENT_BYTES + case.element_bytes) * numel
@@ -261,7 +261,8 @@ class _Links:
     def states(self) -> float:
         """Optimizer states, each way."""
         stored = self.case.layout.stored_states(self.case.request.format)
-        return self.placed.spill.states * self.case.shape.trainable_params * stored.moved
+        others = self.case.shape.trainable_params - self.case.muon_numel
+        return self.placed.spill.states * (others * stored.moved + self.case.muon_bytes)
 
     @property
     def in_drive(self) -> int:

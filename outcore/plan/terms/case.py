@@ -18,6 +18,7 @@ from outcore.plan.terms.work import Flops, device_bytes, step_flops
 from outcore.sizing.activations import has_masks
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS
 
 Layout = TypeVar("Layout", StreamLayout, DeepSpeedLayout)
 
@@ -52,6 +53,16 @@ class Case(Generic[Layout]):
     def muon(self) -> list[tuple[int, int]]:
         """Sides of each matrix that Muon updates; none with AdamW."""
         return self.shape.layer_matrices if self.request.optimizer == "muon" else []
+
+    @property
+    def muon_numel(self) -> int:
+        """Parameters that Muon updates."""
+        return sum(inner * outer for inner, outer in self.muon)
+
+    @property
+    def muon_bytes(self) -> int:
+        """States of these: a master and a momentum, wherever they live."""
+        return (STATE_FORMATS[self.request.format][0] + MOMENT_BYTES) * self.muon_numel
 
     @property
     def masks(self) -> bool:

@@ -25,7 +25,7 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
 from outcore.common.errors import EngineError
 from outcore.common.quantities import format_s
 from outcore.flow.trace import BusyTime
-from outcore.optim import AdamWHyper, OptimizerPool
+from outcore.optim import AdamWHyper, MatrixUpdates, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
 from outcore.staging.pool import HostMemory
 from outcore.states.placement import ChunkHomes, StateChunk, Updatable
@@ -43,7 +43,8 @@ class StateRing:
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.
     `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
     True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
-    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`)."""
+    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`).
+    `muon`: updates chunks that are a matrix with a momentum alone; closed before the ring is."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class StateRing:
         timeout_s: float,
         keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
         turns: bool = False,
+        muon: MatrixUpdates | None = None,
     ) -> None:
         self._keep_param = keep_param
         self._homes, self._timeout_s = homes, timeout_s
@@ -75,7 +77,7 @@ class StateRing:
         self._stopping = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._traffic = RingTraffic(self._events.put)
-        self._updates = RingUpdates(pool, timeout_s, self._events.put)
+        self._updates = RingUpdates(pool, timeout_s, self._events.put, muon)
         self._end = threading.Event()
         self._is_idle = False
         self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)

@@ -16,7 +16,7 @@ import torch
 from outcore.common.quantities import format_gib, format_s, round_up
 from outcore.optim import ChunkState
 from outcore.optim.formats import CHUNK_BYTES, tail_of
-from outcore.sizing.ring import needed_in_slot, slot_count
+from outcore.sizing.ring import LEAST_MATRICES, needed_in_slot, slot_count
 from outcore.staging.pool import ALIGNMENT_BYTES, HostMemory
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, check_tail
 from outcore.storage import TensorStore, Transfer
@@ -145,9 +145,12 @@ def needed_bytes(homes: ChunkHomes, chunk: StateChunk) -> int:
 def ring_slots(
     homes: ChunkHomes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
 ) -> list[RingSlot]:
-    """Take memory for slots, as many as `slot_count` says, each for any of `chunks`. ValueError for too few."""
+    """Take memory for slots, as many as `slot_count` says, each for any of `chunks`. ValueError for too few. Two
+    matrices, which no setting makes smaller, always fit."""
     needs_bytes = [needed_bytes(homes, chunk) for chunk in chunks]
     slot_bytes = round_up(max(needs_bytes), ALIGNMENT_BYTES)
+    if any(chunk.matrix is not None for chunk in chunks):
+        ring_bytes = max(ring_bytes, LEAST_MATRICES * slot_bytes)
     count = slot_count(len(chunks), sum(needs_bytes), slot_bytes, ring_bytes, max_slots)
     if count < 1:
         raise ValueError(

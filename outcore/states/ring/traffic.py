@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from outcore.common.errors import EngineError
 from outcore.flow.trace import BusyTime
-from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool
+from outcore.optim import ChunkJob, ChunkResult, JobBatch, MatrixJob, MatrixUpdates, OptimizerPool
 from outcore.states.ring.schedule import ChunkPassage, RingTicket
 from outcore.states.ring.slots import Stretch
 from outcore.storage import Transfer, gather
@@ -71,10 +72,17 @@ class RingTraffic:
 
 
 class RingUpdates:
-    """`report(event)`: have the driver thread call `event`. `submit` is called on that thread."""
+    """`report(event)`: have the driver thread call `event`. `submit` is called on that thread. `muon`: updates
+    matrices that have a momentum alone."""
 
-    def __init__(self, pool: OptimizerPool, timeout_s: float, report: Callable[[Callable[[], None]], None]) -> None:
-        self._pool, self._timeout_s, self._report = pool, timeout_s, report
+    def __init__(
+        self,
+        pool: OptimizerPool,
+        timeout_s: float,
+        report: Callable[[Callable[[], None]], None],
+        muon: MatrixUpdates | None = None,
+    ) -> None:
+        self._pool, self._timeout_s, self._report, self._muon = pool, timeout_s, report, muon
         self.busy_time = BusyTime()
         """When the optimizer had a chunk of the ring to work at."""
         self._under_way: dict[int, tuple[ChunkPassage, Callable[[], None]]] = {}
@@ -92,6 +100,12 @@ class RingUpdates:
             slot.param(chunk),
             chunk.element_offset,
         )
+        if chunk.matrix is not None:
+            assert self._muon is not None
+            updated = self._muon.submit([MatrixJob(chunk.state_format, job, chunk.matrix)], ticket.hyper)
+            self.busy_time.begins()
+            updated.add_done_callback(lambda updated: self._report(lambda: self._matrix_ended(updated, then)))
+            return
         batch = JobBatch(chunk.state_format, [job])
         priority = chunk.unit.index - BEFORE_ALL_UNITS
         submitted = self._pool.submit(chunk.name, priority, batch, ticket.hyper, notify_chunks=True)
@@ -105,6 +119,11 @@ class RingUpdates:
         if report.status != "done":
             self._pool.wait(report.ticket, self._timeout_s)  # raises what went wrong
             raise EngineError(f"the update of {passage.chunk.name} was {report.status}")
+        then()
+
+    def _matrix_ended(self, updated: Future[None], then: Callable[[], None]) -> None:
+        self.busy_time.ends()
+        updated.result()  # raises what went wrong
         then()
 
     def _collect(self) -> None:

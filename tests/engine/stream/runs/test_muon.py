@@ -7,7 +7,18 @@ import torch
 
 from outcore.checkpoint import CheckpointError
 from outcore.engine.base import EngineError
-from tests.engine.stream.training import LR, TINY, adamw_of, fixtures, losses_of, plain_training, same, weights_of
+from tests.engine.inside import parts_of
+from tests.engine.stream.training import (
+    LR,
+    TINY,
+    adamw_of,
+    fixtures,
+    homes_of,
+    losses_of,
+    plain_training,
+    same,
+    weights_of,
+)
 from tests.flow.models import tiny_loaded
 from tests.refused import failing, refused
 
@@ -83,8 +94,38 @@ def test_a_matrix_whose_update_fails_is_named(build, monkeypatch, max_norm):
         losses_of(engine, range(2))
 
 
-def test_what_muon_does_not_do_is_said(build, tmp_path):
-    refused(ValueError, "would go to the drive", lambda: replace(MUON, nvme_path=str(tmp_path), state_ram_bytes=0))
+@pytest.mark.more(after=2)
+@pytest.mark.parametrize("where", ["states", "half of them", "parameters, too"])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_states_on_a_drive_give_the_same_bits(build, tmp_path, where, max_norm):
+    """The momentum and the master of a matrix pass through the ring, one matrix a slot, as large as it may be."""
+    in_ram = replace(MUON, states="split", max_grad_norm=max_norm)
+    rooms = {"states": 0, "half of them": 100_000, "parameters, too": 0}
+    on_drive = replace(
+        in_ram, nvme_path=str(tmp_path / "drive"), state_ram_bytes=rooms[where], state_ring_bytes=4096,
+        weight_ram_bytes=0 if where == "parameters, too" else None,
+    )  # fmt: skip
+    engines = [build("llama", settings, dtype=torch.bfloat16) for settings in (in_ram, on_drive)]
+    losses = [losses_of(engine, range(4)) for engine in engines]
+    chunks = [chunk for unit in parts_of(engines[1]).units.all for chunk in parts_of(engines[1]).homes[unit].chunks]
+    assert any(chunk.matrix is not None and chunk.on_nvme for chunk in chunks)
+    assert same(*((lost, homes_of(engine)) for lost, engine in zip(losses, engines, strict=True)))
+    (tmp_path / "saved").mkdir()
+    state = engines[0].save(tmp_path / "saved", lambda path, crc: None)
+    resumed = build("llama", replace(on_drive, nvme_path=str(tmp_path / "other")), dtype=torch.bfloat16, seed=9)
+    resumed.load(tmp_path / "saved", state)
+    assert losses_of(resumed, range(4, 6)) == losses_of(engines[1], range(4, 6))
+
+
+def test_a_matrix_on_a_drive_whose_update_fails_ends_the_run(build, monkeypatch, tmp_path):
+    settings = replace(MUON, nvme_path=str(tmp_path), state_ram_bytes=0, state_ring_bytes=4096)
+    engine = build("llama", settings)
+    monkeypatch.setattr("outcore.optim.gpu.update_matrix", failing(torch.OutOfMemoryError("no room for a matrix")))
+    with pytest.raises(EngineError, match="could not be moved or updated: no room for a matrix"):
+        losses_of(engine, range(2))
+
+
+def test_what_muon_does_not_do_is_said(build):
     refused(ValueError, "not in the 8 bits of split8", lambda: replace(MUON, states="split8"))
     with pytest.raises(ValueError, match="memory for layers in one piece is short"):
         build("llama", replace(MUON, tiling="on", tile_bytes=4096))
