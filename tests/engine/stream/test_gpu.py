@@ -176,6 +176,12 @@ def test_muon_follows_the_cpu_and_repeats_its_bits(fixed_order, engines, max_nor
     assert same(train("llama", settings, 6), found)
 
 
+def test_muon_with_states_on_a_drive_has_the_bits_of_ram(fixed_order, tmp_path):
+    settings = replace(SETTINGS, optimizer="muon", max_grad_norm=0.5)
+    on_drive = replace(settings, nvme_path=str(tmp_path), state_ram_bytes=0, state_ring_bytes=4096)
+    assert same(train("llama", on_drive, 4), train("llama", settings, 4))
+
+
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise"])
 @pytest.mark.parametrize("kind", ["whole", "adapters"])
 def test_float8_products_are_the_same_compiled_in_graphs_and_eagerly(recipe, kind):
