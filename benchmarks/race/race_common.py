@@ -7,6 +7,7 @@ it (used minus what was used before the child touched the device), so it must be
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -173,6 +174,49 @@ def kernels_of(work: Callable[[], object], most: int = 30) -> list[tuple[float, 
         synchronize()
     rows = [(event.self_device_time_total / 1e3, event.count, event.key[:160]) for event in found.key_averages()]
     return sorted(rows, reverse=True)[:most]
+
+
+def bare_s(
+    config: Any, rows: int, length: int, times: int, device: str, adapt: Callable[[Any], Any] | None = None
+) -> float:
+    """Seconds of the arithmetic alone of a step of `times` micro-batches of `rows` rows: transformers' own layer,
+    compiled, its weights on the device in 16 bits for all layers, forward and again with its backward; then the head's
+    products and the loss. `adapt`: makes adapters of a model, which are trained then alone. Takes off the cap."""
+    from transformers import AutoModelForCausalLM
+
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.use_cache = 1, False
+    with torch.device(device):
+        whole: Any = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, attn_implementation="sdpa")
+        position = torch.arange(length)[None]
+        hidden = torch.randn(rows, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(2, config.vocab_size, (rows * length,))
+    base = whole if adapt is None else adapt(whole).get_base_model()
+    layer, turn = torch.compile(base.model.layers[0]), base.model.rotary_emb(hidden, position)
+
+    def one_layer() -> None:
+        with torch.no_grad():
+            layer(hidden, position_embeddings=turn, attention_mask=None)
+        layer(hidden, position_embeddings=turn, attention_mask=None).backward(hidden)
+
+    def head() -> None:
+        for part, wanted in zip(hidden.flatten(0, 1).split(1024), labels.split(1024), strict=True):
+            torch.nn.functional.cross_entropy(base.lm_head(part).float(), wanted).backward()
+
+    def seconds_of(work: Callable[[], None], repeats: int) -> float:
+        work()
+        synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize()
+        return (time.perf_counter() - begin_s) / repeats
+
+    one_layer()
+    one_micro_batch_s = config.num_hidden_layers * seconds_of(one_layer, config.num_hidden_layers)
+    return times * (one_micro_batch_s + seconds_of(head, 2))
 
 
 def finish(result: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from race_common import (
     FILL_STEP,
     FILL_VALUES,
     DeviceWatch,
+    bare_s,
     cap_allocator,
     config_of,
     drive_bytes,
@@ -101,6 +102,9 @@ def main() -> None:
     if watch is not None:
         watch.stop()
     engine.close()
+    if options.get("bound"):
+        cut = (options["mb"], options["seq"], options["gas"])
+        result["bare_s"] = bare_s(config_of(options["shape"], options["seq"]), *cut, device)
     finish(result)
 
 

@@ -265,8 +265,10 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for optimizer in ("adamw", "muon")
     }
     in_rows = {"activations": "ram", "staging_bytes": (1 if shape == "tiny" else 44) << 30}
-    row = tokens or "256k-one"
-    long = {f"ours-{states}-clip": ours(shape, row, 1, states, **in_rows) for states in ("split", "fp32")}
+    long = {
+        f"ours-{states}-clip": ours(shape, tokens or "256k-one", 1, states, **in_rows) | {"bound": True}
+        for states in ("split", "fp32")
+    }
     mfu = {
         f"ours-7b-{states}{suffix}": ours(
             "tiny" if shape == "tiny" else "7b", tokens or "158k", clip, states, activations="device",

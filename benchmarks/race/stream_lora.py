@@ -13,24 +13,20 @@ the process itself come on top ("rss_training_gib").
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from infer.common import RandomFeed, drive_gb_per_s, link_gb_per_s
-from race_common import DeviceWatch, cap_allocator, kernels_of, rss_bytes, synchronize
-from transformers import AutoModelForCausalLM
+from race_common import DeviceWatch, bare_s, cap_allocator, kernels_of, rss_bytes
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
@@ -61,46 +57,6 @@ def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
     return (
         max(gradients_bytes, activation_bytes(sizes, BF16_BYTES)) + states_bytes
     )  # checkpoints borrow the gradients' homes
-
-
-def bare_s(config: Any, arguments: argparse.Namespace, device: str) -> float:
-    """Seconds of a step's arithmetic alone: transformers' own layer, compiled, its weights on the device in 16 bits for
-    all layers, forward and again with its backward for each micro-batch; then the head's products and the loss."""
-    rows, length, dtype = arguments.rows, arguments.seq_length, torch.bfloat16
-    if device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    small = copy.deepcopy(config)
-    small.num_hidden_layers, small.use_cache = 1, False
-    with torch.device(device):
-        whole: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="sdpa")
-        position = torch.arange(length)[None]
-        hidden = torch.randn(rows, length, config.hidden_size, dtype=dtype, requires_grad=True)
-        labels = torch.randint(2, config.vocab_size, (rows * length,))
-    adapted: Any = apply_lora(whole, LoraSettings(r=arguments.lora_r, target_modules=arguments.lora_target_modules), 0)
-    base = adapted.get_base_model()
-    layer, turn = torch.compile(base.model.layers[0]), base.model.rotary_emb(hidden, position)
-
-    def one_layer() -> None:
-        with torch.no_grad():
-            layer(hidden, position_embeddings=turn, attention_mask=None)
-        layer(hidden, position_embeddings=turn, attention_mask=None).backward(hidden)
-
-    def head() -> None:
-        for part, wanted in zip(hidden.flatten(0, 1).split(1024), labels.split(1024), strict=True):
-            torch.nn.functional.cross_entropy(base.lm_head(part).float(), wanted).backward()
-
-    def seconds_of(work: Callable[[], None], times: int) -> float:
-        work()
-        synchronize()
-        begin_s = time.perf_counter()
-        for _ in range(times):
-            work()
-        synchronize()
-        return (time.perf_counter() - begin_s) / times
-
-    one_layer()
-    one_micro_batch_s = config.num_hidden_layers * seconds_of(one_layer, config.num_hidden_layers)
-    return arguments.micro_batches * (one_micro_batch_s + seconds_of(head, 2))
 
 
 def main() -> None:
@@ -216,7 +172,9 @@ def main() -> None:
         travels_bytes = 2 * weights.ram_bytes - once_bytes
         rate = link_gb_per_s(torch.device(device))
         found |= {"link_gb_per_s": round(rate, 1), "link_s": round(travels_bytes / rate / 1e9, 3)}
-        found["bare_s"] = round(bare_s(config, arguments, device), 3)
+        lora = LoraSettings(r=arguments.lora_r, target_modules=arguments.lora_target_modules)
+        cut = (arguments.rows, arguments.seq_length, arguments.micro_batches)
+        found["bare_s"] = round(bare_s(config, *cut, device, lambda whole: apply_lora(whole, lora, 0)), 3)
         found["share_of_bound"] = round(max(found["link_s"], found["bare_s"]) / step_s, 3)
     print(json.dumps(found), flush=True)
 
