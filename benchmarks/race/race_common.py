@@ -222,8 +222,8 @@ def bare_s(
 def finish(result: dict[str, Any]) -> None:
     """The result as the last line of the output."""
     if torch.cuda.is_available():
-        result["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
-        result["torch_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        result.setdefault("torch_peak_bytes", torch.cuda.max_memory_allocated())
+        result.setdefault("torch_reserved_bytes", torch.cuda.max_memory_reserved())
     result |= {"rss": rss_bytes(), "time": time.time()}
     print("RESULT " + json.dumps(result), flush=True)
 

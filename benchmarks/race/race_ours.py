@@ -104,6 +104,9 @@ def main() -> None:
     engine.close()
     if options.get("bound"):
         cut = (options["mb"], options["seq"], options["gas"])
+        if device == "cuda":  # what follows takes more
+            result["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
+            result["torch_reserved_bytes"] = torch.cuda.max_memory_reserved()
         result["bare_s"] = bare_s(config_of(options["shape"], options["seq"]), *cut, device)
     finish(result)
 
