@@ -131,7 +131,7 @@ class Holding:
         less = [layers[self.layer_buffers]] if self.layer_buffers < LAYER_BUFFERS else []
         less += ["gradients leave through one buffer"] if self.ship_buffers < SHIP_BUFFERS else []
         less += ["those of embedding and head in parts"] if self.ends_in_parts else []
-        where = "whole rows of one layer stay here" if self.near else "whole rows in RAM"
+        where = "a layer's whole rows on the device" if self.near else "whole rows in RAM"
         if self.tile_tokens:
             less.append(f"all of a layer but attention in tiles of {self.tile_tokens} tokens, {where}")
         return ", ".join(less)

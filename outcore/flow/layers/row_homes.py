@@ -140,7 +140,7 @@ class RowHomes:
                 if self._lanes is None:
                     here.copy_(there)
                 else:
-                    # Aside: they are needed before the weights of a later layer, which are queued already.
+                    # Aside: weights of a later layer may wait in line until their buffer is free.
                     transfers.append(self._lanes[0].submit_host(there, here, label="rows", aside=True))
         return found, transfers
 

@@ -58,7 +58,7 @@ class Tiling:
 
     def words(self, shape: ModelShape) -> str:
         """For people; '' where nothing is in tiles."""
-        where = "there" if self.holding.near else "in RAM"
+        where = "on the GPU" if self.holding.near else "in RAM"
         long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens, its whole rows {where}"
         long = long if self.tile_tokens else ""
         if not self.any:

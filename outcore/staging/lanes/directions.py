@@ -47,7 +47,7 @@ class UploadLane(Lane):
     ) -> LaneTransfer:
         """Fills `out` from `src`, a contiguous CPU tensor of as many bytes, pinned (direct) or pageable (slots).
 
-        `aside`: pinned memory comes past what is queued: soon, between two pieces of it."""
+        `aside`: pinned memory comes past copies that still wait for their `after`, though not past those under way."""
         return self._submit_host(out, src, after, label, aside=aside)
 
 

@@ -212,7 +212,7 @@ def test_the_plan_has_rows_of_32k_to_256k_tokens_under_6_5_gib():
     assert not _plan("llama-8b", 16, 262144).fits
     cut, whole = _plan("llama-8b", 16, 32768), _plan("llama-8b", 16, 32768, tiling="off")
     assert cut.fits and not whole.fits
-    assert any("tiles of 4096 tokens, its whole rows there" in note for note in cut.notes)
+    assert any("tiles of 4096 tokens, its whole rows on the GPU" in note for note in cut.notes)
     assert cut.tiers[0].used_bytes < 6.5 * 2**30 and whole.tiers[0].used_bytes > 9 * 2**30
     assert cut.part_bytes("vram", "attention over packed rows") < whole.part_bytes("vram", "attention over packed rows")
     short = _plan("llama-8b", 16, 2048)
