@@ -44,7 +44,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStreams(Protocol):
-    """Streams of one device; `count` of them, numbered from 0, and number `count` for what waits for none of their copies."""
+    """Streams of one device; `count` of them, numbered from 0, and number `count`, which waits for none of these."""
 
     @property
     def count(self) -> int: ...
