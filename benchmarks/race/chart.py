@@ -19,6 +19,7 @@ from typing import Any
 NOT_EXACT = {
     "zero2-bf16": "masters and moments in bf16",
     "torchao": "no masters, no clipping",
+    "zenflow": "most gradients late",
     "roundpipe-stale": "one step stale",
     "ours-split8": "8-bit moments",
     "ours-fp24m8": "8-bit moments",
@@ -32,6 +33,9 @@ NAMES = {
     "zero2": "ZeRO-2, optimizer in RAM",
     "zero2-bf16": "ZeRO-2, bf16 states",
     "zero3": "ZeRO-3, optimizer in RAM",
+    "zero3-deepcompile": "ZeRO-3, DeepCompile",
+    "superoffload": "SuperOffload",
+    "zenflow": "ZenFlow",
     "fsdp2": "FSDP2, CPU offload",
     "trainstream": "TrainStream",
     "roundpipe": "RoundPipe",

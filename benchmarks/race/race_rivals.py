@@ -6,6 +6,10 @@
     zero2-resident  the same with the optimizer on the GPU, too: nothing is offloaded
     zero2-bf16   zero2 with masters and moments in bf16: not exact, the peer of our 8-bit moments
     zero3        DeepSpeed ZeRO-3, weights on the GPU, optimizer in RAM
+    zero3-deepcompile  the same, its engine compiled with DeepSpeed's own passes (DeepCompile)
+    superoffload  ZeRO-3 with a tenth of the optimizer on the GPU, updates in a process of their own
+    zenflow      ZeRO-2 that updates the gradients of the largest twentieth of columns on the GPU in each step, the rest
+                 every fourth: not exact
     fsdp2        torch's fully_shard with CPUOffloadPolicy: fp32 weights, gradients and states in RAM
     torchao      CPUOffloadOptimizer over bf16 weights without masters: not exact; it cannot clip
     trainstream  TrainStream's wrap(): fp32 states in RAM, weights as its planner places them
@@ -110,7 +114,8 @@ def zero(options: dict[str, Any], device: str) -> Step:
     one_process()
     import deepspeed
 
-    stage = 3 if options["system"] == "zero3" else 2
+    system = options["system"]
+    stage = 3 if system in ("zero3", "zero3-deepcompile", "superoffload") else 2
     section: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": True,
@@ -118,14 +123,21 @@ def zero(options: dict[str, Any], device: str) -> Step:
         "reduce_bucket_size": int(5e7),
     }
     adam: dict[str, Any] = {"lr": 1e-4}
-    if options["system"] == "zero2-resident":
+    if system == "zero2-resident":
         adam |= {"torch_adam": True, "fused": device == "cuda"}  # DeepSpeed's own would be compiled first, for a minute
     else:
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    if system == "superoffload":
+        section["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
+    if system == "zenflow":
+        section["zenflow"] = {
+            "topk_ratio": 0.05, "select_strategy": "step", "select_interval": 16, "update_interval": 4,
+            "overlap_step": True, "full_warm_up_rounds": 0,
+        }  # fmt: skip
     if stage == 3:
         section |= {"sub_group_size": int(3e7), "stage3_param_persistence_threshold": int(1e5)}
     bf16: dict[str, Any] = {"enabled": True}
-    if options["system"] == "zero2-bf16":
+    if system == "zero2-bf16":
         bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     settings = {
         "train_micro_batch_size_per_gpu": options["mb"],
@@ -135,12 +147,15 @@ def zero(options: dict[str, Any], device: str) -> Step:
         "gradient_clipping": float(options["clip"]),
         "zero_optimization": section,
         "steps_per_print": 10**9,
+        "compile": {"deepcompile": system == "zero3-deepcompile"},
     }
     deepspeed.init_distributed()
     model = filled_model(options, torch.bfloat16, device)
     compile_layers(model, options)
     loss_of = Loss(model, options["chunked"])
     engine, *_ = deepspeed.initialize(model=loss_of, model_parameters=list(model.parameters()), config=settings)
+    if system == "zero3-deepcompile":
+        engine.compile()
     batches = token_batches(options, device)
 
     def step() -> float:
@@ -323,10 +338,9 @@ def roundpipe(options: dict[str, Any], device: str) -> Step:
 
 
 SYSTEMS: dict[str, Callable[[dict[str, Any], str], Step]] = {
-    "zero2": zero,
-    "zero2-resident": zero,
-    "zero2-bf16": zero,
-    "zero3": zero,
+    **dict.fromkeys(
+        ("zero2", "zero2-resident", "zero2-bf16", "zero3", "zero3-deepcompile", "superoffload", "zenflow"), zero
+    ),
     "fsdp2": fsdp2,
     "torchao": torchao,
     "trainstream": trainstream,
