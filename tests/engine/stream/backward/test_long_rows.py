@@ -167,7 +167,7 @@ def test_counted_bytes_hold_a_layers_backward(model, fields, repeated, near):
     shape = shape_from_config(model, loaded.config)
     counted = long_layer_bytes(shape, 4, tokens, tile_tokens, near=near) + repeated * 4 * tokens * 8 * 16
     counted += long_rows_bytes(shape, 4, tokens, 0) if near else 0  # the gradient was there before
-    assert 0.5 * counted < cut < 1.05 * counted, (cut, counted)
+    assert 0.6 * counted < cut < 1.05 * counted, (cut, counted)
     assert near or cut < 0.4 * whole, (cut, whole)
 
 
