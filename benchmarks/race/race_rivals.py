@@ -24,6 +24,7 @@ the race only).
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -381,6 +382,8 @@ def main() -> None:
             "rss_training": rss_bytes(),
         }
     )
+    for worker in multiprocessing.active_children():  # they hold this process' output open
+        worker.kill()
     os._exit(0)  # threads and process groups of theirs have nothing left to do
 
 
