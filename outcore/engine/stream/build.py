@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 
-from outcore.engine.stream.activations.memory import Activations, DeviceActivations
+from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.activations.opening import open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
@@ -116,7 +116,8 @@ def build_stream_engine(
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, ground, traffic)
-        checkpoints = open_activations(plan, ground.memory, (ground.upload, ground.download), ground.scratch, arena)
+        lanes = (ground.upload, ground.download)
+        checkpoints = open_activations(plan, ground.memory, lanes, ground.scratch, arena, flow.runner.expect)
         schedule = _schedule(plan, flow, traffic.download, checkpoints, saved)
         parts = EngineParts(
             units=plan.units,
@@ -199,16 +200,10 @@ def _open_ground(
                 storage=settings.storage,
             )
         )
-    upload = undo.enter_context(
-        UploadLane(
-            staging,
-            None,
-            device,
-            LaneSettings(settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined),
-        )
-    )
-    download_settings = LaneSettings(settings.slot_bytes, settings.num_slots)
-    download = undo.enter_context(DownloadLane(staging, None, device, download_settings))
+    slots = LaneSettings(settings.slot_bytes, settings.num_slots)
+    only_written = replace(slots, write_combined=settings.write_combined)
+    upload = undo.enter_context(UploadLane(staging, None, device, only_written))
+    download = undo.enter_context(DownloadLane(staging, None, device, slots))
     memory = HostMemory(staging)
     undo.callback(memory.close)
     host = None
@@ -367,10 +362,8 @@ def _traffic(
 def _flow(plan: Blueprint, ground: _Ground, traffic: _Traffic) -> Flow:
     taps = RouterTaps(plan.units) if plan.aux_coefficient else None
     holding = plan.tile_plan.holding
-    row_homes = RowHomes(ground.memory, (ground.upload, ground.download), plan.device, near=holding.near)
-    long_rows = None
-    if holding.tile_tokens:
-        long_rows = LongRows(plan.units, holding.tile_tokens, row_homes, plan.compiled)
+    homes = RowHomes(ground.memory, (ground.upload, ground.download), plan.device, near=holding.near)
+    long_rows = LongRows(plan.units, holding.tile_tokens, homes, plan.compiled) if holding.tile_tokens else None
     runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps, long_rows=long_rows)
     head = Head(
         runner,
@@ -390,8 +383,6 @@ def _schedule(
         is_aux_whole=plan.loaded.abilities.terms.per_micro_batch,
         compiled=not plan.compiled.why_not,
     )
-    if isinstance(activations, DeviceActivations):
-        activations.expect = flow.runner.expect
     return VerticalSchedule(
         flow,
         BackwardRunner(flow.runner),

@@ -54,12 +54,11 @@ class Activations(Protocol):
 
 
 class DeviceActivations:
-    """They stay where they are: on the device, or those of long rows in RAM."""
+    """They stay where they are: on the device, or those of long rows in RAM. `expect`: told what is taken soon."""
 
-    def __init__(self) -> None:
+    def __init__(self, expect: Callable[[torch.Tensor], object] = lambda hidden: None) -> None:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
-        self.expect: Callable[[torch.Tensor], object] = lambda hidden: None
-        """Told what is taken soon."""
+        self._expect = expect
 
     def link(self, layer: int, micro_batch: int = 0) -> None:
         return None
@@ -72,7 +71,7 @@ class DeviceActivations:
 
     def prefetch(self, layer: int) -> None:
         if (first := self._kept.get((layer, 0))) is not None:
-            self.expect(first)
+            self._expect(first)
 
     def take(self, layer: int, micro_batch: int) -> torch.Tensor:
         return self._kept.pop((layer, micro_batch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from outcore.engine.stream.activations.memory import Activations, DeviceActivations, Lend, RamActivations
@@ -20,12 +22,14 @@ def open_activations(
     lanes: tuple[UploadLane, DownloadLane],
     scratch: Scratch | None,
     arena: GradientArena,
+    expect: Callable[[torch.Tensor], object],
 ) -> Activations:
-    """On NVMe with the space that the settings say a step needs. Those of long rows have homes in RAM already."""
+    """On NVMe with the space that the settings say a step needs. Those of long rows have homes in RAM already, and
+    `expect` is told which are taken soon."""
     num_layers = len(plan.units.layers)
     where = plan.settings.activations_on(plan.device)
     if plan.tile_plan.holding.tile_tokens:
-        return DeviceActivations()
+        return DeviceActivations(expect)
     if where == "ram":
         lend = _lender(plan.units, arena, plan.tile_plan.indices, plan.place.rank, plan.place.world_size)
         return RamActivations(memory, *lanes, num_layers, lend=lend)
