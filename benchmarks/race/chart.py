@@ -27,7 +27,6 @@ NOT_EXACT = {
 NAMES = {
     "ours-fp32": "outcore",
     "ours-split": "outcore, split masters",
-    "ours-split-two": "outcore, split masters, two micro-batches",
     "ours-fp32-streamed": "outcore, no layer stays on the GPU",
     "ours-split8": "outcore, 8-bit moments",
     "zero2": "ZeRO-2, optimizer in RAM",
@@ -42,20 +41,22 @@ NAMES = {
     "roundpipe-stale": "RoundPipe as it comes",
     "torchao": "torchao CPUOffloadOptimizer",
 }
+CUTS = {"-one": ", one micro-batch", "-two": ", two micro-batches", "-four": ", four micro-batches"}
 COLORS = {"ours": "#1f77b4", "best": "#ff7f0e", "used": "#c7c7c7"}
 
 
 def system_of(variant: str) -> str:
     """Variant's name without its cut and clipping: 'zero2-one-clip' -> 'zero2'."""
-    for ending in ("-clip", "-one", "-four", "-as-used"):
+    for ending in ("-clip", *CUTS, "-as-used"):
         variant = variant.removesuffix(ending)
     return variant
 
 
 def words_of(variant: str) -> str:
     """System and cut for people."""
-    cut = ", as users run it" if "-as-used" in variant else ", one micro-batch" if "-one" in variant else ""
-    return NAMES.get(system_of(variant), system_of(variant)) + cut
+    cut = next((words for ending, words in CUTS.items() if variant.removesuffix("-clip").endswith(ending)), "")
+    used = ", as users run it" if "-as-used" in variant else ""
+    return NAMES.get(system_of(variant), system_of(variant)) + cut + used
 
 
 def is_exact(variant: str) -> bool:

@@ -98,10 +98,10 @@ def cap_allocator(cap_gib: float, gpu: int | None = None) -> None:
         torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, gpu)
 
 
-def rss_bytes() -> dict[str, int]:
-    """Resident set now and at its highest, from /proc/self/status."""
+def rss_bytes(process: int | str = "self") -> dict[str, int]:
+    """Resident set of a process now and at its highest, from /proc/PID/status."""
     found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name in ("VmRSS", "VmHWM", "RssAnon", "RssShmem"):
             found[name] = int(value.split()[0]) * 1024

@@ -23,6 +23,7 @@ the race only).
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -352,6 +353,7 @@ SYSTEMS: dict[str, Callable[[dict[str, Any], str], Step]] = {
 def main() -> None:
     """Warm up, then time steps."""
     options: dict[str, Any] = json.loads(sys.argv[1])
+    faulthandler.dump_traceback_later(max(1.0, options["limit_s"] - 5))  # where it hung, if it did
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = DeviceWatch() if device == "cuda" else None
     for gpu in range(torch.cuda.device_count() if options["system"] == "roundpipe" else 1):
@@ -372,6 +374,9 @@ def main() -> None:
         losses += [step() for _ in range(options["steps"])]
         synchronize()
         repeats.append((time.perf_counter() - start_s) / options["steps"])
+    rss = rss_bytes()
+    for worker in multiprocessing.active_children():  # what it shares with this process is counted here
+        rss["VmRSS"] += rss_bytes(worker.pid or "self").get("RssAnon", 0)
     finish(
         {
             "step_s": sorted(repeats)[len(repeats) // 2],
@@ -379,7 +384,7 @@ def main() -> None:
             "losses": losses,
             "init_s": init_s,
             "peak_vram_bytes": watch.stop() if watch is not None else None,
-            "rss_training": rss_bytes(),
+            "rss_training": rss,
         }
     )
     for worker in multiprocessing.active_children():  # they hold this process' output open

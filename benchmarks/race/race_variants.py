@@ -85,6 +85,8 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "zero3-one-clip": rival(shape, one, 1, "zero3", compile=False),
         "zero3-deepcompile-one-clip": rival(shape, one, 1, "zero3-deepcompile", compile=False),
         "superoffload-one-clip": rival(shape, one, 1, "superoffload", compile=False),
+        "superoffload-two-clip": rival(shape, two, 1, "superoffload", compile=False),
+        "superoffload-four-clip": rival(shape, four, 1, "superoffload", compile=False),
         "trainstream-one-clip": rival(shape, one, 1, "trainstream", compile=False),
         "trainstream-four-clip": rival(shape, four, 1, "trainstream", compile=False),
         "roundpipe-four-clip": rival(shape, four, 1, "roundpipe", compile=False),
@@ -94,6 +96,7 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "zero2-bf16-one-clip": rival(shape, one, 1, "zero2-bf16"),
         "torchao-one": rival(shape, one, 0, "torchao"),
         "superoffload-one": rival(shape, one, 0, "superoffload", compile=False),
+        "superoffload-four": rival(shape, four, 0, "superoffload", compile=False),
         "ours-fp32": ours(shape, four, 0, "fp32"),
         "ours-split8": ours(shape, four, 0, "split8"),
     }
@@ -107,7 +110,8 @@ def is_clipped(name: str) -> bool:
 
 def is_base(name: str, other: str) -> bool:
     """Whether ratios of `other` are told against `name`: an exact system that is not ours, with the same clipping."""
-    is_exact_rival = not name.startswith(("ours", "proto", "plain", "torchao", "zero2-bf16", "roundpipe-stale"))
+    not_base = ("ours", "proto", "plain", "torchao", "zero2-bf16", "roundpipe-stale", "zenflow")
+    is_exact_rival = not name.startswith(not_base)
     return is_exact_rival and is_clipped(name) == is_clipped(other)
 
 

@@ -48,7 +48,7 @@ ROOT = HERE.parents[1]
 
 def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """One child; its result, or {"error": ...}."""
-    options = {"warm": args.warm, "steps": args.steps, "repeats": args.repeats, "cap_gib": args.cap_gib} | variant
+    options = {name: getattr(args, name) for name in ("warm", "steps", "repeats", "cap_gib", "limit_s")} | variant
     if variant.get("uses_nvme"):
         options["nvme"] = str(args.nvme)
         if variant["child"] == "race_stock.py":  # half a minute a step
@@ -72,7 +72,8 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=args.limit_s)
         text_out = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
-        return {"error": f"no end within {args.limit_s} s: {str(error.stdout)[-800:]}"}
+        said = b"".join(part for part in (error.stdout, error.stderr) if part).decode(errors="replace")
+        return {"error": f"no end within {args.limit_s} s: {said[-3000:]}"}
     lines = [line for line in text_out.splitlines() if line.startswith(("RESULT ", "RES "))]
     if not lines:
         return {"error": text_out[-2500:]}
