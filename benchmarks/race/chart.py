@@ -84,7 +84,7 @@ def chosen(record: dict[str, Any]) -> dict[str, tuple[str, tuple[float, float, f
     exact = {name: row for name, row in rows.items() if is_exact(name)}
     ours = {name: row for name, row in exact.items() if name.startswith("ours")}
     others = {name: row for name, row in exact.items() if not name.startswith("ours")}
-    bars = {"ours": min(ours.items(), key=lambda pair: pair[1][0])}
+    bars = {"ours": min(ours.items(), key=lambda pair: pair[1][0])} if ours else {}
     if tuned := {name: row for name, row in others.items() if "-as-used" not in name}:
         bars["best"] = min(tuned.items(), key=lambda pair: pair[1][0])
     if used := {name: row for name, row in others.items() if "-as-used" in name}:

@@ -84,6 +84,7 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "fsdp2-one-clip": rival(shape, one, 1, "fsdp2"),
         "zero3-one-clip": rival(shape, one, 1, "zero3", compile=False),
         "zero3-deepcompile-one-clip": rival(shape, one, 1, "zero3-deepcompile", compile=False),
+        "zero3-deepcompile-four-clip": rival(shape, four, 1, "zero3-deepcompile", compile=False),
         "superoffload-one-clip": rival(shape, one, 1, "superoffload", compile=False),
         "superoffload-two-clip": rival(shape, two, 1, "superoffload", compile=False),
         "superoffload-four-clip": rival(shape, four, 1, "superoffload", compile=False),
