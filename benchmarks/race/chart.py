@@ -108,8 +108,8 @@ def table(record: dict[str, Any]) -> str:
         row = rows[name]
         if row is None:
             error = record["results"][name]["error"].strip().splitlines() or ["no result"]
-            first_or_last = error[0].split(":")[0] if error[0].startswith("no end") else error[-1][:90].replace("|", "/")
-            lines.append(f"| {words_of(name)} | {exact} | failed: {first_or_last} | | | |")
+            says = error[0].split(":")[0] if error[0].startswith("no end") else error[-1]
+            lines.append(f"| {words_of(name)} | {exact} | failed: {says[:90].replace('|', '/')} | | | |")
         else:
             ratio = f"{best[1][0] / row[0]:.2f}x" if best and is_exact(name) else ""
             lines.append(f"| {words_of(name)} | {exact} | {row[0]:.3f} | {row[1]:.1f} | {row[2]:.1f} | {ratio} |")
