@@ -9,12 +9,12 @@ interrupted.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint, model_folder
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
+from outcore.common.output import tell_error
 from outcore.common.quantities import format_gb
 from outcore.config.commands import export_flags
 from outcore.formats.gguf_files import default_file, write_gguf
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.gguf is not None:
             vain = [f"--{name}" for name in ("checkpoint_dir", "last", "merge", "adapter") if getattr(args, name)]
             if vain:
-                raise CheckpointError(
+                raise ValueError(
                     f"{' and '.join(vain)} would do nothing beside --gguf, which packs a whole model's folder. "
                     "Leave it out, or export the checkpoint to a folder first (--out DIR) and then that with --gguf."
                 )
@@ -54,17 +54,16 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{file}  ({format_gb(file.stat().st_size)})")
             return 0
         if args.overwrite:
-            raise CheckpointError("--overwrite goes with --gguf; no folder is replaced: give another with --out.")
+            raise ValueError("--overwrite goes with --gguf; no folder is replaced: give another with --out.")
         checkpoint = find_checkpoint(args.run, args.checkpoint_dir or Path("checkpoints"), last=args.last)
         run = checkpoint.path.absolute().parent.name
         merged = "-merged" if args.merge else ""
         target = args.out or Path("final_model") / f"{run}-step-{checkpoint.step}{merged}"
         if args.adapter and not has_adapter(checkpoint):
-            raise CheckpointError(f"{checkpoint.path}: all weights were trained, there is no adapter. Leave it out.")
+            raise ValueError(f"{checkpoint.path}: all weights were trained, there is no adapter. Leave it out.")
         folder = merge_checkpoint(checkpoint, target) if args.merge else export_checkpoint(checkpoint, target)
     except (CheckpointError, ValueError, OSError, RuntimeError) as error:
-        print(f"outcore export: {error}", file=sys.stderr)
-        return 1
+        return tell_error("export", error)
     print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")
     if args.merge and (packed := checkpoint.trainer_state()["fingerprint"].get("quantize", "none")) != "none":
         print(

@@ -16,6 +16,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def tell_error(command: str, error: Exception) -> int:
+    """Say why a subcommand ends; its exit code: 2 for what was asked (a ValueError), 1 for what failed on the way."""
+    say(f"outcore {command}: {error}")
+    return 2 if isinstance(error, ValueError) else 1
+
+
 def drop_output(*streams: IO[str]) -> None:
     """Have what is printed from now on go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from outcore.common.classes import same_named
+from outcore.common.output import tell_error
 from outcore.config.commands import data_flags
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
@@ -35,8 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         look = look_at(settings, tokenizer, args.rows, say=lambda words: print(words, file=sys.stderr))
         _show(look, tokenizer, args)
     except DataError as error:
-        print(f"outcore data: {error}", file=sys.stderr)
-        return 2
+        return tell_error("data", error)
     return 0
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
+from outcore.common.output import tell_error
 from outcore.common.quantities import format_gib
 from outcore.machine import Machine, detect_machine
 from outcore.machine.topology import detect_topology, lay_out, read_cluster
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The subcommand; returns its exit code: 1 where the groups asked for cannot be."""
+    """The subcommand; returns its exit code: 2 where the groups asked for cannot be."""
     parser = argparse.ArgumentParser(prog="outcore machine", description="This computer, its GPUs and what joins them.")
     parser.add_argument(
         "--cluster", type=Path, help="a file of hosts and islands (YAML or JSON) instead of this machine"
@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.tensor_parallel or args.pipeline_parallel:
             layout = lay_out(topology, args.tensor_parallel or 1, args.pipeline_parallel or 1)
     except (ValueError, OSError) as error:
-        print(f"outcore machine: {error}", file=sys.stderr)
-        return 1
+        return tell_error("machine", error)
     if args.json:
         record = {"topology": topology.to_dict(), "machine": None if machine is None else machine.to_dict()}
         stages = [] if layout is None else [[[gpu.host, gpu.index] for gpu in stage] for stage in layout.stages]

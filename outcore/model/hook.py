@@ -12,11 +12,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from outcore.common.words import did_you_mean
@@ -53,7 +55,18 @@ def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[n
         **asdict_of(settings),
         "vocab_size": settings.vocab_size or (len(tokenizer) if tokenizer is not None else None),
     }
-    result = function(config, tokenizer)
+    try:
+        result = function(config, tokenizer)
+    except (MemoryError, OSError, torch.OutOfMemoryError):
+        raise  # told in words wherever they come from
+    except Exception as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__
+        ]
+        raise ValueError(
+            f"model_module {spec!r}: {function_name} failed{f' in line {lines[-1]}' if lines else ''}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     model, loss_fn = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise ValueError(

@@ -10,7 +10,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from outcore.common.errors import need_packages
-from outcore.common.output import say
+from outcore.common.output import say, tell_error
 from outcore.config.commands import serve_flags
 from outcore.infer.commands import settings_of
 from outcore.infer.opening import open_engine
@@ -46,8 +46,7 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
             if args.engine != "vllm" or _hand_over(args, settings, listening):
                 _serve(args, settings, listening, additions)
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore serve: {error}")
-        return 1
+        return tell_error("serve", error)
     return 0
 
 

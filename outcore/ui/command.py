@@ -7,7 +7,7 @@ import threading
 import time
 
 from outcore.common.errors import need_packages
-from outcore.common.output import say
+from outcore.common.output import tell_error
 from outcore.config.commands import ui_flags
 from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
@@ -28,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = UiSettings(args.host, listening.getsockname()[1], tokens)
         run(settings, listening)
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore ui: {error}")
-        return 1
+        return tell_error("ui", error)
     return 0
 
 

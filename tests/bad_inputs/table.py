@@ -49,7 +49,8 @@ every run here also shows that such paths work. The lines run with `--engine dee
 configuration, data, model and checkpoints are read by the same code for both engines. Cases that mount a small or
 read-only drive are skipped where mounting is not permitted.
 
-Exit codes of `train_model.py`: 0 done, 1 the run failed, 2 wrong input, 128 + signal when stopped and saved.
+Exit codes of `train_model.py`, and of `outcore`'s commands where they do not say otherwise: 0 done, 1 the run
+failed, 2 wrong input, 128 + signal when stopped and saved.
 
 | id | what is wrong | the command or setting | what you read | exit code | on the disk afterwards |
 |---|---|---|---|---|---|

@@ -172,7 +172,7 @@ def test_the_command(history, evaluation):
     history.save(record_of("eval-c"))
     assert "interrupted" in evaluation.history("list")  # nobody works on it
     evaluation.history("delete", "eval-c")
-    evaluation.history("show", "eval-c", code=1)
+    evaluation.history("show", "eval-c", code=2)
     assert "no evaluation 'eval-c'" in evaluation.said
 
 

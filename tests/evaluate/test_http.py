@@ -93,7 +93,7 @@ def test_the_command_against_a_server_gives_what_it_gives_here(server, evaluatio
     assert record["status"] == "completed" and record["scores"] == here["scores"]
     assert record["model_hash"] == here["model_hash"]
     assert events[-1]["event"] == "completed" and [event["n"] for event in events] == list(range(1, len(events) + 1))
-    evaluation.call(["evaluate", f"{server.url}/elsewhere", "--tasks", "outcore_sums"], 1)
+    evaluation.call(["evaluate", f"{server.url}/elsewhere", "--tasks", "outcore_sums"], 2)
     assert "says 404" in evaluation.said
 
 

@@ -41,7 +41,7 @@ def test_in_16_bits_both_are_measured_against_fp32(evaluation):
     ((task, metric, theirs, ours), _) = json.loads(kept.read_text())["from_fp32_nat"]
     assert (task, metric) == ("outcore_endings", "acc") and 1e-4 < theirs < 1 and 1e-4 < ours < 1
     for wrong, words in ((argv[:-2], "in fp32 already"), ([*argv, "--hf_device_map"], "leave one of them out")):
-        evaluation.call(wrong, 1)
+        evaluation.call(wrong, 2)
         assert words in evaluation.said
 
 
@@ -135,7 +135,7 @@ def test_wrong_input_is_said(evaluation, flags, words, monkeypatch):
     manager = lm_eval.tasks.TaskManager  # without the harness's own tasks, which take half a minute to index
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: manager(**{**given, "include_defaults": False}))
     argv = ["evaluate", str(evaluation.model), *SMALL, "--database", str(evaluation.database), *flags]
-    evaluation.call(argv, 1)
+    evaluation.call(argv, 2)
     assert words in evaluation.said and "Traceback" not in evaluation.said
 
 
@@ -208,5 +208,5 @@ def test_parity_runs_the_other_backends_operations(evaluation, monkeypatch, flag
         raise ValueError("enough")
 
     monkeypatch.setattr(evaluate, "open_engine", refused)
-    evaluation.call(evaluation.argv("outcore_sums", *flags), 1)
+    evaluation.call(evaluation.argv("outcore_sums", *flags), 2)
     assert asked == [compiles]

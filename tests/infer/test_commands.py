@@ -108,11 +108,11 @@ def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys)
     assert found[0]["usage"]["completion_tokens"] == 2
     assert ["error" in line for line in found] == [False, True, True, True]
     before = source.read_bytes()
-    assert cli.main([*given, str(source), "--overwrite"]) == 1
+    assert cli.main([*given, str(source), "--overwrite"]) == 2
     assert source.read_bytes() == before and "the file of --input" in capsys.readouterr().err
-    assert cli.main([*given, str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
+    assert cli.main([*given, str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root would replace by a file
-    assert cli.main([*given, str(tmp_path / "pipe"), "--overwrite"]) == 1
+    assert cli.main([*given, str(tmp_path / "pipe"), "--overwrite"]) == 2
     assert "no ordinary file" in capsys.readouterr().err and (tmp_path / "pipe").is_fifo()
 
 
@@ -219,9 +219,9 @@ def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
         "generate", str(tiny_folder[0]), *SMALL, "--input", str(tmp_path / "in.jsonl"),
         "--output", str(tmp_path / "out.jsonl"),
     ]  # fmt: skip
-    assert cli.main(given) == 1 and "in use" in capsys.readouterr().err
+    assert cli.main(given) == 2 and "in use" in capsys.readouterr().err
     journal.close()
-    assert cli.main(given) == 1 and "model" in capsys.readouterr().err
+    assert cli.main(given) == 2 and "model" in capsys.readouterr().err
 
 
 def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is(tiny_folder, tmp_pa
         (b"The fox\n" + b"x" * 2000, output, "text 1 has 2000 tokens"),
     ):
         source.write_bytes(text)
-        assert cli.main([*given, str(target)]) == 1 and words in capsys.readouterr().err
+        assert cli.main([*given, str(target)]) == 2 and words in capsys.readouterr().err
         assert source.read_bytes() == text and not output.exists()
 
 

@@ -113,12 +113,12 @@ def test_a_job_goes_on_with_another_number_of_processes(tiny_folder, tmp_path, m
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(tmp_path, capsys, more, words):
     write_lines(tmp_path / "in.jsonl", 1)
-    assert cli.main([*given(tmp_path, tmp_path, "out.jsonl"), *more]) == 1
+    assert cli.main([*given(tmp_path, tmp_path, "out.jsonl"), *more]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_one_prompt_is_answered_by_one(tmp_path, capsys):
-    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--num_gpus", "2"]) == 1
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--num_gpus", "2"]) == 2
     assert "shares the lines of --input" in capsys.readouterr().err
 
 

@@ -175,7 +175,7 @@ def test_machine_command_shows_islands_and_groups(cluster, capsys):
     assert main(["machine", "--cluster", str(cluster), "--tensor_parallel", "4"]) == 0
     out = capsys.readouterr().out
     assert "8 GPUs in 3 islands" in out and "stage 0: node2, GPU 0, 1, 2, 3" in out
-    assert main(["machine", "--cluster", str(cluster), "--tensor_parallel", "8"]) == 1
+    assert main(["machine", "--cluster", str(cluster), "--tensor_parallel", "8"]) == 2
     assert "would cross" in capsys.readouterr().err
     assert main(["machine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machine"]["cpu_cores"] >= 1

@@ -316,7 +316,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     write_run(tmp_path / "logs" / "r", 3)
     assert main(["r", "--once", "--logs", str(tmp_path / "logs")]) == 0
     assert "step 3" in capsys.readouterr().out
-    assert main(["nothing", "--logs", str(tmp_path / "logs")]) == 1
+    assert main(["nothing", "--logs", str(tmp_path / "logs")]) == 2
     assert "Runs there: r" in capsys.readouterr().err
 
 

@@ -245,8 +245,9 @@ def test_a_line_of_a_batch_is_held_to_the_longest_answer(client):
 
 def test_a_batch_of_embeddings(client):
     bodies = [{"input": "The", "model": "tiny"}, {"input": 5}, {"input": "The", "model": "another"}, "The"]
+    bodies.append({"input": "The", "dimension": 8})
     lines = [{"custom_id": str(i), "url": "/v1/embeddings", "body": one} for i, one in enumerate(bodies)]
-    lines.append({"custom_id": "4", "url": "/v1/completions", "body": {"prompt": "The"}})
+    lines.append({"custom_id": "5", "url": "/v1/completions", "body": {"prompt": "The"}})
     file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
     made = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
     batch = wait_for_batch(client, made.id)
@@ -255,7 +256,8 @@ def test_a_batch_of_embeddings(client):
     assert found["custom_id"] == "0" and found["response"]["status_code"] == 200
     assert found["response"]["body"]["data"][0]["embedding"] == pytest.approx(wanted, abs=1e-4)
     errors = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
-    assert [line["custom_id"] for line in errors] == ["1", "2", "3", "4"]
+    assert [line["custom_id"] for line in errors] == ["1", "2", "3", "4", "5"]
+    assert errors[3]["error"]["message"] == "unknown field 'dimension'"
 
 
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(openai, client, server):

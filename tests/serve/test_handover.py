@@ -316,7 +316,7 @@ def test_stages_are_balanced_by_sizes_or_measured_costs(tmp_path, executable):
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, executable, capsys, more, words):
     model = model_in(tmp_path / "model")
-    assert main(flags_of(model, executable, *more)) == 1
+    assert main(flags_of(model, executable, *more)) == 2
     assert words in capsys.readouterr().err
     assert not (model / "starts.jsonl").exists()
 

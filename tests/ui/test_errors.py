@@ -297,7 +297,7 @@ def test_wrong_token(api):
 
 
 def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, capsys):
-    assert main(["--host", "0.0.0.0"]) == 1 and "--token_file" in capsys.readouterr().err
+    assert main(["--host", "0.0.0.0"]) == 2 and "--token_file" in capsys.readouterr().err
     assert "another site" in words_of(client.post("/v1/runs", json={}, headers={"Origin": "http://evil.example"}), 403)
     assert "evil.example" in words_of(client.get("/v1/runs", headers={"Host": "evil.example"}), 403)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.classes import same_named
-from outcore.common.output import say
+from outcore.common.output import say, tell_error
 from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.commands.remote import evaluate_remotely
@@ -40,8 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped; the same command goes on")
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore evaluate: {error}")
-        return 1
+        return tell_error("evaluate", error)
 
 
 def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
@@ -128,8 +127,7 @@ def _list_tasks(argv: list[str]) -> int:
         names.wait()
         known = names.find(args.list_tasks, 1_000_000)
     except ValueError as error:
-        say(f"outcore evaluate: {error}")
-        return 1
+        return tell_error("evaluate", error)
     width = max(len(task.name) for task in OWN_TASKS)
     for one in known:
         print(f"{one.kind:<5}  {one.name:<{width}}  {one.words}".rstrip())

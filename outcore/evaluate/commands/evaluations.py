@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from outcore.common.journal import is_held
+from outcore.common.output import tell_error
 from outcore.config.commands import evaluations_flags
 from outcore.evaluate.commands.say import table_of
 from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
@@ -21,12 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return VERBS[args.verb](args, history)
     except KeyError as error:
-        print(f"outcore evaluations: there is no evaluation {error.args[0]!r} in {args.database}.", file=sys.stderr)
+        missing = f"there is no evaluation {error.args[0]!r} in {args.database}."
+        return tell_error("evaluations", ValueError(missing))
     except BrokenPipeError:
         return 0
     except (ValueError, OSError) as error:
-        print(f"outcore evaluations: {error}", file=sys.stderr)
-    return 1
+        return tell_error("evaluations", error)
 
 
 def _list(args: argparse.Namespace, history: History) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import replacing
+from outcore.common.output import tell_error
 from outcore.common.quantities import format_s
 from outcore.config.commands import trace_flags
 from outcore.flow.trace.file import Slice, read_trace, rows_of
@@ -162,8 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         png = args.png or trace.with_name("schedule.png")
         draw_schedule(trace, png, step=args.step)
     except (ValueError, OSError) as error:
-        print(f"outcore trace: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return tell_error("trace", error)
     print(f"wrote {png}")
     return 0
 

@@ -186,6 +186,7 @@ class KeptPrefixes:
         specs = [TensorSpec(_name(slot), torch.uint8, (self._record_bytes,)) for slot in range(self._most)]
         if files.is_dir() and (files / "manifest.json").exists():  # killed before its first commit
             TensorStore.open([files]).delete()
+        (self.folder / IDENTITY).unlink(missing_ok=True)  # without room nothing was kept here, so nothing is damaged
         store = TensorStore.create([files], specs, checksum=True)
         write_json(self.folder / IDENTITY, dict(identity))
         return store

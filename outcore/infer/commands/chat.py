@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.common.output import say
+from outcore.common.output import say, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
@@ -37,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             opened.close()
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore chat: {error}")
-        return 1
+        return tell_error("chat", error)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outcore.common.output import say
+from outcore.common.output import say, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
@@ -27,8 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             return _one(args)
         return _job(args)
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore generate: {error}")
-        return 1
+        return tell_error("generate", error)
 
 
 def _one(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.files import json_of, replacing
-from outcore.common.output import say
+from outcore.common.output import say, tell_error
 from outcore.config.commands import score_flags
 from outcore.infer.commands.options import check_output, settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
@@ -28,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _score(args)
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"outcore score: {error}")
-        return 1
+        return tell_error("score", error)
 
 
 def _score(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from outcore.common.output import tell_error
 from outcore.monitor.metrics import Metrics
 from outcore.monitor.screen.frame import RunFrame
 
@@ -87,6 +88,5 @@ def main(argv: list[str] | None = None) -> int:
     try:
         watch(find_run(args.run, args.logs), once=args.once)
     except FileNotFoundError as error:
-        print(f"outcore watch: {error}", file=sys.stderr)
-        return 1
+        return tell_error("watch", ValueError(error))
     return 0

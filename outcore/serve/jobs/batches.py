@@ -190,9 +190,9 @@ class Batches:
                 journal.close()
                 logger.error("%s waits for the next start: no pass runs any more", batch["id"])
                 return
+            journal.close()
             logger.error("%s failed", batch["id"], exc_info=error)
             self._fail(batch, f"the server failed: {line_of(error)}")
-            journal.close()
 
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
         if batch["endpoint"] == EMBEDDINGS:
@@ -216,6 +216,8 @@ class Batches:
             line = Line(number, "batch", entry.get("custom_id"), None)
             _, body = batch_body(entry, {EMBEDDINGS: "input"})
             call = await asyncio.to_thread(EmbeddingCall, self.service, body)
+            if call.ignored:
+                raise ValueError(f"unknown field {call.ignored[0]!r}")
         except (ValueError, TypeError, ApiError) as error:
             return failure_of(line, str(error))
         why = ""

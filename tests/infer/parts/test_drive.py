@@ -1,5 +1,6 @@
 """Keys and values on a drive: the same as in RAM; damage is told; beginnings of prompts outlive the program."""
 
+import errno
 import random
 from contextlib import closing
 from functools import partial
@@ -22,7 +23,7 @@ from outcore.infer.cache import (
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.storage import PosixEngine, StorageError, TensorStore
 from tests.infer.models import greedy, opening
-from tests.refused import refused
+from tests.refused import failing, refused
 from tests.storage.faulty import FaultyEngine
 
 CPU = torch.device("cpu")
@@ -245,6 +246,16 @@ def test_a_damaged_folder_is_refused_in_words(tmp_path, damage):
     (path,) = tmp_path.rglob(name)
     path.write_text(path.read_text()[:-5])
     refused(PrefixesDamaged, "remove that folder", lambda: kept_at(tmp_path))
+
+
+def test_a_drive_without_room_for_another_budget_is_no_damage(tmp_path, monkeypatch):
+    kept_at(tmp_path, 8192 * 2).close()
+    monkeypatch.setattr(TensorStore, "create", failing(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(ValueError, match="No space left") as found:
+        kept_at(tmp_path, 8192 * 4)
+    assert not isinstance(found.value, PrefixesDamaged)
+    monkeypatch.undo()
+    kept_at(tmp_path, 8192 * 2).close()
 
 
 def test_memory_forgets_and_the_drive_remembers(tmp_path):
