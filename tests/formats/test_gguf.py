@@ -84,10 +84,10 @@ def test_the_command_writes_beside_the_model(
     assert main(["llama", "--gguf", "f16"]) == 0 and (folder / "llama-f16.gguf").is_file()
     assert main([str(folder), "--gguf", "q4_k"]) == 0
     assert (folder / "llama-q4_k.gguf").is_file() and "llama-q4_k.gguf" in capsys.readouterr().out
-    assert main([str(tmp_path), "--gguf", "f16", "--out", str(tmp_path / "x.gguf")]) == 1
+    assert main([str(tmp_path), "--gguf", "f16", "--out", str(tmp_path / "x.gguf")]) == 2
     assert "holds no model (config.json and safetensors)" in capsys.readouterr().err
     for flags in (["--merge"], ["--adapter"], ["--last"], ["--checkpoint_dir", "."]):
-        assert main(["llama", "--gguf", "q8_0", *flags]) == 1
+        assert main(["llama", "--gguf", "q8_0", *flags]) == 2
         assert f"{flags[0]} would do nothing beside --gguf" in capsys.readouterr().err
 
 
@@ -95,12 +95,12 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, capsys:
     folder, file = folder_of(tmp_path), tmp_path / "x.gguf"
     file.write_bytes(b"somebody's")
     asked = [str(folder), "--gguf", "f16", "--out", str(file)]
-    assert main(asked) == 1 and file.read_bytes() == b"somebody's"
+    assert main(asked) == 2 and file.read_bytes() == b"somebody's"
     assert "x.gguf is there already" in capsys.readouterr().err
     assert main([*asked, "--overwrite"]) == 0 and file.read_bytes()[:4] == b"GGUF"
-    assert main([str(folder), "--overwrite"]) == 1 and "goes with --gguf" in capsys.readouterr().err
-    assert main([*asked[:-1], str(folder), "--overwrite"]) == 1 and "is a folder" in capsys.readouterr().err
-    assert main([*asked[:-1], str(tmp_path / "y")]) == 1 and "y.gguf" in capsys.readouterr().err
+    assert main([str(folder), "--overwrite"]) == 2 and "goes with --gguf" in capsys.readouterr().err
+    assert main([*asked[:-1], str(folder), "--overwrite"]) == 2 and "is a folder" in capsys.readouterr().err
+    assert main([*asked[:-1], str(tmp_path / "y")]) == 2 and "y.gguf" in capsys.readouterr().err
 
 
 def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

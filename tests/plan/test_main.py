@@ -155,5 +155,5 @@ def test_the_console_command(capsys, tmp_path):
     assert cli.main(["plam"]) == 2 and "Did you mean 'plan'" in capsys.readouterr().err
     assert cli.main(["xyzzy"]) == 2 and "Did you mean" not in capsys.readouterr().err
     assert cli.main(["--version"]) == 0
-    assert cli.main(["watch", "nothing", "--logs", str(tmp_path)]) == 1
+    assert cli.main(["watch", "nothing", "--logs", str(tmp_path)]) == 2
     assert cli.main(["plan", "--model", "tiny", *LAPTOP]) == 0
