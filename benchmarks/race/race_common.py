@@ -98,7 +98,7 @@ def cap_allocator(cap_gib: float, gpu: int | None = None) -> None:
         torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, gpu)
 
 
-def rss_bytes(process: int | str = "self") -> dict[str, int]:
+def rss_bytes(process: str = "self") -> dict[str, int]:
     """Resident set of a process now and at its highest, from /proc/PID/status."""
     found = {}
     for line in Path(f"/proc/{process}/status").read_text().splitlines():

@@ -376,7 +376,7 @@ def main() -> None:
         repeats.append((time.perf_counter() - start_s) / options["steps"])
     rss = rss_bytes()
     for worker in multiprocessing.active_children():  # what it shares with this process is counted here
-        rss["VmRSS"] += rss_bytes(worker.pid or "self").get("RssAnon", 0)
+        rss["VmRSS"] += rss_bytes(str(worker.pid)).get("RssAnon", 0)
     finish(
         {
             "step_s": sorted(repeats)[len(repeats) // 2],

@@ -22,12 +22,12 @@ from outcore.formats.gguf_files import default_file, write_gguf
 
 def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint:
     """The checkpoint at `path`, or of the run whose name or folder it is the best one (with `last` the newest);
-    checksums verified."""
+    checksums verified. ValueError where there is neither, CheckpointError for one that is damaged."""
     if not path.exists() and (root / path).is_dir():
         path = root / path
     if not path.exists():
         there = sorted(folder.name for folder in root.iterdir() if list_checkpoints(folder)) if root.is_dir() else []
-        raise CheckpointError(f"{path}: no such run or checkpoint. Runs in {root}: {', '.join(there) or 'none'}.")
+        raise ValueError(f"{path}: no such run or checkpoint. Runs in {root}: {', '.join(there) or 'none'}.")
     found = list_checkpoints(path)
     if not found or (path / "manifest.json").is_file():
         return open_checkpoint(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import stats_below
+from outcore.common.output import tell_error
 from outcore.common.quantities import format_gb
 from outcore.config.commands import runs_flags
 from outcore.runs.folder import RunFolder
@@ -143,8 +144,7 @@ def _delete(run: RunState, *, asked: bool) -> int:
     try:
         delete(run)
     except (RunInUse, OSError) as error:
-        print(f"outcore runs: {error}", file=sys.stderr)
-        return 1
+        return tell_error("runs", error)
     print(f"deleted {name} ({size})")
     return 0
 

@@ -72,7 +72,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFix
     shard.write_bytes(bytes(data))
     assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 1
     assert "checksum is wrong" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "nothing")]) == 1
+    assert main(["export", str(tmp_path / "nothing")]) == 2
     assert "no such run or checkpoint" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
 

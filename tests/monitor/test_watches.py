@@ -304,12 +304,12 @@ def test_finished_stopped_and_empty_runs(tmp_path: Path) -> None:
 
 def test_runs_are_found_by_name_path_and_time(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    refused(FileNotFoundError, "no run under", lambda: find_run(None, logs))
+    refused(ValueError, "no run under", lambda: find_run(None, logs))
     old, new = write_run(logs / "old", 1), write_run(logs / "new", 1)
     os.utime(old / "metrics.jsonl", (1, 1))
     assert find_run(None, logs) == new
     assert find_run("old", logs) == old and find_run(str(old), "elsewhere") == old
-    refused(FileNotFoundError, "Runs there: new, old", lambda: find_run("odl", logs))
+    refused(ValueError, "Runs there: new, old", lambda: find_run("odl", logs))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,20 +60,18 @@ def find_run(run: str | None, logs: Path | str = "logs") -> Path:
     """The log folder of a run given by name or path; without one, the run that was written to last.
 
     Raises:
-        FileNotFoundError: no such run; the message lists those there are."""
+        ValueError: no such run; the message lists those there are."""
     logs = Path(logs)
     runs = sorted(logs.glob(f"*/{METRICS_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if run is None:
         if not runs:
-            raise FileNotFoundError(f"There is no run under {logs.absolute()} yet: start one with train_model.py.")
+            raise ValueError(f"There is no run under {logs.absolute()} yet: start one with train_model.py.")
         return runs[0].parent
     for candidate in (Path(run), logs / run, logs / Path(run).name):  # the last: of another folder of the run
         if candidate.is_file() or (candidate / METRICS_NAME).is_file():
             return candidate
     there = ", ".join(path.parent.name for path in runs[:10]) or "none"
-    raise FileNotFoundError(
-        f"No run {run!r}: neither {run} nor {logs / run} has a {METRICS_NAME}. Runs there: {there}."
-    )
+    raise ValueError(f"No run {run!r}: neither {run} nor {logs / run} has a {METRICS_NAME}. Runs there: {there}.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,6 +85,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a pipe that knows no block characters gets question marks
     try:
         watch(find_run(args.run, args.logs), once=args.once)
-    except FileNotFoundError as error:
-        return tell_error("watch", ValueError(error))
+    except ValueError as error:
+        return tell_error("watch", error)
     return 0

@@ -22,7 +22,7 @@ def test_runs_are_listed_and_deleted_after_a_question(tmp_path, corpus, monkeypa
     assert row[:3] == ["mine", "finished", "2/2"] and row[-1] == "MB"
     lock = RunLock.take("mine", [tmp_path / "checkpoint"])
     assert main(["runs", *folders]) == 0 and "running (process " in capsys.readouterr().out
-    assert main(["runs", "delete", "mine", "--yes", *folders]) == 1
+    assert main(["runs", "delete", "mine", "--yes", *folders]) == 2
     assert "is being written by process" in capsys.readouterr().err
     lock.release()
     (tmp_path / "log/evaluations").mkdir()  # the journals of evaluations, which are no run
@@ -45,7 +45,7 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(tmp_path, straight, 
     )
     assert main(["export", "r", root, "--merge", "--out", str(tmp_path / "c")]) == 1
     assert "nothing is to merge" in capsys.readouterr().err
-    assert main(["export", "s", root]) == 1 and "Runs in" in capsys.readouterr().err
+    assert main(["export", "s", root]) == 2 and "Runs in" in capsys.readouterr().err
     monkeypatch.chdir(straight)
     for run in ("r", "log/r", "checkpoint/r"):
         assert main(["watch", run, "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
