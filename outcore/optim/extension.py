@@ -19,7 +19,7 @@ from outcore.optim.formats.compressed import check_moments, check_unsigned
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 5
+ABI = 6
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2, "add_up": 3}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")
@@ -329,4 +329,4 @@ def raise_errno(code: int) -> None:
     raise RuntimeError(f"the CPU optimizer refused: {reason}")
 
 
-assert ctypes.sizeof(CJob) == 48 and ctypes.sizeof(CHyper) == 56
+assert ctypes.sizeof(CJob) == 64 and ctypes.sizeof(CHyper) == 56

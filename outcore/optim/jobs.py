@@ -28,6 +28,8 @@ class CJob(ctypes.Structure):
         ("numel", ctypes.c_int64),
         ("element_offset", ctypes.c_int64),
         ("decays", ctypes.c_int64),
+        ("next", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
     )
 
 
@@ -45,6 +47,10 @@ class ChunkJob:
     """Index of the first parameter in the model, a multiple of 256: the key of stochastic rounding."""
     weight_decay: bool = True
     """False: none for this chunk (norms and biases), whatever the hyper-parameters say."""
+    next: torch.Tensor | None = None
+    """Like `state`: where the updated states go instead, and `state` stays as it was. None: in place."""
+    kept: torch.Tensor | None = None
+    """Like `param`: where it is kept as it was before the update. None: nowhere."""
 
 
 class JobBatch:
@@ -70,11 +76,13 @@ class JobBatch:
                 raise ValueError(f"chunk {index} of {len(jobs)}: {error}") from None
             self.array[index] = CJob(
                 job.state.data_ptr(),
-                0 if job.param is None else job.param.data_ptr(),
+                _address(job.param),
                 job.grad.data_ptr(),
                 job.grad.numel(),
                 job.element_offset,
                 int(job.weight_decay),
+                _address(job.next),
+                _address(job.kept),
             )
         self.jobs: tuple[ChunkJob, ...] = tuple(jobs)
         self.grads: tuple[torch.Tensor, ...] = tuple(job.grad for job in jobs)
@@ -103,7 +111,7 @@ class JobBatch:
                 raise ValueError(
                     f"gradient {index} is {grad.dtype}, the first one {batch.grad_dtype}: one type per unit"
                 )
-            batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0, 0)
+            batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0, 0, 0, 0)
         return batch
 
     @classmethod
@@ -119,7 +127,7 @@ class JobBatch:
         batch.sources = tuple(sources)
         batch.addresses = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
         batch.array[0] = CJob(
-            into.data_ptr(), ctypes.addressof(batch.addresses), into.data_ptr(), into.numel(), len(sources), 0
+            into.data_ptr(), ctypes.addressof(batch.addresses), into.data_ptr(), into.numel(), len(sources), 0, 0, 0
         )
         return batch
 
@@ -142,6 +150,14 @@ class JobBatch:
         batch.jobs = tuple(replace(job, grad=grad) for grad, job in zip(grads, self.jobs))
         return batch
 
+    def ahead(self, states: Sequence[torch.Tensor], params: torch.Tensor) -> JobBatch:
+        """Copy whose update can be taken back: updated states go to `states`, one for each chunk and as large as its
+        own, old parameters to `params`, which has as many as all chunks."""
+        assert self.state_format is not None
+        kept = params.split([grad.numel() for grad in self.grads])
+        jobs = [replace(job, next=to, kept=old) for job, to, old in zip(self.jobs, states, kept, strict=True)]
+        return JobBatch(self.state_format, jobs)
+
     def _check(self, job: ChunkJob) -> None:
         assert self.state_format is not None
         check_grad(job.grad)
@@ -155,6 +171,12 @@ class JobBatch:
             if job.param.numel() != job.grad.numel():
                 raise ValueError(f"{job.param.numel()} parameters but {job.grad.numel()} gradients")
         check_buffer(job.state, self.state_format.chunk_bytes(job.grad.numel()))
+        if job.next is not None:
+            if self.state_format.compressed:
+                raise ValueError(f"states of {self.state_format.name} are updated in place: their tail moves")
+            check_buffer(job.next, self.state_format.chunk_bytes(job.grad.numel()))
+        if job.kept is not None and (job.param is None or job.kept.shape != job.param.shape or job.kept.dtype != dtype):
+            raise ValueError(f"parameters of type {dtype} are kept in as many of that type")
         if self.state_format.compressed:
             tail_of(self.state_format, job.state, job.grad.numel())
         if job.element_offset < 0 or job.element_offset % BLOCK_NUMEL:
@@ -162,6 +184,10 @@ class JobBatch:
                 f"element_offset must be a multiple of {BLOCK_NUMEL} from 0 on, so that blocks do not depend on how "
                 f"the model is cut into chunks; got {job.element_offset}"
             )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_grad(grad: torch.Tensor) -> None:

@@ -15,12 +15,11 @@ overflows): a bad gradient never reaches the states. Tensors are kept alive unti
 their contents belong to the pool. Every wait is bounded. Without a compiler the same class works with torch on Python
 threads, with the same bits.
 
-Undoing an update (to apply it before the clipping factor is known) was looked at and is not built. It is not
-invertible in place: m and v are contractions that merge neighbouring numbers, and w rounds. Computing backwards in
-double precision finds the old m, v and w in 67, 74 and 75 % of cases (M); the rest is off by units in the last place, m
-by far more where it cancelled. Copies of the old states until the norm is known would double the states of all units;
-residuals would be 4 bits per parameter (entropy, M) with an escape for outliers, another kernel, and a second pass over
-DRAM whenever clipping bites. Deferring the update under the next forward costs neither.
+An update that was made before the clipping factor is known cannot be computed backwards: m and v are contractions that
+merge neighbouring numbers, and w rounds. Double precision finds the old m, v and w in 67, 74 and 75 % of cases (M); the
+rest is off by units in the last place, m by far more where it cancelled; residuals would be 4 bits a parameter
+(entropy, M) with an escape for outliers. So such an update writes its states elsewhere (`JobBatch.ahead`): no byte more
+is read or written for that, the old parameters apart, and they are what it takes to take it back.
 """
 
 from __future__ import annotations

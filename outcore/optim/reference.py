@@ -40,9 +40,14 @@ LARGEST_GRAD = 2.0**60
 
 
 def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
-    """AdamW on one chunk, in place; the arguments are those of a checked `JobBatch`."""
-    numel = job.grad.numel()
-    views = state_format.views(job.state, numel)
+    """AdamW on one chunk; the arguments are those of a checked `JobBatch`."""
+    numel, state = job.grad.numel(), job.state
+    if job.kept is not None and job.param is not None:
+        job.kept.copy_(job.param)
+    if job.next is not None:
+        state = job.next
+        state[: state_format.chunk_bytes(numel)].copy_(job.state[: state_format.chunk_bytes(numel)])
+    views = state_format.views(state, numel)
     if state_format.compressed:
         moments = {name: torch.empty(numel, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         expand_moments(state_format, job.state, **moments)

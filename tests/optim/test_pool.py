@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,37 @@ def test_results_are_those_of_direct_calls(backend, state_format, guard):
             assert pool.done(ticket)
     for unit, after in zip(units, expected):
         assert all_same(unit, after)
+
+
+@pytest.mark.parametrize("state_format", [f for f in FORMATS if not f.compressed], ids=lambda f: f.name)
+def test_an_update_that_can_be_taken_back(backend, state_format):
+    """States stay as they were, the new ones are beside them; parameters are new, and kept as they were."""
+    unit = make_unit(state_format, 3)
+    before, expected = [copy_of(job) for job in unit], updated(state_format, unit, hyper())
+    jobs = JobBatch(state_format, unit)
+    own = [job.param for job in unit if job.param is not None]
+    states, kept = [torch.zeros_like(job.state) for job in unit], torch.zeros_like(torch.cat(own))
+    ahead = jobs.ahead(states, kept)
+    with OptimizerPool(3, backend=backend, task_numel=4096) as pool:
+        pool.wait(pool.submit("layer", 0, ahead, hyper()), WAIT_S)
+        assert all(torch.equal(job.state, old.state) for job, old in zip(unit, before))
+        assert torch.equal(kept, torch.cat([old.param for old in before if old.param is not None]))
+        assert all_same([replace(job, state=to) for job, to in zip(unit, states)], expected)
+        for param, old in zip(own, kept.split([len(param) for param in own])):
+            param.copy_(old)
+        pool.wait(pool.submit("layer", 0, jobs, hyper()), WAIT_S)
+        assert all_same(unit, expected)
+
+
+def test_what_cannot_be_updated_elsewhere():
+    state_format = SPLIT.on_drive
+    jobs = JobBatch(state_format, make_unit(state_format, 0))
+    states, params = [job.state for job in jobs.jobs], torch.zeros(jobs.numel, dtype=torch.bfloat16)
+    refused(ValueError, "updated in place", lambda: jobs.ahead(states, params))
+    jobs = JobBatch(SPLIT, make_unit(SPLIT, 0))
+    states = [job.state for job in jobs.jobs]
+    refused(ValueError, "needs .* bytes, got 64", lambda: jobs.ahead([state[:64] for state in states], params))
+    refused(ValueError, "kept in as many of that type", lambda: jobs.ahead(states, params.float()))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

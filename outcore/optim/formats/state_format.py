@@ -21,6 +21,7 @@ On a drive fp32 moments may be compressed without loss (`StateFormat.on_drive`, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -140,8 +141,7 @@ class StateFormat:
 
     def fixed_bytes(self, numel: int) -> int:
         """Bytes of a chunk, up to the tails of compressed moments: a multiple of 4 KiB."""
-        last = list(self.regions(numel).values())[-1]
-        return round_up(last.offset_bytes + last.size_bytes, CHUNK_BYTES)
+        return _fixed_bytes(self, numel)
 
     def tail_bytes(self, numel: int) -> int:
         """Room for what does not fit into the planes of compressed moments, 0 otherwise: a multiple of 4 KiB."""
@@ -165,6 +165,12 @@ class StateFormat:
             name: buffer[at.offset_bytes : at.offset_bytes + at.size_bytes].view(at.dtype)
             for name, at in self.regions(numel).items()
         }
+
+
+@cache
+def _fixed_bytes(form: StateFormat, numel: int) -> int:
+    last = list(form.regions(numel).values())[-1]
+    return round_up(last.offset_bytes + last.size_bytes, CHUNK_BYTES)
 
 
 def check_buffer(buffer: torch.Tensor, needed_bytes: int) -> None:

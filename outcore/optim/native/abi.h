@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 5
+#define OUTCORE_ABI 6
 
 namespace outcore {
 
@@ -38,6 +38,8 @@ struct Job {  // one chunk; for add_up, `state` is where the sum goes, `param` a
   int64_t numel;
   int64_t element_offset;  // of the chunk's first element in the model; a multiple of kBlock
   int64_t decays;          // 0: without weight decay
+  void* next;              // null, or where the updated states go: `state` stays as it was
+  void* kept;              // null, or where the parameters go as they were before the update
 };
 
 struct Hyper {  // all derived in double precision and rounded once, in hyper.py

@@ -169,6 +169,19 @@ INLINE void pack(const Block& block, const float* exp_avg, const float* root, ui
   }
 }
 
+// `n` elements of an array to a block of their own, zeros behind them.
+INLINE void take_block(char* to, const void* from, int64_t n, int64_t size) {
+  if (n < kBlock) {
+    __builtin_memset(to, 0, kBlock * size);
+    if (size > 0) __builtin_memcpy(to, from, n * size);
+    return;
+  }
+  for (int64_t i = 0; i < kBlock * size; i += kLineBytes) {
+    fetch_ahead(from, i, 1);
+    __builtin_memcpy(to + i, (const char*)from + i, kLineBytes);
+  }
+}
+
 // kMaster: bytes of the master (4), or of the residual of a split (2, 1).
 template <int kMaster, bool kMoments8>
 INLINE void update_block(const Types& types, const Block& block, const Hyper& h, const Divisor& bias_correction2_sqrt,
@@ -233,18 +246,22 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
   const int64_t grad_size = size_of(types.grad_dtype), param_size = size_of(types.param_dtype);
-  char* state = (char*)job.state;
+  char *state = (char*)job.state, *next = (char*)job.next;
   const Divisor bias_correction2_sqrt(h.bias_correction2_sqrt);
   for (; start < stop; start += kBlock) {
-    Block block;
-    block.grad = (const char*)job.grad + start * grad_size;
-    block.param = (char*)job.param + start * param_size;
-    block.master = state + at.master + start * kMaster;
-    block.exp_avg = state + at.exp_avg + start * kMomentSize<kMoments8>;
-    block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize<kMoments8>;
-    block.streams = kMaster == 4 && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
-    block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
-    block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
+    const auto block_in = [&](char* states) __attribute__((always_inline)) {
+      Block block;
+      block.grad = (const char*)job.grad + start * grad_size;
+      block.param = (char*)job.param + start * param_size;
+      block.master = states + at.master + start * kMaster;
+      block.exp_avg = states + at.exp_avg + start * kMomentSize<kMoments8>;
+      block.exp_avg_sq = states + at.exp_avg_sq + start * kMomentSize<kMoments8>;
+      block.scale_m = kMoments8 ? (float*)(states + at.exp_avg_scale) + start / kBlock : nullptr;
+      block.scale_s = kMoments8 ? (float*)(states + at.exp_avg_sq_scale) + start / kBlock : nullptr;
+      block.streams = kMaster == 4 && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
+      return block;
+    };
+    Block block = block_in(state);
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
     alignas(64) float m[kCompressed ? kBlock : 1], v[kCompressed ? kBlock : 1];
     if constexpr (kCompressed) {
@@ -252,24 +269,30 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       block.exp_avg = m;
       block.exp_avg_sq = v;
     }
-    const int64_t n = stop - start;
-    if (n >= kBlock) {
+    const int64_t n = stop - start < kBlock ? stop - start : kBlock;
+    if (n == kBlock && next == nullptr) {
       update_block<kMaster, kMoments8>(types, block, h, bias_correction2_sqrt, key);
-    } else {  // the last few of a chunk, in a block filled up with zeros, which stay zeros
-      alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
-      alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
-      __builtin_memcpy(grad, block.grad, n * grad_size);
-      if (param_size > 0) __builtin_memcpy(param, block.param, n * param_size);
-      __builtin_memcpy(master, block.master, n * kMaster);
-      __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize<kMoments8>);
-      __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize<kMoments8>);
-      update_block<kMaster, kMoments8>(
-          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s, false}, h,
-          bias_correction2_sqrt, key);
+    } else {  // in a block of its own: the last few of a chunk with zeros behind, which stay zeros; what goes elsewhere
+      alignas(64) char grad[4 * kBlock], param[4 * kBlock], master[4 * kBlock];
+      alignas(64) char exp_avg[4 * kBlock], exp_avg_sq[4 * kBlock];
+      const Block to = next == nullptr ? block : block_in(next);
+      if (n < kBlock) take_block(grad, block.grad, n, grad_size);
+      take_block(param, block.param, n, param_size);
+      take_block(master, block.master, n, kMaster);
+      take_block(exp_avg, block.exp_avg, n, kMomentSize<kMoments8>);
+      take_block(exp_avg_sq, block.exp_avg_sq, n, kMomentSize<kMoments8>);
+      if (job.kept != nullptr) stream_bytes((char*)job.kept + start * param_size, param, n * param_size);
+      if constexpr (kMoments8) {
+        *to.scale_m = *block.scale_m;
+        *to.scale_s = *block.scale_s;
+      }
+      const Block own = {
+          n < kBlock ? grad : block.grad, param, master, exp_avg, exp_avg_sq, to.scale_m, to.scale_s, false};
+      update_block<kMaster, kMoments8>(types, own, h, bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
-      __builtin_memcpy(block.master, master, n * kMaster);
-      __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize<kMoments8>);
-      __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize<kMoments8>);
+      stream_bytes(to.master, master, n * kMaster);
+      stream_bytes(to.exp_avg, exp_avg, n * kMomentSize<kMoments8>);
+      stream_bytes(to.exp_avg_sq, exp_avg_sq, n * kMomentSize<kMoments8>);
     }
     if constexpr (kCompressed) CompressedBlock(state, at, start / kBlock).write(m, v);
   }
