@@ -53,7 +53,7 @@ from outcore.optim import Backend, MatrixUpdates, OptimizerPool, default_num_thr
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
-from outcore.states import Homes, StateRing, open_store
+from outcore.states import Homes, SecondHomes, StateRing, open_store
 from outcore.storage import StorageEngine
 
 
@@ -289,7 +289,11 @@ def _open_optimizer(
     if ground.host is not None:
         published = PublishedUpdates(ground.host, pool)
         undo.callback(published.close)
-    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
+    may_begin = plan.is_deferred and ring is None and muon is None and published is None
+    seconds = SecondHomes(homes, plan.units, ground.memory, settings.ahead_bytes if may_begin else 0)
+    updates = PartUpdates(
+        homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon, seconds=seconds
+    )
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 
 

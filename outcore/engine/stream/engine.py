@@ -85,6 +85,8 @@ class StreamEngine:
         self._slow_rank = SlowRank(parts.ranks)
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
+        self._was_whole = False
+        """Whether the last step clipped nothing, so that this one's updates may begin before its norm is known."""
         self._skips_in_a_row = 0
         self._closed = self._failed = False
         self._tracing: StepTracing = NoTracing()
@@ -113,14 +115,19 @@ class StreamEngine:
         shipped: list[tuple[Part, LaneTransfer]] = []
         scale = self._scaler.cur_scale
         immediate = None if self._deferred else self._hyper(lr, 1.0)
+        ahead = self._hyper(lr, 1.0 / scale) if self._deferred and self._was_whole else None
         parts.updates.begin_step()
 
         def on_gradient(unit: Part, transfer: LaneTransfer) -> None:
             shipped.append((unit, transfer))
             if immediate is not None:
                 parts.updates.submit(unit, transfer, immediate, guard=True, norm_of=parts.download.norm_of)
+            elif ahead is not None:
+                parts.updates.submit_ahead(unit, transfer, ahead)
 
         def run() -> PassSums:
+            if shipped:
+                parts.updates.settle(None, ahead)
             shipped.clear()
             return parts.schedule.train(
                 [self._to_device(batch) for batch in micro_batches],
@@ -141,8 +148,10 @@ class StreamEngine:
         norm = float(parts.download.norm()) / scale
         begin_s = time.perf_counter()
         ce_sum, aux_sum = self._ranks.sums([float(sums.ce_sum), float(sums.aux_sum)], "losses of the step")
+        if ahead is not None and not math.isfinite(ce_sum + aux_sum):
+            parts.updates.settle(None, ahead)
         self._check_loss(ce_sum + aux_sum, total)
-        skipped = self._settle(shipped, norm, scale, lr) if self._deferred else self._settle_immediate(norm)
+        skipped = self._settle(shipped, norm, scale, lr, ahead) if self._deferred else self._settle_immediate(norm)
         phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
         phase_s |= parts.stalls.seconds()
@@ -178,18 +187,28 @@ class StreamEngine:
         torch.cuda.empty_cache()
         return True
 
-    def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
+    def _settle(
+        self,
+        shipped: list[tuple[Part, LaneTransfer]],
+        norm: float,
+        scale: float,
+        lr: float,
+        ahead: AdamWHyper | None,
+    ) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
         limit = self.settings.max_grad_norm
         clip = min(1.0, limit / (norm + CLIP_EPS)) if limit else 1.0
         usable = is_usable(norm * clip)
         self._scaler.update(overflow=not usable)
-        if not usable:
+        self._was_whole = usable and clip == 1.0
+        hyper = self._hyper(lr, clip / scale) if usable else None
+        if ahead is not None:
+            self._parts.updates.settle(hyper, ahead)
+        if hyper is None:
             for _, transfer in shipped:
                 transfer.wait()  # the homes are written to again in the next step
             self._count_skip(norm)
             return True
-        hyper = self._hyper(lr, clip / scale)
         for unit, transfer in sorted(shipped, key=lambda pair: pair[0].index):
             self._parts.updates.submit(unit, transfer, hyper)
         self.updates += 1

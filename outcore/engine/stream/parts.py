@@ -79,10 +79,13 @@ class EngineParts:
         homes = {"device": "on the device", "ram": "in RAM", "nvme": "on NVMe"}
         memories = [self.memory] if self.shared is None else [self.memory, self.shared]
         pinned_bytes = sum(memory.pinned_bytes for memory in memories)
-        ram_bytes = pinned_bytes + sum(memory.pageable_bytes for memory in memories)
+        ahead_bytes = self.updates.seconds.size_bytes
+        ram_bytes = pinned_bytes + sum(memory.pageable_bytes for memory in memories) - ahead_bytes
         pinned = f"{format_gib(pinned_bytes)} of it pinned" if pinned_bytes else "not pinned"
         threads = f"{self.optimizer.num_threads} thread{'s' if self.optimizer.num_threads > 1 else ''}"
         when = "under the next forward, after the global norm is known" if deferred else "as each gradient arrives"
+        if ahead_bytes:
+            when += f", or before it where the step before clipped nothing ({format_gib(ahead_bytes)}, --ahead_gib)"
         return "\n".join(
             [
                 f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "

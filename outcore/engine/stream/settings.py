@@ -114,6 +114,9 @@ class StreamSettings(StreamSizes):
     saved_bytes: int | None = SAVED_BYTES
     """Idle device memory, likewise, for what the last layers' backward needs of their forward, which is then not made
     again."""
+    ahead_bytes: int = 0
+    """RAM for second homes of the last parts' states (`outcore.states.second`): their updates begin before the global
+    norm is known, and are taken back where something must be clipped after all."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = SLOT_BYTES
@@ -164,7 +167,7 @@ class StreamSettings(StreamSizes):
     def _check_residency(self) -> None:
         names = (
             "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
-            "resident_bytes", "saved_bytes",
+            "resident_bytes", "saved_bytes", "ahead_bytes",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

@@ -23,9 +23,9 @@ from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.optim import LARGEST_GRAD, AdamWHyper, MatrixUpdates, OptimizerPool, Ticket
+from outcore.optim import LARGEST_GRAD, AdamWHyper, JobBatch, MatrixUpdates, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
-from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, StateRing
+from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, SecondHomes, StateRing
 from outcore.storage import TensorStore
 
 TIMEOUT_S = 600.0
@@ -42,12 +42,14 @@ class _Pending:
         self.matrices: Future[None] | None = None
         self.skipped = False
         self.error: BaseException | None = None
+        self.jobs: JobBatch | None = None
+        """What an update that began ahead of the norm was handed; None: as its homes say."""
 
 
 class PartUpdates:
     """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
     `published`: where other ranks update the rest of each part. `residents` update their parts themselves, `muon`
-    matrices."""
+    matrices. `seconds`: parts whose updates can begin ahead of the global norm."""
 
     def __init__(
         self,
@@ -61,7 +63,11 @@ class PartUpdates:
         published: PublishedUpdates | None = None,
         residents: Residents,
         muon: MatrixUpdates | None = None,
+        seconds: SecondHomes,
     ) -> None:
+        self.seconds = seconds
+        self._ahead: dict[int, _Pending] = {}
+        """Updates of this step that began before its norm was known."""
         self._muon = muon
         self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
@@ -72,6 +78,7 @@ class PartUpdates:
     def begin_step(self) -> None:
         """Read ahead on NVMe for a new step; what a checkpoint read of states there is about to be old."""
         self._homes.flush_states()
+        self._ahead.clear()
         if self._ring is not None:
             self._ring.check()
             self._ring.begin_step()
@@ -87,10 +94,55 @@ class PartUpdates:
     ) -> None:
         """Update `unit` once `gradient` has arrived in its home. `norm_of`: its norm, if that is known then, which
         spares a guarded update a pass over the gradient."""
-        if self._residents.update(unit, hyper, guard=guard):
+        if unit.index in self._ahead or self._residents.update(unit, hyper, guard=guard):
             return
+        self._submit(_Pending(unit), gradient, hyper, guard=guard, norm_of=norm_of)
+
+    def submit_ahead(self, unit: Part, gradient: LaneTransfer, hyper: AdamWHyper) -> None:
+        """Update `unit` before the step's norm is known, if it has a second home. `hyper`: as it will be if nothing is
+        clipped; `settle` says whether it was so."""
+        if self._residents.slab(unit) is not None:
+            return
+        jobs = self.seconds.jobs(unit, self._arena[unit])
+        if jobs is None:
+            return
+        pending = self._ahead[unit.index] = _Pending(unit)
+        pending.jobs = jobs
+        self._submit(pending, gradient, hyper)
+
+    def settle(self, hyper: AdamWHyper | None, ahead: AdamWHyper | None) -> None:
+        """Let updates stand that began ahead with `ahead` if `hyper` is the same, or take all of them back, once they
+        have ended. The rest of the step's parts come by `submit` then."""
+        for pending in self._ahead.values():
+            if hyper == ahead:
+                self.seconds.stand(pending.unit)
+                continue
+            if self._has_begun(pending):
+                assert pending.ticket is not None
+                self._pool.wait(pending.ticket, self._timeout_s)
+                self.seconds.take_back(pending.unit)
+            del self._pending[pending.unit.index]
+        if hyper != ahead:
+            self._ahead.clear()
+
+    def _has_begun(self, pending: _Pending) -> bool:
+        """Wait until it is known whether the update of a part whose gradient was to arrive began."""
+        if not pending.handed_over.wait(self._timeout_s):
+            raise TimeoutError(f"the gradient of {pending.unit.name} did not arrive within {format_s(self._timeout_s)}")
+        return pending.ticket is not None
+
+    def _submit(
+        self,
+        pending: _Pending,
+        gradient: LaneTransfer,
+        hyper: AdamWHyper,
+        *,
+        guard: bool = False,
+        norm_of: Callable[[Part], float | None] | None = None,
+    ) -> None:
+        unit = pending.unit
         assert unit.index not in self._pending, f"{unit.name} is still being updated"
-        pending = self._pending[unit.index] = _Pending(unit)
+        self._pending[unit.index] = pending
         grad = self._arena[unit]
         if self._ring is not None:
             self._ring.passed(unit)
@@ -124,7 +176,7 @@ class PartUpdates:
             pending.matrices = self._muon.submit(matrices, hyper)
         if self._ring is not None and (flowing := self._homes.flowing(unit)):
             pending.ring_ticket = self._ring.submit(unit, flowing, grad, hyper)
-        jobs = self._homes.jobs(unit, grad)
+        jobs = pending.jobs or self._homes.jobs(unit, grad)
         if jobs is not None:
             pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)
 
@@ -219,6 +271,7 @@ class PartUpdates:
 
     def make_room(self) -> None:
         """Wait until at least one unit's gradient is not needed any more; raises what went wrong with it."""
+        assert not self._ahead, "gradients of updates ahead of the norm stay until it is known"
         over = [pending.unit for pending in self._pending.values() if self.is_done(pending.unit)]
         if not over:
             assert self._pending, "the arena is full of gradients that nobody updates with"

@@ -70,6 +70,16 @@ def test_layers_that_stay_give_what_streamed_ones_give(fixed_order, max_grad_nor
     assert same(train("llama", replace(settings, resident_bytes=1 << 40), 8, dtype=torch.bfloat16), expected)
 
 
+@pytest.mark.parametrize("states", ["fp32", "split"])
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 1e9])
+def test_updates_ahead_of_the_norm_give_what_those_behind_it_give(fixed_order, max_grad_norm, resident_bytes, states):
+    """Steps that clip and steps that do not."""
+    settings = replace(SETTINGS, states=states, max_grad_norm=max_grad_norm, resident_bytes=resident_bytes)
+    expected = train("llama", settings, 8, dtype=torch.bfloat16)
+    assert same(train("llama", replace(settings, ahead_bytes=1 << 30), 8, dtype=torch.bfloat16), expected)
+
+
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_saved_forwards_give_what_recomputation_gives(fixed_order, compile):
     """Compiled, forward and backward are other code than both at once, so roundings may differ there."""

@@ -1,0 +1,130 @@
+"""Updates that begin before the step's norm is known: the same bits, whether they stand or are taken back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.common.quantities import GIB
+from outcore.engine.base import NonFiniteLossError
+from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most, homes_of
+from tests.refused import refused
+
+(build,) = fixtures
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def watched(engine) -> list[tuple[int, bool]]:
+    """(updates that began ahead, whether they stood) of each step."""
+    updates, found = parts_of(engine).updates, []
+    inner = updates.settle
+
+    def settle(hyper, ahead) -> None:
+        found.append((len(updates._ahead), hyper == ahead))
+        inner(hyper, ahead)
+
+    updates.settle = settle
+    return found
+
+
+@pytest.mark.parametrize("model, dtype, changes", [
+    ("llama", torch.bfloat16, {"states": "split"}),
+    ("gpt2", torch.float32, {"states": "fp32_m8"}),
+    ("qwen3", torch.float16, {"states": "fp32", "initial_loss_scale": 2.0**20}),
+    ("mixtral", torch.bfloat16, {"states": "split8", "resident_bytes": 1 << 40}),
+    ("llama", torch.bfloat16, {"states": "fp32", "tiling": "on"}),
+    ("llama", torch.bfloat16, {"states": "split", "resident_bytes": 100_000}),
+])  # fmt: skip
+def test_results_are_those_of_updates_that_wait(build, tmp_path, model, dtype, changes):
+    """Over steps of which every third clips, and with fp16 some that are skipped whole."""
+    settings = replace(TINY, **changes)
+    waits, begins = (build(model, replace(settings, ahead_bytes=size), dtype=dtype) for size in (0, GIB))
+    steps = watched(begins)
+    for step in range(10):
+        results = []
+        for engine in (waits, begins):
+            engine.settings = replace(engine.settings, max_grad_norm=1e9 if step % 3 else 0.01)
+            result = engine.train_step(batches_of(step), LR)
+            results.append(repr((result.loss, result.grad_norm, result.skipped)))
+        assert results[0] == results[1]
+    units = parts_of(begins).units
+    assert {count for count, _ in steps} == {len(units.layers) + (not units.tied)} and {
+        stood for _, stood in steps
+    } == {True, False}
+    mine, theirs = homes_of(begins), homes_of(waits)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    files = []
+    for number, engine in enumerate((waits, begins)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        engine.save(folder, lambda path, crc: None)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0] == files[1]
+
+
+def test_as_many_layers_as_memory_keeps(build):
+    one = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
+    size_bytes = parts_of(one).updates.seconds.size_bytes
+    some = build("llama", replace(TINY, ahead_bytes=size_bytes - 1, max_grad_norm=1e9))
+    steps = watched(some)
+    for step in range(3):
+        assert one.train_step(batches_of(step), LR).loss == some.train_step(batches_of(step), LR).loss
+    assert steps == [(2, True), (2, True)]  # the head, and one of two layers
+
+
+def test_a_pass_without_memory_is_made_again_from_the_old_states(build, monkeypatch):
+    """What began ahead in the first try is taken back before the second."""
+    engines = [build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB)]
+    for engine in engines:
+        engine.train_step(batches_of(0), LR)
+    begins = engines[1]
+    backward, tries = begins._parts.schedule.backward, []
+    embed = backward.embed
+
+    def short_once(*given):
+        tries.append(given)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embed(*given)
+
+    monkeypatch.setattr(backward, "embed", short_once)
+    monkeypatch.setattr(begins, "_gives_way", lambda why: True)
+    for step in range(1, 4):
+        one, other = (engine.train_step(batches_of(step), LR) for engine in engines)
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    assert len(tries) > 3
+    mine, theirs = homes_of(begins), homes_of(engines[0])
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_loss_that_is_not_finite_leaves_no_state_updated(build, monkeypatch):
+    engine = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
+    for step in range(3):
+        engine.train_step(batches_of(step), LR)
+    before = {name: value.clone() for name, value in homes_of(engine).items()}
+    sums = engine._ranks.sums
+    monkeypatch.setattr(
+        engine._ranks, "sums", lambda values, what: [math.nan, 0.0] if "loss" in what else sums(values, what)
+    )
+    refused(NonFiniteLossError, "no state was updated with it", lambda: engine.train_step(batches_of(3), LR))
+    assert all(torch.equal(value, before[name]) for name, value in homes_of(engine).items())
+
+
+def test_parts_of_which_a_little_is_trained(build):
+    settings = replace(TINY, max_grad_norm=1e9)
+    waits = build("llama", settings, prepare=freeze_most)
+    begins = build("llama", replace(settings, ahead_bytes=GIB), prepare=freeze_most)
+    steps = watched(begins)
+    for step in range(4):
+        assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
+    assert steps == [(1, True)] * 3
+
+
+def test_the_report_says_so(build):
+    words = build("llama", replace(TINY, ahead_bytes=GIB)).describe()
+    assert "or before it where the step before clipped nothing (" in words and "--ahead_gib)" in words
+    assert "clipped nothing" not in build("llama", TINY).describe()
