@@ -22,6 +22,8 @@ TOKENS = {
 }
 
 
+FAR = 1e6
+"""A limit of the gradients' norm that none of these runs reaches: the norm is waited for and nothing is clipped."""
 BEST_OF_SWEEP = {"sub_group": 3e7, "prefetch": 5e7, "live": 1e9}
 """Stock DeepSpeed's best of --group sweep: 2.95 s a step where the others took 3.30 to 4.01
 (results/stream_race-h200-sweep.json)."""
@@ -65,7 +67,8 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
 
     What makes rivals fast is one cut, compiled layers and a chunked loss (`-one`); `-as-used` is what most users run:
     several micro-batches, eager, logits whole. Of ours, `split` keeps the same masters in fewer bytes, as a run in bf16
-    does by itself, and `-streamed` has no layer stay on the GPU.
+    does by itself, and `-streamed` has no layer stay on the GPU. `-ahead`: with RAM for
+    updates that begin before the norm is known, which steps that clip take back; `-far-clip`: no step clips.
     """
     as_used = {"compile": False, "chunked": False}
     finer = {"roundpipe-eight-clip": "16k-mb2", "roundpipe-sixteen-clip": "16k-mb1"} if four == "16k" else {}
@@ -77,6 +80,9 @@ def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
         "ours-fp32-one-clip": ours(shape, one, 1, "fp32"),
         "ours-split-one-clip": ours(shape, one, 1, "split"),
         "ours-split-two-clip": ours(shape, two, 1, "split"),
+        "ours-split-two-far-clip": ours(shape, two, FAR, "split"),
+        "ours-split-ahead-two-clip": ours(shape, two, 1, "split", ahead_bytes=1 << 40),
+        "ours-split-ahead-two-far-clip": ours(shape, two, FAR, "split", ahead_bytes=1 << 40),
         "ours-split8-clip": ours(shape, four, 1, "split8"),
         "ours-split8-one-clip": ours(shape, one, 1, "split8"),
         "zero2-one-clip": rival(shape, one, 1, "zero2"),

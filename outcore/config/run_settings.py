@@ -111,6 +111,8 @@ class RunSettings:
     """Idle GPU memory for layers that stay there, at most. None: the engine's default."""
     saved_bytes: int | None
     """Idle GPU memory for what layers save of their forward, at most. None: the engine's default."""
+    ahead_bytes: int
+    """RAM for states of updates ahead of the global norm, at most."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"]
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None

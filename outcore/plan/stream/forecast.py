@@ -17,6 +17,7 @@ from outcore.plan.stream.memory import (
     GRAPHS,
     SAVED,
     Staying,
+    ahead_states,
     drive_states,
     graph_bytes,
     pinned_and_rest,
@@ -50,6 +51,7 @@ def plan_stream(
     spill, ram = spilled(case, ram, sizes, tiling)
     have_homes = sum(p.size_bytes for p in ram if p.name == GRADIENTS) >= sizes[GRADIENTS]
     ram, pinned, pageable = pinned_and_rest(case, ram)
+    ram.append(ahead_states(case, spill))
     vram = vram_parts(case, tiling)
     graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
     tensors, pool = graphs or (0, 0)

@@ -56,6 +56,7 @@ RANK_SLOTS = "gradients of ranks on their way into the sum"
 BEYOND = "activation checkpoints beyond gradients' homes"
 LONG_ROWS, NEAR_ROWS = "rows that the device has tiles of", "whole rows of a layer"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
+AHEAD = "master and moments of updates ahead of the norm"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
 GRAPH_SHAPES = 2
@@ -295,6 +296,18 @@ def spilled(
     if spill.parameters:
         stay.append(Item("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
+
+
+def ahead_states(case: Case[StreamLayout], spill: Spill) -> Item:
+    """Second homes of parts whose updates may begin ahead of the global norm: all but the embedding's. Steps that clip
+    leave them alone, and so do parts that stay on the GPU."""
+    shape = case.shape
+    if spill != Spill() or case.hardware.num_gpus > 1 or case.muon or not case.request.clips:
+        return Item("ram", AHEAD, 0)
+    of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
+    parts = _gradients(shape)
+    parts = parts[: shape.num_layers] + parts[shape.num_layers + 1 :]  # the embedding's gradient comes last
+    return Item("ram", AHEAD, min(case.layout.ahead_bytes, int(of_one * sum(parts))))
 
 
 def _ring_bytes(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill) -> int:

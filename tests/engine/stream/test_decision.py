@@ -61,3 +61,26 @@ def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPat
     assert host_sizes.arena_bytes(units, StreamSettings(max_grad_norm=0)) == (None if spare_bytes == 0 else least)
     told = StreamSettings(max_grad_norm=0, gradient_bytes=12345)
     assert host_sizes.arena_bytes(units, told) == 12345
+
+
+@pytest.mark.parametrize("config, changes, why", [
+    ({}, {}, ""),
+    ({"max_grad_norm": 0.0}, {}, "no update waits for a norm"),
+    ({"optimizer": "muon"}, {}, "Muon's updates are made in place"),
+    ({}, {"num_ranks": 2}, "states of several ranks"),
+])  # fmt: skip
+def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why):
+    settings = resolve(TrainConfig(ahead_gib=1.5, **config), DeepSpeedFile(), ProcessFacts("bf16"))
+    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, False, **changes))
+    said = [note for note in decision.notes if "ahead_gib" in note]
+    assert decision.told.ahead_bytes == decision.layout.ahead_bytes == (0 if why else 3 << 29)
+    assert len(said) == bool(why) and all(why in note for note in said)
+
+
+def test_no_update_is_ahead_of_states_on_a_drive(tmp_path):
+    config = TrainConfig(ahead_gib=1.0, ram_budget_gib=0.0, nvme_offload_path=str(tmp_path))
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
+    sizes = RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, False)
+    decision = decide.stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
+    assert decision.told.ahead_bytes == 0
+    assert "ahead_gib is not used: states on the drive are updated on their way" in decision.notes

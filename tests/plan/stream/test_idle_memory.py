@@ -14,6 +14,7 @@ from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, STAYING
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import AHEAD
 from outcore.sizing.activations import compiled_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from tests.plan.fakes import prototype_shape, server
@@ -153,3 +154,18 @@ def test_eager_layers_with_and_without_graphs_as_measured():
         assert p.time.step_s == pytest.approx(run["step_s"], rel=0.10)
         assert p.expected_bytes("vram") + more == pytest.approx(run["peak_vram_bytes"], rel=0.05)
         assert p.tensor_bytes + more == pytest.approx(run["torch_peak_bytes"], rel=0.05)
+
+
+def test_ram_for_updates_ahead_of_the_norm_is_counted():
+    """12 B a parameter (split in bf16), of all but the embedding, up to the limit; none without clipping."""
+    shape, layout = prototype_shape(), StreamLayout(4, 4, "ram", ahead_bytes=1 << 40)
+    request = RunRequest(state_format="split")
+
+    def ahead_bytes(request=request, **changes) -> int:
+        return plan_stream(shape, request, server(), 1024, dataclasses.replace(layout, **changes)).part_bytes(
+            "ram", AHEAD
+        )
+
+    assert ahead_bytes() == 12 * (sum(shape.layer_params) + shape.head_params)
+    assert ahead_bytes(ahead_bytes=GIB) == GIB
+    assert ahead_bytes(ahead_bytes=0) == ahead_bytes(dataclasses.replace(request, max_grad_norm=0.0)) == 0

@@ -143,6 +143,7 @@ def stream_decision(
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
         saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
+        ahead_bytes=_ahead_bytes(settings, sizes, homes, notes),
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
@@ -169,6 +170,20 @@ def stream_decision(
         shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
+
+
+def _ahead_bytes(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any], notes: list[str]) -> int:
+    """RAM for updates ahead of the global norm, as told; 0 where none waits for a norm or can be taken back."""
+    why_not = {
+        "no update waits for a norm without clipping": not settings.max_grad_norm and settings.precision != "fp16",
+        "Muon's updates are made in place": settings.optimizer == "muon",
+        "states of several ranks are updated in place": sizes.num_ranks > 1,
+        "states on the drive are updated on their way": "state_ram_bytes" in homes or "weight_ram_bytes" in homes,
+    }
+    said = [words for words, applies in why_not.items() if applies]
+    if settings.ahead_bytes and said:
+        notes.append(f"ahead_gib is not used: {said[0]}")
+    return 0 if said else settings.ahead_bytes
 
 
 def _write_combined(settings: RunSettings, sizes: RunSizes, notes: list[str]) -> bool:
