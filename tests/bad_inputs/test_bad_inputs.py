@@ -39,6 +39,7 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.more(after=60)
 @pytest.mark.cover_all
 @pytest.mark.parametrize(
     "case",

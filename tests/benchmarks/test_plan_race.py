@@ -49,6 +49,7 @@ def test_less_ram_makes_updates_longer(race: Any) -> None:
     assert "| 1 x 16,384 |" in race.row(run, race.forecast(run, server))
 
 
+@pytest.mark.more
 def test_the_laptop_table_in_the_docs_is_what_the_planner_says(race: Any, tmp_path: Path) -> None:
     import laptop  # pyright: ignore[reportMissingImports]
 

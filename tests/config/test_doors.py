@@ -92,6 +92,7 @@ def file_with(row: Field, key: str) -> DeepSpeedFile:
 OFFLOAD_BLOCKS = ("offload_optimizer", "offload_param")
 
 
+@pytest.mark.more(after=40)
 @pytest.mark.parametrize("row", FIELDS.values(), ids=list(FIELDS))
 def test_a_field_means_the_same_by_each_of_its_doors(row: Field, tmp_path: Path) -> None:
     beside = [f"--{name}={value}" for name, value in BESIDE.get(row.name, {}).items()]

@@ -86,6 +86,7 @@ def test_parity_tells_other_scores(tiny, tmp_path):
     assert not Parity((), 1.0, 1.0).is_equal  # nothing compared is no parity
 
 
+@pytest.mark.more
 def test_presets_and_cuts_give_the_same_scores(evaluation):
     """Where weights and keys lie is noted; what is answered is the same."""
     found = [

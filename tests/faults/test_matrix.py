@@ -82,6 +82,7 @@ def expected(made: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 CASES = [(name, fault) for name, faults in CELLS.items() for fault in faults]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "fault"), CASES, ids=[f"{name}: {fault}" for name, fault in CASES])
 def test_no_cell_is_silent_a_trace_or_without_a_path(made, expected, tmp_path, name, fault):
     phase = PHASES[name]

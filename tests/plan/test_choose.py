@@ -180,6 +180,7 @@ def test_wear_by_hand():
     assert plan.written_bytes_per_day == pytest.approx(plan.drive_written_bytes_per_step * 86400 / plan.time.step_s)
 
 
+@pytest.mark.more
 def test_largest_models_fit_and_the_next_size_does_not():
     rows = {row.kind: row.plan for row in largest_models(LAPTOP)}
     assert all(plan is not None and plan.fits for plan in rows.values())

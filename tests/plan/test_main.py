@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ["--machine", "rtx4070-laptop"]
 
 
+@pytest.mark.more
 @pytest.mark.no_cover
 def test_the_guide_in_the_docs_is_what_the_planner_says():
     assert guide_state(ROOT / "docs" / "planning.md").is_current, "run: outcore plan --guide"

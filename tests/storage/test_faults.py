@@ -169,6 +169,7 @@ def test_the_file_size_limit_of_a_process(tmp_path: Path):
     assert code == 0, errors
 
 
+@pytest.mark.more
 def test_kill_during_writes_then_reopen(tmp_path: Path):
     """After SIGKILL in the middle of traffic the store opens, its lock is free, and committed tensors are intact."""
     paths = [tmp_path / "a", tmp_path / "b"]

@@ -254,6 +254,7 @@ def _rows(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("several", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one source", "two"])
 def test_rows_of_one_length_together_are_transformers_own(tmp_path, corpus, straight, seen, monkeypatch, several):
     """Their sampler on this run's random order gives the rows that this run took; resumed exactly; less padding."""

@@ -100,6 +100,7 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
     assert argv_of({"max_steps": -1}) == ["--max_steps=-1"]
 
 
+@pytest.mark.more
 def test_the_forecast_is_drawn_against_what_is_there(client):
     from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
 

@@ -32,6 +32,7 @@ def named(pattern: str) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.more(after=10)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_exactly_what_the_assistant_says_bears_loss(name: str) -> None:
     tokenizer = tokenizer_of(name)

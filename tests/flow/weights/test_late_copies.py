@@ -90,7 +90,7 @@ def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
     return found, weights_of(engine)
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     ("model", "settings", "count", "pinned", "lora"),
     [

@@ -91,7 +91,7 @@ CASES = [pytest.param(*case, marks=needs(case[0]), id="-".join(map(str, case))) 
 FORMATS = {None: set(), "nf4": {"nf4"}, "mxfp4": {"mxfp4"}, "gptq": {"int4_16_fp16_zero"}}
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("device", [pytest.param(("cpu", 0), id="cpu"), *GPU], indirect=True)
 @pytest.mark.parametrize(("family", "method", "quantize", "cpu_tokens"), CASES)
 def test_answers_are_those_of_experts_that_come_with_their_layers(

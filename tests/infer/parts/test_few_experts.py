@@ -131,6 +131,7 @@ def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, e
             assert against_plan(opened).facts()["expert_read_bytes"] - counts.read_bytes == counts.for_cpu_bytes > 0
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("at_once", [True, False], ids=["refused", "lost"])
 def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, experts_live, monkeypatch, at_once):  # noqa: F811
     """The next pass reads again, and tells the same as ever; a drive that fails twice in a row is given up."""

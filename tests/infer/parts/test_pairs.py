@@ -91,7 +91,7 @@ def model_of(tmp_path_factory):
     return found
 
 
-@pytest.mark.more(after=4)
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case["compile"] == "on" else ()) for case in covering()],

@@ -84,7 +84,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.more(after=3)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_streamed_training_is_that_of_peft(name, place, engines, tmp_path):

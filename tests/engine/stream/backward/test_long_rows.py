@@ -149,6 +149,7 @@ def _peak_bytes(units, tokens, tile_tokens, near=False):
     return peak_bytes(lambda: backward.layer(0, slab, hidden, log.call(0), grad, (), None))
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize(("model", "fields", "repeated"), [
     ("llama", {"num_key_value_heads": 8}, 0),

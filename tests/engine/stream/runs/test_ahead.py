@@ -31,6 +31,7 @@ def watched(engine) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("model, dtype, changes", [
     ("llama", torch.bfloat16, {"states": "split"}),
     ("gpt2", torch.float32, {"states": "fp32_m8"}),

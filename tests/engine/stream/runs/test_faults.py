@@ -205,6 +205,7 @@ def test_an_update_that_fails(job: Job) -> None:
     job.resumes()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize(("lane", "words"), [
     ("upload", ["upload of ", "is not issued after 500 ms", "upload lane 'upload'", "transfers under way"]),
     ("download", ["500 ms"]),

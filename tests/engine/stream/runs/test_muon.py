@@ -94,7 +94,7 @@ def test_a_matrix_whose_update_fails_is_named(build, monkeypatch, max_norm):
         losses_of(engine, range(2))
 
 
-@pytest.mark.more(after=2)
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("where", ["states", "half of them", "parameters, too"])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_states_on_a_drive_give_the_same_bits(build, tmp_path, where, max_norm):
