@@ -29,6 +29,9 @@ from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, SecondHomes, Sta
 from outcore.storage import TensorStore
 
 TIMEOUT_S = 600.0
+MOST_UNDER_WAY = 2
+"""Updates ahead of the norm that the optimizer has at once: one runs, one is next. Where gradients come faster, others
+wait for the norm: they would not be over before it, and in place they take less time."""
 
 
 class _Pending:
@@ -43,7 +46,9 @@ class _Pending:
         self.skipped = False
         self.error: BaseException | None = None
         self.jobs: JobBatch | None = None
-        """What an update that began ahead of the norm was handed; None: as its homes say."""
+        """What an update that begins ahead of the norm is handed; None: as its homes say."""
+        self.norm_is_known = self.waits = False
+        """Of such an update: `settle` was here; whether it was left to wait for that."""
 
 
 class PartUpdates:
@@ -67,7 +72,8 @@ class PartUpdates:
     ) -> None:
         self.seconds = seconds
         self._ahead: dict[int, _Pending] = {}
-        """Updates of this step that began before its norm was known."""
+        """Updates of this step that may begin before its norm is known."""
+        self._choosing = threading.Lock()
         self._muon = muon
         self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
@@ -99,8 +105,8 @@ class PartUpdates:
         self._submit(_Pending(unit), gradient, hyper, guard=guard, norm_of=norm_of)
 
     def submit_ahead(self, unit: Part, gradient: LaneTransfer, hyper: AdamWHyper) -> None:
-        """Update `unit` before the step's norm is known, if it has a second home. `hyper`: as it will be if nothing is
-        clipped; `settle` says whether it was so."""
+        """Update `unit` before the step's norm is known, if it has a second home and the optimizer keeps up. `hyper` is
+        as it will be if nothing is clipped; `settle` says whether it was so."""
         if self._residents.slab(unit) is not None:
             return
         jobs = self.seconds.jobs(unit, self._arena[unit])
@@ -113,17 +119,21 @@ class PartUpdates:
     def settle(self, hyper: AdamWHyper | None, ahead: AdamWHyper | None) -> None:
         """Let updates stand that began ahead with `ahead` if `hyper` is the same, or take all of them back, once they
         have ended. The rest of the step's parts come by `submit` then."""
-        for pending in self._ahead.values():
-            if hyper == ahead:
+        for pending in list(self._ahead.values()):
+            with self._choosing:
+                pending.norm_is_known = True
+            if hyper == ahead and not pending.waits:
                 self.seconds.stand(pending.unit)
                 continue
             if self._has_begun(pending):
                 assert pending.ticket is not None
                 self._pool.wait(pending.ticket, self._timeout_s)
                 self.seconds.take_back(pending.unit)
-            del self._pending[pending.unit.index]
-        if hyper != ahead:
-            self._ahead.clear()
+            del self._pending[pending.unit.index], self._ahead[pending.unit.index]
+
+    def _is_behind(self) -> bool:
+        under_way = [one for one in list(self._ahead.values()) if one.ticket is not None]
+        return sum(not self._pool.done(one.ticket) for one in under_way if one.ticket is not None) >= MOST_UNDER_WAY
 
     def _has_begun(self, pending: _Pending) -> bool:
         """Wait until it is known whether the update of a part whose gradient was to arrive began."""
@@ -151,6 +161,12 @@ class PartUpdates:
             try:
                 if transfer.error is not None:
                     raise transfer.error
+                if pending.jobs is not None:
+                    with self._choosing:
+                        pending.waits = not pending.norm_is_known and self._is_behind()
+                    if pending.waits:
+                        pending.handed_over.set()
+                        return
                 norm = norm_of(unit) if guard and norm_of is not None else None
                 if norm is not None:
                     pending.skipped = not is_usable(norm * hyper.grad_scale)

@@ -10,12 +10,19 @@ import torch
 
 from outcore.common.quantities import GIB
 from outcore.engine.base import NonFiniteLossError
+from outcore.engine.stream import updates as updates_module
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most, homes_of
 from tests.refused import refused
 
 (build,) = fixtures
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def keeps_up(monkeypatch):
+    """However slow this machine's optimizer is beside its backward."""
+    monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", 1000)
 
 
 def watched(engine) -> list[tuple[int, bool]]:
@@ -123,6 +130,19 @@ def test_parts_of_which_a_little_is_trained(build):
     for step in range(4):
         assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
     assert steps == [(1, True)] * 3
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
+    waits, begins = (build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB))
+    monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", most)
+    inner, stood = parts_of(begins).updates.seconds.stand, []
+    monkeypatch.setattr(parts_of(begins).updates.seconds, "stand", lambda part: (stood.append(part.name), inner(part)))
+    for step in range(5):
+        assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
+    assert bool(stood) is bool(most)
+    mine, theirs = homes_of(begins), homes_of(waits)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 def test_the_report_says_so(build):
