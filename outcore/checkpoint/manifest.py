@@ -27,6 +27,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, or of another model; the message says which file and why."""
 
 
+class ExportRefused(CheckpointError, ValueError):
+    """A sound checkpoint cannot be exported as it was asked."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A checkpoint's table of contents."""

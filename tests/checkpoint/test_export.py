@@ -64,7 +64,7 @@ def test_the_newest_of_a_run_is_taken_or_the_one_named(tmp_path: Path, capsys: p
 def test_refusals_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(tiny(), tmp_path / "run", 1)
     (tmp_path / "there").mkdir()
-    assert main(["export", str(folder), "--out", str(tmp_path / "there")]) == 1
+    assert main(["export", str(folder), "--out", str(tmp_path / "there")]) == 2
     assert "exists already" in capsys.readouterr().err
     shard = next(folder.glob("model-*"))
     data = bytearray(shard.read_bytes())

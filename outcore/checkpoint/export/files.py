@@ -29,6 +29,7 @@ from torch import nn
 
 from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space, list_checkpoints
+from outcore.checkpoint.manifest import ExportRefused
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
@@ -88,10 +89,10 @@ def save_export_files(folder: Path, model: Any, tokenizer: Any) -> None:
 def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     """Copy a verified checkpoint's weights, configuration and tokenizer to `target`, which must not exist yet.
 
-    A LoRA checkpoint gives its adapter in peft's format. CheckpointError when it cannot be exported or the drive is too
-    full; `target` appears only when it is whole."""
+    A LoRA checkpoint gives its adapter in peft's format. ExportRefused where `target` is there, CheckpointError when it
+    cannot be exported or the drive is too full; `target` appears only when it is whole."""
     if target.exists():
-        raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
+        raise ExportRefused(f"{target}: exists already. Give another folder with --out, or remove it.")
     files = checkpoint.path / FOLDER
     names = checkpoint.files(f"{FOLDER}/")
     if not names and not checkpoint.files("model-"):
@@ -280,12 +281,12 @@ def has_adapter(checkpoint: Checkpoint) -> bool:
 
 
 def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
-    """The whole model with the adapter in it, in `target`, which must not exist yet. CheckpointError where there is no
-    adapter, or no base to merge it into."""
+    """The whole model with the adapter in it, in `target`, which must not exist yet. ExportRefused where it does or
+    there is no adapter, CheckpointError where there is no base to merge it into."""
     if not has_adapter(checkpoint):
-        raise CheckpointError(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
+        raise ExportRefused(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
     if target.exists():
-        raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
+        raise ExportRefused(f"{target}: exists already. Give another folder with --out, or remove it.")
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 

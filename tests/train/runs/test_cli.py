@@ -43,7 +43,7 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(tmp_path, straight, 
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b")) and same(
         weights(tmp_path / "a"), weights(straight / "export/r")
     )
-    assert main(["export", "r", root, "--merge", "--out", str(tmp_path / "c")]) == 1
+    assert main(["export", "r", root, "--merge", "--out", str(tmp_path / "c")]) == 2
     assert "nothing is to merge" in capsys.readouterr().err
     assert main(["export", "s", root]) == 2 and "Runs in" in capsys.readouterr().err
     monkeypatch.chdir(straight)
