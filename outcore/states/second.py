@@ -8,7 +8,6 @@ norm is known the second homes become the first (`stand`), or parameters are put
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,6 @@ from outcore.flow.parts import ModelParts, Part
 from outcore.optim import JobBatch
 from outcore.staging.pool import HostMemory
 from outcore.states.homes import Homes
-from outcore.states.placement import StateChunk
 
 
 @dataclass
@@ -29,7 +27,7 @@ class _Second:
     params: torch.Tensor
     """[trainable parameters], of their type, as they were before the update."""
     jobs: JobBatch | None = None
-    """What was handed out since parameters were last kept."""
+    """The update that was handed out, until it stands or is taken back."""
 
 
 class SecondHomes:
@@ -40,17 +38,16 @@ class SecondHomes:
         self.size_bytes = 0
         for part in ([] if units.tied else [units.head]) + units.layer_units[::-1]:
             chunks = homes[part].chunks
-            size_bytes = second_bytes(chunks, part.dtype)
-            if self.size_bytes + size_bytes > limit_bytes:
-                break
             if not chunks:
                 continue  # frozen
             sizes = [chunk.n_bytes for chunk in chunks] + [sum(chunk.numel for chunk in chunks) * part.dtype.itemsize]
+            if self.size_bytes + sum(sizes) > limit_bytes:
+                break
             *states, params = (
                 memory.take(n_bytes, f"second home of {part.name}", pinned=False, touch=False) for n_bytes in sizes
             )
             self._seconds[part.index] = _Second(states, params.view(part.dtype))
-            self.size_bytes += size_bytes
+            self.size_bytes += sum(sizes)
 
     def jobs(self, part: Part, grad: torch.Tensor) -> JobBatch | None:
         """The part's update with `grad` as it can be taken back; None where it has no second home."""
@@ -78,8 +75,3 @@ class SecondHomes:
             if job.param is not None and job.kept is not None:
                 job.param.copy_(job.kept)
         self._seconds[part.index].jobs = None
-
-
-def second_bytes(chunks: Sequence[StateChunk], dtype: torch.dtype) -> int:
-    """RAM of one part's second home."""
-    return sum(chunk.n_bytes + chunk.numel * dtype.itemsize for chunk in chunks)
