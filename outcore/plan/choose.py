@@ -264,6 +264,7 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
                     tiling=tiling,
                     resident_bytes=RESIDENT_BYTES,
                     saved_bytes=SAVED_BYTES,
+                    ahead_bytes=None,
                     residency=STREAMED[request.residency],
                 ),
             )

@@ -72,8 +72,8 @@ class StreamLayout:
     """Idle GPU memory for layers that stay there, at most. None: all of it, where that gains."""
     saved_bytes: int | None = 0
     """Room for what the last layers keep of their forward."""
-    ahead_bytes: int = 0
-    """RAM for states of updates ahead of the global norm, at most."""
+    ahead_bytes: int | None = 0
+    """RAM for states of updates ahead of the global norm, at most. None: half of what is idle."""
 
     def stored_states(self, state_format: str) -> StoredStates:
         """How states of this format lie on the drive."""

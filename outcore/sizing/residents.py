@@ -20,7 +20,8 @@ without, 0.45-0.49 with all that is idle."""
 SAVED_BYTES: int | None = 0
 """Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 LEAST_GAIN = 0.03
-"""Share of a step that layers which stay must spare by the forecast: less is not worth the memory."""
+"""Share of a step that layers which stay, or updates ahead of the norm, must spare by the forecast: less is not worth
+the memory."""
 MOVING_PERCENT = 110
 """Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
 SPARE_BYTES = 128 * MIB

@@ -51,6 +51,11 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 
 
+AHEAD_OF_IDLE_RAM = 2
+"""Divisor: updates ahead of the norm take at most one in so many bytes of RAM that a run would leave idle, unless told:
+other programs, and the page cache under checkpoints and data, have the rest."""
+
+
 def is_worth_a_graph(device_s: float, launch_s: float) -> bool:
     """Whether a call that takes the device and the host so long is captured."""
     return device_s <= GRAPH_LONG_S or launch_s >= LAUNCH_SHARE * device_s

@@ -79,9 +79,10 @@ class EngineFields:
     """Engine stream: of the GPU's idle memory at most so many GiB for what the last layers' backward needs of their
     forward, instead of a second forward. Default: 0."""
     ahead_gib: float | None = setting(None, least=0)
-    """Engine stream with clipping: GiB of RAM, up to 12 B a parameter with state_format split, in which updates that
-    begin before the global norm is known put their states: they are taken back should the step clip after all. Shorter
-    steps where few clip (docs/residency.md). Default: 0, all updates wait for the norm."""
+    """Engine stream with clipping: at most so many GiB of RAM, up to 12 B a parameter with state_format split, in which
+    updates that begin before the global norm is known put their states: they are taken back should the step clip after
+    all. Shorter steps where few clip (docs/residency.md). 0: all updates wait for the norm. Default: half of the RAM
+    that a run on a GPU leaves idle, used where steps wait for updates."""
     deepspeed_config: str = setting("deepspeed_config.json", common=True)
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = setting(None, file=("zero_optimization.stage",), words=STAGE_WORDS, common=True)

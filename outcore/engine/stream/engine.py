@@ -152,9 +152,8 @@ class StreamEngine:
             parts.updates.settle(None, ahead)
         self._check_loss(ce_sum + aux_sum, total)
         skipped = self._settle(shipped, norm, scale, lr, ahead) if self._deferred else self._settle_immediate(norm)
-        phase_s = clock.seconds()
-        phase_s["optimizer"] = time.perf_counter() - begin_s
-        phase_s |= parts.stalls.seconds()
+        phase_s = clock.seconds() | {"optimizer": time.perf_counter() - begin_s} | parts.stalls.seconds()
+        parts.updates.step_ended(phase_s)
         if self.world_size > 1:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s

@@ -116,7 +116,7 @@ class StreamSettings(StreamSizes):
     again."""
     ahead_bytes: int = 0
     """RAM for second homes of the last parts' states (`outcore.states.second`): their updates begin before the global
-    norm is known, and are taken back where something must be clipped after all."""
+    norm is known, once a step waited for updates, and are taken back where something must be clipped after all."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = SLOT_BYTES

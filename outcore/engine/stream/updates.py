@@ -10,7 +10,7 @@ was not finite in a guarded update.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -24,6 +24,7 @@ from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.optim import LARGEST_GRAD, AdamWHyper, JobBatch, MatrixUpdates, OptimizerPool, Ticket
+from outcore.sizing.residents import LEAST_GAIN
 from outcore.staging import LaneTransfer
 from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, SecondHomes, StateRing
 from outcore.storage import TensorStore
@@ -48,7 +49,7 @@ class _Pending:
         self.jobs: JobBatch | None = None
         """What an update that begins ahead of the norm is handed; None: as its homes say."""
         self.norm_is_known = self.waits = False
-        """Of such an update: `settle` was here; whether it was left to wait for that."""
+        """Whether `settle` was here, and whether such an update was left to wait for that."""
 
 
 class PartUpdates:
@@ -71,6 +72,8 @@ class PartUpdates:
         seconds: SecondHomes,
     ) -> None:
         self.seconds = seconds
+        self._hold_up = False
+        """Whether a step waited for updates, so that some that begin sooner are worth their RAM."""
         self._ahead: dict[int, _Pending] = {}
         """Updates of this step that may begin before its norm is known."""
         self._choosing = threading.Lock()
@@ -105,9 +108,9 @@ class PartUpdates:
         self._submit(_Pending(unit), gradient, hyper, guard=guard, norm_of=norm_of)
 
     def submit_ahead(self, unit: Part, gradient: LaneTransfer, hyper: AdamWHyper) -> None:
-        """Update `unit` before the step's norm is known, if it has a second home and the optimizer keeps up. `hyper` is
-        as it will be if nothing is clipped; `settle` says whether it was so."""
-        if self._residents.slab(unit) is not None:
+        """Update `unit` before the step's norm is known, if it has a second home, steps waited for updates and the
+        optimizer keeps up. `hyper` is as it will be if nothing is clipped; `settle` says whether it was so."""
+        if not self._hold_up or self._residents.slab(unit) is not None:
             return
         jobs = self.seconds.jobs(unit, self._arena[unit])
         if jobs is None:
@@ -130,6 +133,11 @@ class PartUpdates:
                 self._pool.wait(pending.ticket, self._timeout_s)
                 self.seconds.take_back(pending.unit)
             del self._pending[pending.unit.index], self._ahead[pending.unit.index]
+
+    def step_ended(self, phase_s: Mapping[str, float]) -> None:
+        """After a step, with its seconds as in `StepResult`."""
+        passes_s = phase_s["forward"] + phase_s["backward"] + phase_s["optimizer"]
+        self._hold_up |= phase_s["stall_optimizer"] >= LEAST_GAIN * passes_s
 
     def _is_behind(self) -> bool:
         under_way = [one for one in list(self._ahead.values()) if one.ticket is not None]

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outcore.common.quantities import format_gib, format_s
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import SPARE, STAYING, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
+    AHEAD,
     GRADIENTS,
     GRAPHS,
     SAVED,
     Staying,
-    ahead_states,
+    ahead_room,
     drive_states,
     graph_bytes,
     pinned_and_rest,
@@ -51,7 +53,6 @@ def plan_stream(
     spill, ram = spilled(case, ram, sizes, tiling)
     have_homes = sum(p.size_bytes for p in ram if p.name == GRADIENTS) >= sizes[GRADIENTS]
     ram, pinned, pageable = pinned_and_rest(case, ram)
-    ram.append(ahead_states(case, spill))
     vram = vram_parts(case, tiling)
     graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
     tensors, pool = graphs or (0, 0)
@@ -60,16 +61,27 @@ def plan_stream(
     stay = staying(case, tiling, spill, vram, pool)
     placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, have_homes)
     if layout.resident_bytes is None and stay.layers:
-        with_s, without_s = (step_time(case, replace(placed, stay=one))[1].step_s for one in (stay, Staying()))
-        stay = stay if with_s <= (1 - LEAST_GAIN) * without_s else Staying()
+        stay = stay if _gains(case, placed, replace(placed, stay=Staying())) else Staying()
     vram.append(Item("vram", STAYING, stay.size_bytes))
+    placed = replace(placed, stay=stay)
+    notes = _notes(shape, asked, tiling, pageable, stay)
+    ahead, ahead_bytes = ahead_room(case, spill, stay, [*ram, *pinned])
+    if _gains(case, replace(placed, ahead=ahead), placed):
+        ram.append(Item("ram", AHEAD, ahead_bytes))
+        clips_s = step_time(case, placed)[1].step_s
+        notes.append(
+            "seconds are those of a step that clips nothing, whose updates begin in backward, in "
+            f"{format_gib(ahead_bytes)} of idle RAM; one that clips takes {format_s(clips_s)} "
+            "(--ahead_gib 0: all updates wait for the norm)"
+        )
+        placed = replace(placed, ahead=ahead)
     saved, kept_bytes = saved_layers(case, tiling, vram)
     vram.append(Item("vram", SAVED, kept_bytes))
     drive = drive_states(case, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
     drive += case.kept_checkpoints
-    traffic, time = step_time(case, replace(placed, stay=stay, saved=saved))
+    traffic, time = step_time(case, replace(placed, saved=saved))
     return case.plan(
         (*vram, *pinned, *ram, *drive),
         hardware.pinned_bytes,
@@ -87,8 +99,14 @@ def plan_stream(
         time=time,
         checkpoint_s=hardware.drive_s(case.saved_bytes * spill.states, case.saved_bytes),
         tiling=layout.tiling,
-        notes=_notes(shape, asked, tiling, pageable, stay),
+        notes=tuple(notes),
     )
+
+
+def _gains(case: Case[StreamLayout], more: Placed, less: Placed) -> bool:
+    """Whether a step with `more` is worth the memory."""
+    with_s, without_s = (step_time(case, one)[1].step_s for one in (more, less))
+    return with_s <= (1 - LEAST_GAIN) * without_s
 
 
 def _home(share: float) -> str:
@@ -97,8 +115,8 @@ def _home(share: float) -> str:
     return "NVMe" if share >= 1 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
 
 
-def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float, stay: Staying) -> tuple[str, ...]:
-    notes = []
+def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float, stay: Staying) -> list[str]:
+    notes: list[str] = []
     if stay.layers:
         notes.append(
             f"{stay.layers} of {shape.num_layers} layers stay in idle GPU memory, which is given back when a larger "
@@ -113,4 +131,4 @@ def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: flo
         )
     if not request.activation_checkpointing:
         notes.append("the streaming engine always recomputes layers in the backward pass")
-    return tuple(notes)
+    return notes

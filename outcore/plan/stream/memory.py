@@ -28,6 +28,7 @@ from outcore.sizing.ring import LEAST_MATRICES
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
+    AHEAD_OF_IDLE_RAM,
     CHUNK_NUMEL,
     CPU_STAGING_BYTES,
     GRAPH_FREE_SHARE,
@@ -298,16 +299,19 @@ def spilled(
     return spill, stay
 
 
-def ahead_states(case: Case[StreamLayout], spill: Spill) -> Item:
-    """Second homes of parts whose updates may begin ahead of the global norm: all but the embedding's. Steps that clip
-    leave them alone, and so do parts that stay on the GPU."""
-    shape = case.shape
-    if spill != Spill() or case.hardware.num_gpus > 1 or case.muon or not case.request.clips:
-        return Item("ram", AHEAD, 0)
+def ahead_room(case: Case[StreamLayout], spill: Spill, stay: Staying, in_ram: list[Item]) -> tuple[int, int]:
+    """(parameters, bytes) of second homes beside `in_ram`, for updates that may begin ahead of the global norm: all but
+    the embedding's and those of layers that stay on the GPU. Steps that clip leave them alone."""
+    shape, hardware, limit = case.shape, case.hardware, case.layout.ahead_bytes
+    if spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
+        return 0, 0
+    if limit is None:
+        limit = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram)) // AHEAD_OF_IDLE_RAM
     of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
     parts = _gradients(shape)
-    parts = parts[: shape.num_layers] + parts[shape.num_layers + 1 :]  # the embedding's gradient comes last
-    return Item("ram", AHEAD, min(case.layout.ahead_bytes, int(of_one * sum(parts))))
+    parts = parts[stay.layers : shape.num_layers] + parts[shape.num_layers + 1 :]  # the embedding's gradient comes last
+    size_bytes = min(limit, int(of_one * sum(parts)))
+    return int(size_bytes / of_one), size_bytes
 
 
 def _ring_bytes(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill) -> int:

@@ -42,6 +42,8 @@ class Placed:
     """Whether each part's gradients have a home of their own."""
     saved: int = 0
     """Layers whose forward is not made again."""
+    ahead: int = 0
+    """Parameters of the last parts whose updates may begin before the global norm is known."""
 
 
 def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
@@ -95,8 +97,21 @@ class StreamRates(Rates):
 
 def step_time(case: Case[StreamLayout], placed: Placed) -> tuple[Traffic, StepTime]:
     """What a step moves and how long it takes."""
-    traffic = stream_traffic(case, placed)
-    return traffic, stream_rates(case, placed).seconds(traffic)
+    traffic, rates = stream_traffic(case, placed), stream_rates(case, placed)
+    if placed.ahead:
+        traffic = _with_updates_ahead(traffic, rates, placed.ahead)
+    return traffic, rates.seconds(traffic)
+
+
+def _with_updates_ahead(traffic: Traffic, rates: StreamRates, most_params: int) -> Traffic:
+    """Beside backward so many updates as end with it: no more begin than the optimizer keeps up with."""
+    first, forward, head, backward = traffic.passes
+    of, alone_s = rates.of(backward), rates.cpu_s(backward)
+    room_s = max(0.0, overlapped_s(of.gpu_s, of.h2d_s, of.d2h_s) - alone_s)
+    one_s = rates.cpu_s(Pass(updated_params=1.0))
+    begun = min(most_params, forward.updated_params, room_s / one_s if one_s else 0.0)
+    forward = replace(forward, updated_params=forward.updated_params - begun)
+    return replace(traffic, passes=(first, forward, head, replace(backward, updated_params=begun)))
 
 
 def _is_compiled(case: Case[StreamLayout], placed: Placed) -> bool:

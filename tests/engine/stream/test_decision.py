@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
 from outcore.engine.stream import host_sizes
@@ -69,12 +70,15 @@ def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPat
     ({"optimizer": "muon"}, {}, "Muon's updates are made in place"),
     ({}, {"num_ranks": 2}, "states of several ranks"),
 ])  # fmt: skip
-def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why):
-    settings = resolve(TrainConfig(ahead_gib=1.5, **config), DeepSpeedFile(), ProcessFacts("bf16"))
-    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, False, **changes))
+@pytest.mark.parametrize("told_gib, has_cuda", [(1.5, False), (None, True), (None, False)])
+def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_gib, has_cuda):
+    """Half of what is idle by default: of 10**11 bytes 3 GiB are left alone and the run's own 14 MB taken."""
+    settings = resolve(TrainConfig(ahead_gib=told_gib, **config), DeepSpeedFile(), ProcessFacts("bf16"))
+    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda, **changes))
     said = [note for note in decision.notes if "ahead_gib" in note]
-    assert decision.told.ahead_bytes == decision.layout.ahead_bytes == (0 if why else 3 << 29)
-    assert len(said) == bool(why) and all(why in note for note in said)
+    wanted = 3 << 29 if told_gib else (10**11 - 3 * GIB - 14 * 10**6) // 2 if has_cuda else 0
+    assert decision.told.ahead_bytes == decision.layout.ahead_bytes == (0 if why else wanted)
+    assert len(said) == bool(why and told_gib) and all(why in note for note in said)
 
 
 def test_no_update_is_ahead_of_states_on_a_drive(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.common.quantities import GIB
+from outcore.common.quantities import GIB, format_s
 from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, STAYING
@@ -156,16 +156,30 @@ def test_eager_layers_with_and_without_graphs_as_measured():
         assert p.tensor_bytes + more == pytest.approx(run["torch_peak_bytes"], rel=0.05)
 
 
-def test_ram_for_updates_ahead_of_the_norm_is_counted():
-    """12 B a parameter (split in bf16), of all but the embedding, up to the limit; none without clipping."""
+def test_ram_for_updates_ahead_of_the_norm_is_counted_where_it_gains():
+    """12 B a parameter (split in bf16), of all but the embedding and layers that stay, up to the limit or half of what
+    is idle; none without clipping, nor where updates hide under the next forward."""
     shape, layout = prototype_shape(), StreamLayout(4, 4, "ram", ahead_bytes=1 << 40)
     request = RunRequest(state_format="split")
 
-    def ahead_bytes(request=request, **changes) -> int:
-        return plan_stream(shape, request, server(), 1024, dataclasses.replace(layout, **changes)).part_bytes(
-            "ram", AHEAD
-        )
+    def plan(request=request, hardware=None, **changes):
+        return plan_stream(shape, request, hardware or server(), 1024, dataclasses.replace(layout, **changes))
 
+    def ahead_bytes(*args, **changes) -> int:
+        return plan(*args, **changes).part_bytes("ram", AHEAD)
+
+    begins, waits = plan(), plan(ahead_bytes=0)
     assert ahead_bytes() == 12 * (sum(shape.layer_params) + shape.head_params)
-    assert ahead_bytes(ahead_bytes=GIB) == GIB
+    assert begins.time.step_s < waits.time.step_s and any(
+        format_s(waits.time.step_s) in note and "--ahead_gib 0" in note for note in begins.notes
+    )
+    assert not any("ahead_gib" in note for note in waits.notes)
+    assert ahead_bytes(ahead_bytes=4 * GIB) == 4 * GIB
     assert ahead_bytes(ahead_bytes=0) == ahead_bytes(dataclasses.replace(request, max_grad_norm=0.0)) == 0
+    stay = plan(resident_bytes=4 * GIB)
+    staying = next(int(note.split()[0]) for note in stay.notes if "stay in idle" in note)
+    assert stay.part_bytes("ram", AHEAD) == 12 * (sum(shape.layer_params[staying:]) + shape.head_params)
+    small = dataclasses.replace(server(), ram_bytes=waits.tier("ram").used_bytes + 8 * GIB)
+    assert ahead_bytes(hardware=small, ahead_bytes=None) == 4 * GIB
+    slow = dataclasses.replace(server(), compute_tflops=20.0)
+    assert ahead_bytes(hardware=slow) == 0

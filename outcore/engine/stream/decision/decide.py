@@ -17,6 +17,7 @@ from outcore.engine.stream.decision.homes import (
     RunSizes,
     crossing_bytes,
     homes_of,
+    idle_ram_bytes,
     pinned_of,
     wanted_homes,
 )
@@ -29,6 +30,7 @@ from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.streaming import AHEAD_OF_IDLE_RAM
 from outcore.storage import DriveAccess
 
 PROBED = (
@@ -173,7 +175,8 @@ def stream_decision(
 
 
 def _ahead_bytes(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any], notes: list[str]) -> int:
-    """RAM for updates ahead of the global norm, as told; 0 where none waits for a norm or can be taken back."""
+    """RAM for updates ahead of the global norm: as told, else a share of what the run leaves idle beside a GPU; 0 where
+    none waits for a norm or can be taken back."""
     why_not = {
         "no update waits for a norm without clipping": not settings.max_grad_norm and settings.precision != "fp16",
         "Muon's updates are made in place": settings.optimizer == "muon",
@@ -183,7 +186,9 @@ def _ahead_bytes(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any
     said = [words for words, applies in why_not.items() if applies]
     if settings.ahead_bytes and said:
         notes.append(f"ahead_gib is not used: {said[0]}")
-    return 0 if said else settings.ahead_bytes
+    if settings.ahead_bytes is not None or said:
+        return 0 if said else settings.ahead_bytes or 0
+    return idle_ram_bytes(settings, sizes) // AHEAD_OF_IDLE_RAM if sizes.has_cuda else 0
 
 
 def _write_combined(settings: RunSettings, sizes: RunSizes, notes: list[str]) -> bool:

@@ -136,6 +136,51 @@ def pinned_of(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | No
     return pinned_memory_with(crossing, settings.staging_bytes, may_pin_bytes=may_pin)
 
 
+@dataclass(frozen=True)
+class _Needs:
+    """Bytes of RAM with everything in it."""
+
+    weights: int
+    states: int
+    fixed: int
+    """Gradients, activation checkpoints beyond their homes, slots of ranks: what cannot leave RAM."""
+
+    @classmethod
+    def of(cls, settings: RunSettings, sizes: RunSizes) -> _Needs:
+        """Count what a run needs."""
+        gradients = settings.element_bytes * sizes.trainable_params
+        states = int(state_format(settings.state_format).bytes_per_param * sizes.trainable_params)
+        return cls(
+            settings.element_bytes * sizes.total_params - sizes.saved_bytes,
+            states - MOMENT_BYTES * sizes.muon_params,
+            gradients + waiting_bytes(settings, sizes) + rank_slot_bytes(settings, sizes),
+        )
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.states + self.fixed
+
+
+def _given_gib(settings: RunSettings) -> float | None:
+    """The budget that was asked for."""
+    given = settings.offload.ram_budget_gib
+    return 0.0 if given is None and settings.offload.everything else given
+
+
+def _budget_and_beside(settings: RunSettings, sizes: RunSizes) -> tuple[int, int]:
+    """(bytes of RAM for the run, of them for the processes beside its data)."""
+    given = _given_gib(settings)
+    if given is None:
+        return sizes.ram_available_bytes, sizes.num_ranks * RAM_RESERVE_BYTES
+    return int(given * GIB), sizes.num_ranks * (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES)
+
+
+def idle_ram_bytes(settings: RunSettings, sizes: RunSizes) -> int:
+    """Bytes of the budget that a run with everything in RAM leaves."""
+    budget, beside = _budget_and_beside(settings, sizes)
+    return max(0, budget - beside - _Needs.of(settings, sizes).total)
+
+
 def homes_of(
     settings: RunSettings,
     sizes: RunSizes,
@@ -145,19 +190,10 @@ def homes_of(
     notes: list[str],
 ) -> tuple[dict[str, Any], str]:
     """(nvme_path, state_ram_bytes and weight_ram_bytes of the settings, {} when everything lives in RAM; shortage)."""
-    element, states, activations = settings.element_bytes, settings.state_format, settings.activations
-    weights = element * sizes.total_params - sizes.saved_bytes
-    gradients = element * sizes.trainable_params
-    state_bytes = int(state_format(states).bytes_per_param * sizes.trainable_params)
-    state_bytes -= MOMENT_BYTES * sizes.muon_params
-    waiting, slots = waiting_bytes(settings, sizes), rank_slot_bytes(settings, sizes)
-    needed = weights + gradients + state_bytes + waiting + slots
-    given = settings.offload.ram_budget_gib
-    if given is None and settings.offload.everything:
-        given = 0.0
-    budget = int(given * GIB) if given is not None else sizes.ram_available_bytes
-    process = PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES
-    beside = sizes.num_ranks * (process if given is not None else RAM_RESERVE_BYTES)
+    states, activations, given = settings.state_format, settings.activations, _given_gib(settings)
+    needs = _Needs.of(settings, sizes)
+    weights, state_bytes, needed = needs.weights, needs.states, needs.total
+    budget, beside = _budget_and_beside(settings, sizes)
 
     def lane_bytes(weight_ram: int) -> int:
         if given is None:  # they are of the reserve
@@ -169,7 +205,7 @@ def homes_of(
         if given is not None
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
     )
-    room, flowing = budget - beside - gradients - waiting - slots, lane_bytes(0)
+    room, flowing = budget - beside - needs.fixed, lane_bytes(0)
     weight_ram, state_ram = weights, state_bytes
     for _ in range(3):  # lanes and what flows from the drive take room, so more may have to
         left = max(0, room - flowing)
@@ -200,7 +236,7 @@ def homes_of(
     taken = needed - (weights - weight_ram) - (state_bytes - state_ram) + beside + flowing
     if given and taken > budget:
         warnings.append(
-            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(gradients + waiting)} of "
+            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(needs.fixed)} of "
             f"gradients and what waits there, {format_gib(beside + flowing)} of Python, libraries and what flows from "
             "the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
         )

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def keeps_up(monkeypatch):
-    """However slow this machine's optimizer is beside its backward."""
+    """However fast or slow this machine's optimizer is beside its backward."""
+    monkeypatch.setattr(updates_module, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", 1000)
 
 
@@ -135,8 +136,17 @@ def test_parts_of_which_a_little_is_trained(build):
 def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
     waits, begins = (build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB))
     monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", most)
-    inner, stood = parts_of(begins).updates.seconds.stand, []
-    monkeypatch.setattr(parts_of(begins).updates.seconds, "stand", lambda part: (stood.append(part.name), inner(part)))
+    updates, stood = parts_of(begins).updates, []
+    stand, settle = updates.seconds.stand, updates.settle
+
+    def settle_when_all_is_there(*given) -> None:
+        """So that none comes after the norm, when nothing has to wait any more."""
+        for pending in updates._ahead.values():
+            assert pending.handed_over.wait(60)
+        settle(*given)
+
+    monkeypatch.setattr(updates, "settle", settle_when_all_is_there)
+    monkeypatch.setattr(updates.seconds, "stand", lambda part: (stood.append(part.name), stand(part)))
     for step in range(5):
         assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
     assert bool(stood) is bool(most)
@@ -148,3 +158,16 @@ def test_the_report_says_so(build):
     words = build("llama", replace(TINY, ahead_bytes=GIB)).describe()
     assert "or before it where the step before clipped nothing (" in words and "--ahead_gib)" in words
     assert "clipped nothing" not in build("llama", TINY).describe()
+
+
+def test_none_begins_where_no_step_waits_for_updates(build, monkeypatch):
+    monkeypatch.setattr(updates_module, "LEAST_GAIN", 2.0)  # no wait is twice as long as its step
+    engine = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
+    steps = watched(engine)
+    for step in range(4):
+        engine.train_step(batches_of(step), LR)
+    assert steps == [(0, True)] * 3
+    monkeypatch.setattr(updates_module, "LEAST_GAIN", 0.0)
+    for step in range(4, 6):
+        engine.train_step(batches_of(step), LR)
+    assert steps[3:] == [(0, True), (3, True)]
