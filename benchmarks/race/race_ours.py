@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from race_common import (
     synchronize,
     token_batches,
 )
+from race_variants import FAR, SMALL
 
+from outcore.engine.base import StepResult
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
@@ -130,8 +134,15 @@ def measured(
     parts = engine._parts
     if watch is not None:
         watch.restart()
-    learning_rate = options.get("learning_rate", 1e-4)
-    warm_losses = [engine.train_step(batches, learning_rate).loss for _ in range(options["warm"])]
+    learning_rate, clips_each, numbers = options.get("learning_rate", 1e-4), options.get("clips_each"), count()
+
+    def train_step() -> StepResult:
+        if clips_each:
+            clips = next(numbers) % clips_each == 0
+            engine.settings = replace(engine.settings, max_grad_norm=SMALL if clips else FAR)
+        return engine.train_step(batches, learning_rate)
+
+    warm_losses = [train_step().loss for _ in range(options["warm"])]
     parts.updates.drain()
     synchronize()
     repeats, losses, phases = [], [], []
@@ -141,7 +152,7 @@ def measured(
     for _ in range(options["repeats"]):
         start_s = time.perf_counter()
         for _ in range(options["steps"]):
-            step = engine.train_step(batches, learning_rate)
+            step = train_step()
             losses.append(step.loss)
             phases.append(step.phase_s)
         parts.updates.drain()
