@@ -86,7 +86,7 @@ class StreamEngine:
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
         self._was_whole = False
-        """Whether the last step clipped nothing, so that this one's updates may begin before its norm is known."""
+        """Whether the last step clipped nothing."""
         self._skips_in_a_row = 0
         self._closed = self._failed = False
         self._tracing: StepTracing = NoTracing()
@@ -115,7 +115,7 @@ class StreamEngine:
         shipped: list[tuple[Part, LaneTransfer]] = []
         scale = self._scaler.cur_scale
         immediate = None if self._deferred else self._hyper(lr, 1.0)
-        ahead = self._hyper(lr, 1.0 / scale) if self._deferred and self._was_whole else None
+        ahead = self._hyper(lr, 1.0 / scale) if self._deferred and parts.updates.may_begin_ahead else None
         parts.updates.begin_step()
 
         def on_gradient(unit: Part, transfer: LaneTransfer) -> None:
@@ -153,7 +153,7 @@ class StreamEngine:
         self._check_loss(ce_sum + aux_sum, total)
         skipped = self._settle(shipped, norm, scale, lr, ahead) if self._deferred else self._settle_immediate(norm)
         phase_s = clock.seconds() | {"optimizer": time.perf_counter() - begin_s} | parts.stalls.seconds()
-        parts.updates.step_ended(phase_s)
+        parts.updates.step_ended(phase_s, self._was_whole)
         if self.world_size > 1:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s

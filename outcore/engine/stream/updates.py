@@ -34,6 +34,11 @@ MOST_UNDER_WAY = 2
 """Updates ahead of the norm that the optimizer has at once: one runs, one is next. Where gradients come faster, others
 wait for the norm: they would not be over before it, and in place they take less time."""
 
+MOST_WHOLE, LATE_WEIGHT = 0.6, 0.25
+"""Updates begin ahead of the norm where so large a share of late steps clipped nothing: a mean in which a step counts
+so much. Measured (H100, 1.2 B, 16,384 tokens): those that stand spare 0.07 to 0.08 s of 0.42, taken back they cost
+0.09."""
+
 
 class _Pending:
     """One update between its submission and its end."""
@@ -74,6 +79,8 @@ class PartUpdates:
         self.seconds = seconds
         self._hold_up = False
         """Whether a step waited for updates, so that some that begin sooner are worth their RAM."""
+        self._steps, self._whole = 0, 0.0
+        """Steps made, and the share of late ones that clipped nothing."""
         self._ahead: dict[int, _Pending] = {}
         """Updates of this step that may begin before its norm is known."""
         self._choosing = threading.Lock()
@@ -108,9 +115,9 @@ class PartUpdates:
         self._submit(_Pending(unit), gradient, hyper, guard=guard, norm_of=norm_of)
 
     def submit_ahead(self, unit: Part, gradient: LaneTransfer, hyper: AdamWHyper) -> None:
-        """Update `unit` before the step's norm is known, if it has a second home, steps waited for updates and the
-        optimizer keeps up. `hyper` is as it will be if nothing is clipped; `settle` says whether it was so."""
-        if not self._hold_up or self._residents.slab(unit) is not None:
+        """Update `unit` before the step's norm is known, if it has a second home and the optimizer keeps up. `hyper` is
+        as it will be if nothing is clipped; `settle` says whether it was so."""
+        if self._residents.slab(unit) is not None:
             return
         jobs = self.seconds.jobs(unit, self._arena[unit])
         if jobs is None:
@@ -134,8 +141,15 @@ class PartUpdates:
                 self.seconds.take_back(pending.unit)
             del self._pending[pending.unit.index], self._ahead[pending.unit.index]
 
-    def step_ended(self, phase_s: Mapping[str, float]) -> None:
-        """After a step, with its seconds as in `StepResult`."""
+    @property
+    def may_begin_ahead(self) -> bool:
+        """Whether updates that begin before the norm is known gain: steps waited for updates, and most clip nothing."""
+        return self._hold_up and self._whole >= MOST_WHOLE
+
+    def step_ended(self, phase_s: Mapping[str, float], clipped_nothing: bool) -> None:
+        """Take note of a step, with its seconds as in `StepResult`."""
+        self._steps += 1
+        self._whole += (clipped_nothing - self._whole) * max(LATE_WEIGHT, 1 / self._steps)
         passes_s = phase_s["forward"] + phase_s["backward"] + phase_s["optimizer"]
         self._hold_up |= phase_s["stall_optimizer"] >= LEAST_GAIN * passes_s
 

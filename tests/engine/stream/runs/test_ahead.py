@@ -48,8 +48,9 @@ def watched(engine) -> list[tuple[int, bool]]:
     ("llama", torch.bfloat16, {"states": "fp32", "tiling": "on"}),
     ("llama", torch.bfloat16, {"states": "split", "resident_bytes": 100_000}),
 ])  # fmt: skip
-def test_results_are_those_of_updates_that_wait(build, tmp_path, model, dtype, changes):
+def test_results_are_those_of_updates_that_wait(build, tmp_path, monkeypatch, model, dtype, changes):
     """Over steps of which every third clips, and with fp16 some that are skipped whole."""
+    monkeypatch.setattr(updates_module, "MOST_WHOLE", 0.0)
     settings = replace(TINY, **changes)
     waits, begins = (build(model, replace(settings, ahead_bytes=size), dtype=dtype) for size in (0, GIB))
     steps = watched(begins)
@@ -166,8 +167,24 @@ def test_none_begins_where_no_step_waits_for_updates(build, monkeypatch):
     steps = watched(engine)
     for step in range(4):
         engine.train_step(batches_of(step), LR)
-    assert steps == [(0, True)] * 3
+    assert not steps
     monkeypatch.setattr(updates_module, "LEAST_GAIN", 0.0)
     for step in range(4, 6):
         engine.train_step(batches_of(step), LR)
-    assert steps[3:] == [(0, True), (3, True)]
+    assert steps == [(3, True)]
+
+
+@pytest.mark.parametrize("clips, begins", [
+    ("........", ".xxxxxxx"),
+    ("cccc......", "........xx"),
+    ("....c.....", ".xxxxxxxxx"),
+    ("c.c.c.c.c.c.", "............"),
+    ("....cc.....", ".xxxxx.xxxx"),
+])  # fmt: skip
+def test_updates_begin_where_most_late_steps_clipped_nothing(build, clips, begins):
+    engine = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
+    updates, found = parts_of(engine).updates, ""
+    for clip in clips:
+        found += "x" if updates.may_begin_ahead else "."
+        updates.step_ended({"forward": 1.0, "backward": 1.0, "optimizer": 1.0, "stall_optimizer": 1.0}, clip == ".")
+    assert found == begins
