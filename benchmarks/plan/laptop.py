@@ -28,8 +28,9 @@ from outcore.plan.choose import MICRO_BATCHES, STREAMED, best_stream
 from outcore.plan.record import STAYING
 from outcore.plan.run.forecast import NEARLY_EQUAL
 from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import SAVED, TILES
+from outcore.plan.stream.memory import AHEAD, SAVED, TILES
 from outcore.sizing.layouts import StreamLayout
+from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 
 MACHINE = "rtx4070-laptop"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/race.md"
@@ -120,12 +121,20 @@ def in_cut(work: Work, hardware: Hardware, micro: int, **changed: str) -> Plan:
     return best_stream(work.shape, request, hardware, work.seq_length)
 
 
-def idle_used(work: Work, plan: Plan, hardware: Hardware, resident: int | None, saved: int | None) -> Plan:
-    """The plan with another use of idle GPU memory, all else the same."""
+def with_layout(
+    work: Work,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    resident_bytes: int | None = RESIDENT_BYTES,
+    saved_bytes: int | None = SAVED_BYTES,
+    ahead_bytes: int | None = None,
+) -> Plan:
+    """The plan with another use of idle memory, all else the same."""
     home = {"VRAM": "vram", "RAM": "ram", "NVMe": "nvme"}[plan.homes["activation checkpoints"]]
     layout = StreamLayout(
         plan.micro_batch, plan.accumulation, home, tiling=plan.tiling, residency=STREAMED[work.request.residency],
-        resident_bytes=resident, saved_bytes=saved,
+        resident_bytes=resident_bytes, saved_bytes=saved_bytes, ahead_bytes=ahead_bytes,
     )  # fmt: skip
     request = replace(work.request, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
     return plan_stream(work.shape, request, hardware, work.seq_length, layout)
@@ -135,10 +144,12 @@ def gains(work: Work, plan: Plan, hardware: Hardware) -> list[str]:
     """Seconds of a step with one thing changed, a cell each."""
     micro, is_full = plan.micro_batch, not work.shape.lora_r
     is_lossless = is_full and work.request.state_format is None
-    cells = ["none stays"]
+    waits = seconds(with_layout(work, plan, hardware, ahead_bytes=0)) if plan.part_bytes("ram", AHEAD) else ""
+    streamed = "none stays"
     if plan.part_bytes("vram", STAYING):
-        cells = [seconds(idle_used(work, plan, hardware, 0, 0))]
-    saved = idle_used(work, plan, hardware, 0, None)
+        streamed = seconds(with_layout(work, plan, hardware, resident_bytes=0))
+    cells = [waits, streamed]
+    saved = with_layout(work, plan, hardware, resident_bytes=0, saved_bytes=None)
     cells.append(seconds(saved) if saved.part_bytes("vram", SAVED) else "no room")
     cells.append(seconds(in_cut(work, hardware, micro, state_format="split8")) if is_lossless else "")
     takes_muon = is_lossless and work.seq_length < LONG
@@ -158,7 +169,7 @@ def line(work: Work, hardware: Hardware) -> str:
     """A row of the table."""
     plan = best_cut(work, hardware)
     if not plan.fits:
-        return f"| {work.words} | does not fit: {shortage_words(plan)} | | | | | | | | | |"
+        return f"| {work.words} | does not fit: {shortage_words(plan)} | | | | | | | | | | |"
     on_drive = sum(p.size_bytes for p in plan.parts if p.tier == "nvme")
     cells = [
         f"{work.words}, {plan.accumulation} x {plan.micro_batch}",
@@ -177,7 +188,7 @@ def table() -> str:
     hardware = load_hardware(MACHINE)
     head = [
         "what, micro-batches x rows", "s/step", "longest term", "VRAM, GiB", "RAM, GiB", "NVMe, GB",
-        "no layer stays", "forwards saved", "8-bit moments", "Muon", "float8, or sums in fp16",
+        "updates wait", "no layer stays", "forwards saved", "8-bit moments", "Muon", "float8, or sums in fp16",
     ]  # fmt: skip
     rule = "|---|---:|---|" + "---:|" * (len(head) - 3)
     return "\n".join([f"| {' | '.join(head)} |", rule, *(line(work, hardware) for work in works())])
