@@ -25,12 +25,11 @@ from outcore.plan import constants as k
 from outcore.plan.answer.advice import shortage_words
 from outcore.plan.answer.guide import GuideState, document_state
 from outcore.plan.choose import MICRO_BATCHES, STREAMED, best_stream
-from outcore.plan.record import STAYING
+from outcore.plan.record import AHEAD, STAYING
 from outcore.plan.run.forecast import NEARLY_EQUAL
 from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import AHEAD, SAVED, TILES
+from outcore.plan.stream.memory import SAVED, TILES
 from outcore.sizing.layouts import StreamLayout
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 
 MACHINE = "rtx4070-laptop"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/race.md"
@@ -121,20 +120,12 @@ def in_cut(work: Work, hardware: Hardware, micro: int, **changed: str) -> Plan:
     return best_stream(work.shape, request, hardware, work.seq_length)
 
 
-def with_layout(
-    work: Work,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    resident_bytes: int | None = RESIDENT_BYTES,
-    saved_bytes: int | None = SAVED_BYTES,
-    ahead_bytes: int | None = None,
-) -> Plan:
-    """The plan with another use of idle memory, all else the same."""
+def idle_used(work: Work, plan: Plan, hardware: Hardware, resident: int | None, saved: int | None) -> Plan:
+    """The plan with another use of idle GPU memory, all else the same."""
     home = {"VRAM": "vram", "RAM": "ram", "NVMe": "nvme"}[plan.homes["activation checkpoints"]]
     layout = StreamLayout(
         plan.micro_batch, plan.accumulation, home, tiling=plan.tiling, residency=STREAMED[work.request.residency],
-        resident_bytes=resident_bytes, saved_bytes=saved_bytes, ahead_bytes=ahead_bytes,
+        resident_bytes=resident, saved_bytes=saved,
     )  # fmt: skip
     request = replace(work.request, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
     return plan_stream(work.shape, request, hardware, work.seq_length, layout)
@@ -144,12 +135,9 @@ def gains(work: Work, plan: Plan, hardware: Hardware) -> list[str]:
     """Seconds of a step with one thing changed, a cell each."""
     micro, is_full = plan.micro_batch, not work.shape.lora_r
     is_lossless = is_full and work.request.state_format is None
-    waits = seconds(with_layout(work, plan, hardware, ahead_bytes=0)) if plan.part_bytes("ram", AHEAD) else ""
-    streamed = "none stays"
-    if plan.part_bytes("vram", STAYING):
-        streamed = seconds(with_layout(work, plan, hardware, resident_bytes=0))
-    cells = [waits, streamed]
-    saved = with_layout(work, plan, hardware, resident_bytes=0, saved_bytes=None)
+    cells = [f"{plan.time_whole.step_s:.3g}, {plan.part_bytes('ram', AHEAD) / GIB:.1f}" if plan.time_whole else ""]
+    cells.append(seconds(idle_used(work, plan, hardware, 0, 0)) if plan.part_bytes("vram", STAYING) else "none stays")
+    saved = idle_used(work, plan, hardware, 0, None)
     cells.append(seconds(saved) if saved.part_bytes("vram", SAVED) else "no room")
     cells.append(seconds(in_cut(work, hardware, micro, state_format="split8")) if is_lossless else "")
     takes_muon = is_lossless and work.seq_length < LONG
@@ -176,7 +164,7 @@ def line(work: Work, hardware: Hardware) -> str:
         seconds(plan),
         BINDS[plan.time.longest],
         f"{plan.used_bytes('vram') / GIB:.1f}",
-        f"{plan.tier('ram').used_bytes / GIB:.1f}",
+        f"{(plan.tier('ram').used_bytes - plan.part_bytes('ram', AHEAD)) / GIB:.1f}",
         f"{on_drive / GB:.0f}" if on_drive else "",
         *gains(work, plan, hardware),
     ]
@@ -188,7 +176,8 @@ def table() -> str:
     hardware = load_hardware(MACHINE)
     head = [
         "what, micro-batches x rows", "s/step", "longest term", "VRAM, GiB", "RAM, GiB", "NVMe, GB",
-        "updates wait", "no layer stays", "forwards saved", "8-bit moments", "Muon", "float8, or sums in fp16",
+        "nothing clipped, GiB more", "no layer stays", "forwards saved", "8-bit moments", "Muon",
+        "float8, or sums in fp16",
     ]  # fmt: skip
     rule = "|---|---:|---|" + "---:|" * (len(head) - 3)
     return "\n".join([f"| {' | '.join(head)} |", rule, *(line(work, hardware) for work in works())])

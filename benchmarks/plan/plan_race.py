@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "race"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from race_common import SHAPES
+from race_variants import FAR
 
 from outcore.common.quantities import GIB
 from outcore.engine.stream.decision.decision import stream_layout
@@ -32,7 +33,7 @@ from outcore.model import PRESETS, resolve_shape
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import load_hardware
-from outcore.plan.record import Plan
+from outcore.plan.record import AHEAD, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.run.forecast import plan_layout
 from outcore.sizing.shape import ModelShape, shape_from_fields
@@ -155,8 +156,13 @@ def server_of(path: Path) -> Hardware:
 
 
 def row(run: Run, plan: Plan) -> str:
-    """A line of the table."""
-    said = (plan.time.step_s, plan.expected_bytes("ram", "pinned") / GIB, plan.expected_bytes("vram") / GIB)
+    """A line of the table; where no step clips, of such steps."""
+    time, ram_bytes = plan.time, plan.expected_bytes("ram", "pinned")
+    if plan.time_whole and run.told.max_grad_norm == FAR:
+        time = plan.time_whole
+    else:
+        ram_bytes -= plan.part_bytes("ram", AHEAD)
+    said = (time.step_s, ram_bytes / GIB, plan.expected_bytes("vram") / GIB)
     cells = [f"{one:.3g} / {took:.3g} ({one / took:.2f})" for one, took in zip(said, run.took, strict=True)]
     rows, times, seq_length = run.cut
     return f"| {run.name} | {times} x {rows * seq_length:,} | {' | '.join(cells)} |"

@@ -109,6 +109,8 @@ class EngineFacts:
     """Which parts are computed in tiles, and why; '' when none."""
     staying_bytes: int = 0
     """Device memory of layers that stay there, as long as nothing else needs it."""
+    ahead_bytes: int = 0
+    """RAM of updates that began before a step's norm was known."""
 
 
 @dataclass(frozen=True)

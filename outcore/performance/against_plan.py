@@ -32,8 +32,10 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
     gpu_peak = max(gpu_peaks) - found["staying_bytes"] if gpu_peaks else None
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
     rss = max((point["rss_bytes"] for point in found["timeline"] if "rss_bytes" in point), default=None)
-    times = plan["time_s"]
-    rows = [ComparedRow("RAM: resident", "bytes", plan["expected_rss_bytes"], rss, BYTES_LIMIT_PCT)]
+    # Likewise RAM of updates ahead of the norm, which steps that clip do not take.
+    planned_rss, rss = plan["expected_rss_bytes"] - plan["ahead_bytes"], rss and rss - found["ahead_bytes"]
+    times = _times_s(found)
+    rows = [ComparedRow("RAM: resident", "bytes", planned_rss, rss, BYTES_LIMIT_PCT)]
     if tensors is not None or gpu_peaks:
         rows.insert(0, ComparedRow("VRAM: tensors, peak", "bytes", tensors, gpu_peak, BYTES_LIMIT_PCT))
     for name, planned, key in (
@@ -49,7 +51,7 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
         ComparedRow("step", "s", times["step_s"] if known else None, median_of(records, "step_s"), TIME_LIMIT_PCT)
     )
     if known:
-        rows += _streamed(plan, records) if plan["engine"] == "stream" else _deepspeed(plan, records)
+        rows += _streamed(times, records) if plan["engine"] == "stream" else _deepspeed(times, records)
     rows.append(
         ComparedRow(
             "checkpoint: save", "s", plan["checkpoint_s"] + SAVE_OVERHEAD_S, found.get("save_s"), SAVE_LIMIT_PCT
@@ -58,9 +60,15 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
     return rows
 
 
-def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[ComparedRow]:
+def _times_s(found: dict[str, Any]) -> dict[str, float]:
+    """The forecast of steps as they were measured: of ones that clip nothing if updates began ahead of the norm."""
+    plan = found["forecast"]
+    return plan["time_whole_s"] if found["ahead_bytes"] and plan["time_whole_s"] else plan["time_s"]
+
+
+def _streamed(times: dict[str, float], records: list[dict[str, Any]]) -> list[ComparedRow]:
     """The device and the host at work, and the waits that the overlap leaves: for copies, the drive, the optimizer."""
-    times, step_s = plan["time_s"], median_of(records, "step_s") or 0.0
+    step_s = median_of(records, "step_s") or 0.0
     waits = sum(_phase(records, name) for name in ("stall_pcie", "stall_nvme", "stall_optimizer"))
     planned = times["compute_s"] + times["host_overhead_s"]
     left, least = max(0.0, times["step_s"] - planned), LEAST_WAIT * step_s
@@ -72,9 +80,8 @@ def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[Compa
     ]
 
 
-def _deepspeed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[ComparedRow]:
+def _deepspeed(times: dict[str, float], records: list[dict[str, Any]]) -> list[ComparedRow]:
     """The passes, then the optimizer, one after the other."""
-    times = plan["time_s"]
     planned = max(times["compute_s"] + times["host_overhead_s"], times["h2d_s"], times["d2h_s"])
     passes = _phase(records, "forward") + _phase(records, "backward")
     return [

@@ -221,7 +221,8 @@ class PerformanceTest:
             "load_s": trial.get("load_s"),
             "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0)
             - trial["staying_bytes"],
-            "ram_rss_bytes": max((point.get("rss_bytes", 0) for point in trial["timeline"]), default=0),
+            "ram_rss_bytes": max((point.get("rss_bytes", 0) for point in trial["timeline"]), default=0)
+            - trial["ahead_bytes"],
         }
         return {name: value for name, value in figures.items() if value is not None}
 

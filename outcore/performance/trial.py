@@ -116,7 +116,8 @@ class TrialRun:
             "watched_drive": str(context.decided.nvme_path or context.folder.checkpoints),
         }
         found |= self._steps(trainer, found["watched_drive"])
-        found["staying_bytes"] = parts.engine.facts().staying_bytes
+        facts = parts.engine.facts()
+        found |= {"staying_bytes": facts.staying_bytes, "ahead_bytes": facts.ahead_bytes}
         found["eval"] = self._evaluation(trainer)
         found |= self._checkpoint(trainer, found["state_bytes"])
         found["machine"] = parts.sampler.describe()

@@ -19,7 +19,8 @@ NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
 MASKS = "masks of packed rows"
 BORDERS = "attention over packed rows"
 STAYING = "layers that stay, with their states"
-NESTED = ("parts", "tiers", "time", "compute_known")
+AHEAD = "master and moments of updates ahead of the norm"
+NESTED = ("parts", "tiers", "time", "time_whole", "compute_known")
 """Fields that a plan's JSON has in another form."""
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
@@ -70,6 +71,10 @@ class StepTime:
         values = dataclasses.asdict(self)
         return {name: seconds for name, seconds in values.items() if name != "step_s"}
 
+    def to_dict(self) -> dict[str, float]:
+        """Plain JSON values."""
+        return {**self.terms_s, "exposed_s": self.exposed_s, "step_s": self.step_s}
+
     @property
     def exposed_s(self) -> float:
         """What the overlap leaves on top of computing."""
@@ -115,6 +120,8 @@ class Plan:
     checkpoint_s: float
     notes: tuple[str, ...] = ()
     compute_known: bool = True
+    time_whole: StepTime | None = None
+    """A step that clips nothing and whose updates begin ahead of the norm; `time`: where all of them wait."""
     tiling: str = "auto"
     """Setting of the streaming engine; 'off' where its own decision would leave no room elsewhere."""
     staged: bool = False
@@ -264,7 +271,9 @@ class Plan:
                 use.tier: {name: getattr(use, name) for name in ("used_bytes", "capacity_bytes", "short_bytes")}
                 for use in self.tiers
             },
-            "time_s": {**self.time.terms_s, "exposed_s": self.time.exposed_s, "step_s": self.time.step_s},
+            "ahead_bytes": self.part_bytes("ram", AHEAD),
+            "time_s": self.time.to_dict(),
+            "time_whole_s": self.time_whole.to_dict() if self.time_whole else None,
             "step_is_lower_bound": not self.compute_known,
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_s": self.tokens_per_s,

@@ -28,6 +28,12 @@ class _Second:
     """[trainable parameters], of their type, as they were before the update."""
     jobs: JobBatch | None = None
     """The update that was handed out, until it stands or is taken back."""
+    is_real: bool = False
+    """Whether it was ever written to, so that its pages take RAM."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.nbytes for one in (*self.states, self.params))
 
 
 class SecondHomes:
@@ -49,6 +55,11 @@ class SecondHomes:
             self._seconds[part.index] = _Second(states, params.view(part.dtype))
             self.size_bytes += sum(sizes)
 
+    @property
+    def real_bytes(self) -> int:
+        """RAM that they take by now."""
+        return sum(second.size_bytes for second in self._seconds.values() if second.is_real)
+
     def jobs(self, part: Part, grad: torch.Tensor) -> JobBatch | None:
         """The part's update with `grad` as it can be taken back; None where it has no second home."""
         second = self._seconds.get(part.index)
@@ -65,13 +76,14 @@ class SecondHomes:
         for number, chunk in enumerate(home.chunks):
             assert chunk.buffer is not None
             chunk.buffer, second.states[number] = second.states[number], chunk.buffer
-        home.jobs = second.jobs = None
+        home.jobs, second.jobs, second.is_real = None, None, True
 
     def take_back(self, part: Part) -> None:
         """The update handed out last, which has ended, does not count: its parameters are what they were before."""
-        jobs = self._seconds[part.index].jobs
+        second = self._seconds[part.index]
+        jobs = second.jobs
         assert jobs is not None
         for job in jobs.jobs:
             if job.param is not None and job.kept is not None:
                 job.param.copy_(job.kept)
-        self._seconds[part.index].jobs = None
+        second.jobs, second.is_real = None, True

@@ -214,6 +214,19 @@ def test_layers_that_stay_are_no_part_of_the_memory_that_is_compared(trial: dict
     assert row.planned == row.measured == 2 * GIB
 
 
+def test_updates_ahead_of_the_norm_are_compared_with_their_own_forecast(trial: dict[str, Any]):
+    planned = {**trial["forecast"], "expected_rss_bytes": 9 * GIB, "ahead_bytes": 4 * GIB}
+    planned["time_whole_s"] = {**planned["time_s"], "step_s": 0.25 * planned["time_s"]["step_s"]}
+    for ahead_bytes, times in ((0, planned["time_s"]), (3 * GIB, planned["time_whole_s"])):
+        timeline = [{"rss_bytes": 5 * GIB + ahead_bytes}]
+        rows = {
+            row.name: row
+            for row in compare({**trial, "forecast": planned, "timeline": timeline, "ahead_bytes": ahead_bytes})
+        }
+        assert rows["RAM: resident"].planned == rows["RAM: resident"].measured == 5 * GIB
+        assert rows["step"].planned == times["step_s"]
+
+
 def test_health_of_the_steps(trial: dict[str, Any]):
     def levels(**changes: Any) -> dict[str, str]:
         steps = [{**record, **changes} for record in trial["steps"]]

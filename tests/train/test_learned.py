@@ -48,6 +48,9 @@ def test_a_run_teaches_only_by_enough_steps_and_where_the_forecast_was_whole(tmp
     monkeypatch.chdir(tmp_path)
     slow = [9.0, *[2 * plan.time.step_s] * LEAST_STEPS]
     assert "2.0 times" in Forecast(plan, HERE).learn(slow, "run")
+    whole = replace(plan, time_whole=replace(plan.time, step_s=2 * plan.time.step_s))
+    assert Forecast(whole, HERE).learn(slow, "run", is_ahead=True) == ""
+    assert "2.0 times" in Forecast(whole, HERE).learn(slow, "run")
     assert Forecast(plan, HERE).learn(slow[:-1], "run") == "" == Forecast(None, None, "none").learn(slow, "run")
     assert Forecast(replace(plan, compute_known=False), HERE).learn(slow, "run") == ""
 

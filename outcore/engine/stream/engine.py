@@ -326,6 +326,7 @@ class StreamEngine:
             parts.scratch.size_bytes if parts.scratch is not None else 0,
             parts.tile_plan.reason if parts.tile_plan.tiled else "",
             parts.residents.device_bytes,
+            parts.updates.seconds.real_bytes,
         )
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:

@@ -85,7 +85,7 @@ class EngineParts:
         threads = f"{self.optimizer.num_threads} thread{'s' if self.optimizer.num_threads > 1 else ''}"
         when = "under the next forward, after the global norm is known" if deferred else "as each gradient arrives"
         if ahead_bytes:
-            when += f", or before it where the step before clipped nothing ({format_gib(ahead_bytes)}, --ahead_gib)"
+            when += f", or before it while most steps clip nothing ({format_gib(ahead_bytes)}, --ahead_gib)"
         return "\n".join(
             [
                 f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "

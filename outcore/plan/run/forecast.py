@@ -151,13 +151,15 @@ class Forecast:
             rates["drive_mixed_gb_per_s"] = self.hardware.drive_mixed_gb_per_s
         return rates
 
-    def learn(self, steps_s: Sequence[float], run: str) -> str:
+    def learn(self, steps_s: Sequence[float], run: str, *, is_ahead: bool = False) -> str:
         """Keep how long the run's steps took (the first one compiles and allocates) beside what was forecast. In words,
-        how far that is from it; '' where it is near, or there were too few steps."""
+        how far that is from it; '' where it is near, or there were too few steps. `is_ahead`: updates began ahead of
+        the norm."""
         if self.plan is None or self.hardware is None or len(steps_s) <= LEAST_STEPS:
             return ""
         try:
-            return remember(self.plan, statistics.median(steps_s[1:]), run, self.hardware)
+            time = self.plan.time_whole if is_ahead and self.plan.time_whole else self.plan.time
+            return remember(replace(self.plan, time=time), statistics.median(steps_s[1:]), run, self.hardware)
         except OSError as error:  # the run is whole without it
             return f"how long a step took could not be kept for the next forecast: {error}"
 

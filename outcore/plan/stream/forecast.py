@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from outcore.common.quantities import format_gib, format_s
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import SPARE, STAYING, Item, Plan
+from outcore.plan.record import AHEAD, SPARE, STAYING, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
-    AHEAD,
     GRADIENTS,
     GRAPHS,
     SAVED,
@@ -65,23 +64,23 @@ def plan_stream(
     vram.append(Item("vram", STAYING, stay.size_bytes))
     placed = replace(placed, stay=stay)
     notes = _notes(shape, asked, tiling, pageable, stay)
-    ahead, ahead_bytes = ahead_room(case, spill, stay, [*ram, *pinned])
-    if _gains(case, replace(placed, ahead=ahead), placed):
-        ram.append(Item("ram", AHEAD, ahead_bytes))
-        clips_s = step_time(case, placed)[1].step_s
-        notes.append(
-            "seconds are those of a step that clips nothing, whose updates begin in backward, in "
-            f"{format_gib(ahead_bytes)} of idle RAM; one that clips takes {format_s(clips_s)} "
-            "(--ahead_gib 0: all updates wait for the norm)"
-        )
-        placed = replace(placed, ahead=ahead)
     saved, kept_bytes = saved_layers(case, tiling, vram)
     vram.append(Item("vram", SAVED, kept_bytes))
+    placed = replace(placed, saved=saved)
+    ahead, ahead_bytes = ahead_room(case, spill, stay, [*ram, *pinned])
+    begun, time_whole = replace(placed, ahead=ahead), None
+    if _gains(case, begun, placed):
+        ram.append(Item("ram", AHEAD, ahead_bytes))
+        time_whole = step_time(case, begun)[1]
+        notes.append(
+            f"a step that clips nothing takes {format_s(time_whole.step_s)}: its updates begin in backward, in "
+            f"{format_gib(ahead_bytes)} of idle RAM (--ahead_gib 0: all wait for the norm)"
+        )
     drive = drive_states(case, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
     drive += case.kept_checkpoints
-    traffic, time = step_time(case, replace(placed, saved=saved))
+    traffic, time = step_time(case, placed)
     return case.plan(
         (*vram, *pinned, *ram, *drive),
         hardware.pinned_bytes,
@@ -97,6 +96,7 @@ def plan_stream(
             "activation checkpoints": {"vram": "VRAM", "ram": "RAM", "nvme": "NVMe"}[layout.checkpoints_home],
         },
         time=time,
+        time_whole=time_whole,
         checkpoint_s=hardware.drive_s(case.saved_bytes * spill.states, case.saved_bytes),
         tiling=layout.tiling,
         notes=tuple(notes),

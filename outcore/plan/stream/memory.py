@@ -57,7 +57,6 @@ RANK_SLOTS = "gradients of ranks on their way into the sum"
 BEYOND = "activation checkpoints beyond gradients' homes"
 LONG_ROWS, NEAR_ROWS = "rows that the device has tiles of", "whole rows of a layer"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
-AHEAD = "master and moments of updates ahead of the norm"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
 GRAPH_SHAPES = 2
@@ -305,8 +304,8 @@ def ahead_room(case: Case[StreamLayout], spill: Spill, stay: Staying, in_ram: li
     shape, hardware, limit = case.shape, case.hardware, case.layout.ahead_bytes
     if spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
         return 0, 0
-    if limit is None:
-        limit = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram)) // AHEAD_OF_IDLE_RAM
+    idle = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
+    limit = idle // AHEAD_OF_IDLE_RAM if limit is None else min(limit, idle)
     of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
     parts = _gradients(shape)
     parts = parts[stay.layers : shape.num_layers] + parts[shape.num_layers + 1 :]  # the embedding's gradient comes last

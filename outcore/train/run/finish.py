@@ -43,9 +43,10 @@ def train_to_end(ready: Ready) -> int:
         job.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
         return stop.exit_code
     trainer.plot()
-    taught = context.forecast.learn(list(trainer.steps_s), folder.name) if context.forecast and job.is_main else ""
-    if taught:
-        job.say(f"forecast: {taught}")
+    if context.forecast and job.is_main:
+        is_ahead = parts.engine.facts().ahead_bytes > 0
+        if taught := context.forecast.learn(list(trainer.steps_s), folder.name, is_ahead=is_ahead):
+            job.say(f"forecast: {taught}")
     _summary(ready, time.perf_counter() - job.started_s)
     if job.config.push_to_hub is not None and job.is_main:
         job.say(f"uploaded: {push(folder.export, job.config.push_to_hub, folder.name)}")

@@ -81,6 +81,16 @@ def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_
     assert len(said) == bool(why and told_gib) and all(why in note for note in said)
 
 
+@pytest.mark.parametrize("told_gib, said", [(0.005, ""), (1.0, "ahead_gib: 11.44 MiB may be taken, and"), (None, "")])
+def test_more_ram_for_updates_ahead_than_is_idle_is_said(told_gib, said):
+    settings = resolve(TrainConfig(ahead_gib=told_gib), DeepSpeedFile(), ProcessFacts("bf16"))
+    available = 3 * GIB + 24 * 10**6  # less a reserve of 3 GiB and the run's own 14 MB: 10 MB
+    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), available, True))
+    found = [warning for warning in decision.warnings if "ahead_gib" in warning]
+    assert len(found) == bool(said) and all(said in warning and "9.54 MiB of RAM idle" in warning for warning in found)
+    assert decision.told.ahead_bytes == (5 * 10**6 if told_gib is None else int(told_gib * GIB))
+
+
 def test_no_update_is_ahead_of_states_on_a_drive(tmp_path):
     config = TrainConfig(ahead_gib=1.0, ram_budget_gib=0.0, nvme_offload_path=str(tmp_path))
     settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))

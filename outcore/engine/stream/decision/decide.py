@@ -15,9 +15,9 @@ from outcore.engine.stream.decision.decision import StreamDecision
 from outcore.engine.stream.decision.homes import (
     NvmeCheck,
     RunSizes,
+    ahead_bytes_of,
     crossing_bytes,
     homes_of,
-    idle_ram_bytes,
     pinned_of,
     wanted_homes,
 )
@@ -30,7 +30,6 @@ from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
-from outcore.sizing.streaming import AHEAD_OF_IDLE_RAM
 from outcore.storage import DriveAccess
 
 PROBED = (
@@ -145,7 +144,7 @@ def stream_decision(
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
         saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
-        ahead_bytes=_ahead_bytes(settings, sizes, homes, notes),
+        ahead_bytes=0 if _all_wait(settings, sizes, homes, notes) else ahead_bytes_of(settings, sizes, warnings),
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
@@ -174,9 +173,8 @@ def stream_decision(
     )
 
 
-def _ahead_bytes(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any], notes: list[str]) -> int:
-    """RAM for updates ahead of the global norm: as told, else a share of what the run leaves idle beside a GPU; 0 where
-    none waits for a norm or can be taken back."""
+def _all_wait(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any], notes: list[str]) -> bool:
+    """Whether no update can begin before the global norm is known: none waits for it, or none could be taken back."""
     why_not = {
         "no update waits for a norm without clipping": not settings.max_grad_norm and settings.precision != "fp16",
         "Muon's updates are made in place": settings.optimizer == "muon",
@@ -186,9 +184,7 @@ def _ahead_bytes(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any
     said = [words for words, applies in why_not.items() if applies]
     if settings.ahead_bytes and said:
         notes.append(f"ahead_gib is not used: {said[0]}")
-    if settings.ahead_bytes is not None or said:
-        return 0 if said else settings.ahead_bytes or 0
-    return idle_ram_bytes(settings, sizes) // AHEAD_OF_IDLE_RAM if sizes.has_cuda else 0
+    return bool(said)
 
 
 def _write_combined(settings: RunSettings, sizes: RunSizes, notes: list[str]) -> bool:

@@ -19,6 +19,7 @@ from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_
 from outcore.optim import state_format
 from outcore.sizing.states import MOMENT_BYTES
 from outcore.sizing.streaming import (
+    AHEAD_OF_IDLE_RAM,
     CPU_PROCESS_BYTES,
     CPU_STAGING_BYTES,
     PAGEABLE_SLOTS,
@@ -175,10 +176,18 @@ def _budget_and_beside(settings: RunSettings, sizes: RunSizes) -> tuple[int, int
     return int(given * GIB), sizes.num_ranks * (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES)
 
 
-def idle_ram_bytes(settings: RunSettings, sizes: RunSizes) -> int:
-    """Bytes of the budget that a run with everything in RAM leaves."""
-    budget, beside = _budget_and_beside(settings, sizes)
-    return max(0, budget - beside - _Needs.of(settings, sizes).total)
+def ahead_bytes_of(settings: RunSettings, sizes: RunSizes, warnings: list[str]) -> int:
+    """RAM for updates ahead of the global norm in a run with everything in RAM: as told, else a share of what it leaves
+    idle beside a GPU."""
+    needs, (budget, beside) = _Needs.of(settings, sizes), _budget_and_beside(settings, sizes)
+    idle, told = max(0, budget - beside - needs.total), settings.ahead_bytes
+    if told is None:
+        return idle // AHEAD_OF_IDLE_RAM if sizes.has_cuda else 0
+    if (taken := min(told, needs.states + settings.element_bytes * sizes.trainable_params)) > idle:
+        warnings.append(
+            f"ahead_gib: {format_gib(taken)} may be taken, and the run leaves {format_gib(idle)} of RAM idle"
+        )
+    return told
 
 
 def homes_of(
