@@ -43,6 +43,8 @@ class EngineThread:
         self._stopping = threading.Event()
         self._ends: set[Callable[[], None]] = set()
         self._is_ending = False
+        self._told: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Piece | Answer], Piece | Answer]] = []
+        """What the pass under way said, and to whom; the engine's thread alone touches it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -73,16 +75,27 @@ class EngineThread:
             try:
                 while not self._stopping.is_set():
                     passes = self.engine.counts.passes
-                    if not self.engine.step():
+                    did = self.engine.step()
+                    self._hand_over()
+                    if not did:
                         break
                     if self.engine.counts.passes > passes:  # and no note only was done
                         self.failures = 0
             except Exception as error:
+                self._hand_over()
                 self.failures, self.failed_at_s = self.failures + 1, time.monotonic()
                 self._on_failure(error)
                 logger.exception("a pass failed; its answers ended with an error")
         self.engine.cancel_all()
         self.engine.step()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Wake the loops that wait for what a pass said: once a pass, because each waking costs both threads."""
+        told, self._told = self._told, []
+        for loop, of_loop in itertools.groupby(told, key=lambda each: each[0]):
+            items = [(queue, item) for _, queue, item in of_loop]
+            loop.call_soon_threadsafe(_put_all, items)
 
     async def stream(
         self, request: Request, ended: Callable[[Answer], None] = lambda answer: None
@@ -95,7 +108,7 @@ class EngineThread:
         def put(item: Piece | Answer) -> None:
             if isinstance(item, Answer):
                 ended(item)
-            loop.call_soon_threadsafe(queue.put_nowait, item)
+            self._told.append((loop, queue, item))
 
         def end() -> None:
             queue.put_nowait(Answer(request.name, 0, "", (), "error", error=STOPS))
@@ -133,6 +146,11 @@ class EngineThread:
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[Any]:
         """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
         return await _told(lambda told: self.engine.submit_embeddings(texts, told))
+
+
+def _put_all(items: Sequence[tuple[asyncio.Queue[Piece | Answer], Piece | Answer]]) -> None:
+    for queue, item in items:
+        queue.put_nowait(item)
 
 
 async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:

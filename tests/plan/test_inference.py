@@ -122,7 +122,7 @@ def test_keys_and_values_of_many_answers_go_to_ram_where_vram_holds_those_of_one
 
 def test_where_all_weights_stay_keys_and_values_have_room_for_whole_answers():
     one, limits = needs().kv.sequence_bytes(1024, 1024), InferenceLimits(80 * GIB, 64 * GIB, context_tokens=1024)
-    assert [place_inference(needs(), limits, preset).kv_bytes // one for preset in PRESETS] == [32, 4, 256]
+    assert [place_inference(needs(), limits, preset).kv_bytes // one for preset in PRESETS] == [128, 4, 256]
     short = place_inference(needs(), dataclasses.replace(limits, vram_bytes=18 * GIB), "balanced")
     assert not short.travels and one <= short.kv_bytes < 32 * one and sum(short.vram_bytes.values()) <= 18 * GIB
 

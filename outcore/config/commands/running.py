@@ -107,7 +107,7 @@ def generate_flags() -> argparse.ArgumentParser:
     found = CommandParser(
         prog="outcore generate",
         description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
-        "command is given again, with the same bytes in the end.",
+        "command is given again: nothing is lost, nothing answered twice.",
     )
     add_model_flags(found)
     found.add_argument("--prompt", action=Once, help="text to go on from")
@@ -117,6 +117,11 @@ def generate_flags() -> argparse.ArgumentParser:
     found.add_argument("--overwrite", action="store_true", help="answer again although --output is there")
     found.add_argument(
         "--num_gpus", type=int, default=1, help="GPUs that share a job's lines; weights in RAM are there once"
+    )
+    found.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="each line's answer the same bytes, whatever else runs and also after a kill; slower",
     )
     add_sampling_flags(found)
     return found

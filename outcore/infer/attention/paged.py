@@ -30,6 +30,7 @@ from outcore.infer.attention.exact import (
 )
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
+from outcore.infer.attention.tiles import attend_tiles, cut_in_tiles, has_kernel, store_rows
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page, rounded
 from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
@@ -154,6 +155,8 @@ class PagedAttention:
         value_KNE: torch.Tensor,
     ) -> torch.Tensor:
         heads, rows, _ = query_HND.shape
+        if self.cache is not None and self._reads_in_place(query_HND.device):
+            return self._attend_in_place(site, shape, rule, tables, query_HND, key_KND, value_KNE)
         stored = [span for span in tables.spans if span.start > 0]
         output = query_HND.new_zeros((rows, heads, shape.value_width)) if stored else None
         if self.cache is not None:
@@ -185,6 +188,40 @@ class PagedAttention:
                 output = query_HND.new_zeros((rows, heads, shape.value_width))  # rows that pad the call stay zero
             output[here] = part
         assert output is not None, "a call without tokens"
+        return output
+
+    def _reads_in_place(self, device: torch.device) -> bool:
+        """Whether the kernel reads pages where they are. Over the link it would read them again for every few tokens of
+        a prompt."""
+        assert self.cache is not None
+        memory = self.cache.memory
+        return memory.device == device and not memory.crosses_link and has_kernel(device)
+
+    def _attend_in_place(
+        self,
+        site: Site,
+        shape: KvShape,
+        rule: AttentionRule,
+        tables: PassTables,
+        query_HND: torch.Tensor,
+        key_KND: torch.Tensor,
+        value_KNE: torch.Tensor,
+    ) -> torch.Tensor:
+        """[N, H, E] by the kernel: at most two launches, one for prompts and one for single tokens."""
+        assert self.cache is not None
+        group, device = self.cache.group_of(rule.window), query_HND.device
+        store = self.cache.store(site, shape, group)
+        slots = tables.slots_of(group, device)
+        used = len(slots)
+        store_rows(store, key_KND[:, :used], value_KNE[:, :used], slots)
+        heads, rows, _ = query_HND.shape
+        output = query_HND.new_empty((rows, heads, shape.value_width))
+        output[used:] = 0  # rows that pad the call
+        key = "tiles", group, heads // shape.heads
+        if key not in tables.plans:
+            tables.plans[key] = cut_in_tiles(tables, group, rule.window, heads // shape.heads, device)
+        for tiles in tables.plans[key]:
+            attend_tiles(store, rule, tiles, query_HND, output)
         return output
 
     def _fresh(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from outcore.infer.attention.exact import AttentionRule, Piece, attend_at_once, attend_in_pieces
+from outcore.infer.attention.tiles import TokenTiles, attend_tiles, has_kernel, store_rows
 from outcore.infer.cache import KvStore, RowTables
 from outcore.sizing.inference import AttentionLimits
 
@@ -27,6 +28,13 @@ def attend_rows(
     limits: AttentionLimits,
 ) -> torch.Tensor:
     """[N, H, E], after the rows' own keys and values are stored."""
+    if has_kernel(query_HND.device):
+        store_rows(store, key_KND, value_KNE, tables.slots[group])
+        output = query_HND.new_empty((tables.num_rows, query_HND.shape[0], store.shape.value_width))
+        most = tables.pages[group].shape[1] * store.page_tokens
+        tiles = TokenTiles(tables.facts[group], tables.pages[group], 1, min(most, rule.window or most))
+        attend_tiles(store, rule, tiles, query_HND, output)
+        return output
     store.write(key_KND.transpose(0, 1), value_KNE.transpose(0, 1), tables.slots[group])
     pages, seen = tables.pages[group], tables.seen[group]
     wide = limits.gathered_pages(store.page_tokens * store.shape.width)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from outcore.infer.cache.kv_cache import SequencePages
 from outcore.staging.pool import SmallCopies
+
+FACTS = 5
+"""Numbers of a tile: first row, tokens, position of the first, position of its table's first key, the table's start."""
 
 
 class RowMasks:
@@ -31,7 +35,8 @@ class RowMasks:
 
 
 class RowTables:
-    """Tables of `num_rows` rows, each with `num_pages[group]` pages. `windows`: of each group."""
+    """Tables of `num_rows` rows, each with `num_pages[group]` pages. `windows`: of each group; `masks` None: nobody
+    asks what rows see, because a kernel knows by itself."""
 
     def __init__(
         self,
@@ -40,48 +45,67 @@ class RowTables:
         windows: Sequence[int | None],
         page_tokens: int,
         copies: SmallCopies,
-        masks: RowMasks,
+        masks: RowMasks | None,
     ) -> None:
         self._copies, self._masks = copies, masks
         self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
         self._page_tokens = page_tokens
-        widths = [1, 1, *(width for count in num_pages for width in (1, 1, count))]
-        self._device = torch.zeros(sum(widths) * num_rows, dtype=torch.long, device=copies.device)
-        parts = self._device.split([width * num_rows for width in widths])
-        ids, self._places, *rest = (part.view(num_rows, -1) for part in parts)
+        widths = [1, 1, *(width for count in num_pages for width in (1, FACTS, count))]
+        sizes = [width * num_rows for width in widths]
+        self._device = torch.zeros(sum(sizes), dtype=torch.long, device=copies.device)
+        self._host = np.zeros(sum(sizes), dtype=np.int64)
+        ids, self._places, *rest = self._device.split(sizes)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
-        self.slots = [column.view(-1) for column in rest[0::3]]
+        self.slots = rest[0::3]
         """For each group, the slot that each row's key and value go to."""
-        self._firsts, self.pages = rest[1::3], rest[2::3]
-        self.seen = [
-            masks.take(("seen", group), (num_rows, 1, 1, count * page_tokens), torch.bool)
-            for group, count in enumerate(num_pages)
-        ]
+        self.facts = [facts.view(FACTS, num_rows) for facts in rest[1::3]]
+        """For each group, every row's tile for the kernel that reads pages (`attention.tiles`)."""
+        self.pages = [pages.view(num_rows, -1) for pages in rest[2::3]]
+        _, _, *of_groups = np.split(self._host, np.cumsum(sizes)[:-1])
+        self._host_slots, self._host_pages = of_groups[0::3], [p.reshape(num_rows, -1) for p in of_groups[2::3]]
+        self._host_facts = [facts.reshape(FACTS, num_rows) for facts in of_groups[1::3]]
+        for facts, count in zip(self._host_facts, num_pages, strict=True):
+            facts[0], facts[1], facts[4] = np.arange(num_rows), 1, np.arange(num_rows) * count
+        self._known: list[list[tuple[SequencePages | None, int, int]]] = [[(None, 0, 0)] * num_rows for _ in num_pages]
+        """For each group, whose pages stand in a row of the table: the sequence's, from and up to which."""
+        self.seen: list[torch.Tensor] = []
         """For each group, which keys of its pages each row sees; made, like `positions`, by `work_out`."""
+        if masks is not None:
+            shapes = [(num_rows, 1, 1, count * page_tokens) for count in num_pages]
+            self.seen = [masks.take(("seen", group), shape, torch.bool) for group, shape in enumerate(shapes)]
         self._biases: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def fill(self, rows: Sequence[tuple[SequencePages, int, int]]) -> None:
         """Put rows (pages, position, token) into the tables: on a GPU queued on the current stream."""
-        size = self._page_tokens
-        whole = [*rows, *[rows[0]] * (self.num_rows - len(rows))]
-        values = [token for _, _, token in whole] + [position for _, position, _ in whole]
-        for group, (window, count) in enumerate(zip(self._windows, self.num_pages, strict=True)):
-            firsts, of_rows = [], []
-            for pages, position, _ in whole:
-                table = pages.tables[group]
-                first = first_page(position, window, size)
-                seen = table[first : position // size + 1]
-                values.append(seen[-1] * size + position % size)
-                firsts.append(first * size)
-                of_rows += [max(page, 0) for page in seen] + [0] * (count - len(seen))  # passed ones are masked
-            values += firsts + of_rows
-        self._copies.into(torch.tensor(values), self._device)
+        size, num_rows = self._page_tokens, self.num_rows
+        whole = [*rows, *[rows[0]] * (num_rows - len(rows))]
+        places = np.array([position for _, position, _ in whole])
+        self._host[:num_rows] = [token for _, _, token in whole]
+        self._host[num_rows : 2 * num_rows] = places
+        for group, window in enumerate(self._windows):
+            known, table = self._known[group], self._host_pages[group]
+            firsts = np.zeros_like(places) if window is None else np.maximum(places - window + 1, 0) // size
+            lasts = places // size
+            for at, (pages, first, last) in enumerate(zip((row[0] for row in whole), firsts, lasts, strict=True)):
+                if known[at][0] is pages and known[at][1:] == (first, last):
+                    continue  # pages are added, never exchanged
+                seen = pages.tables[group][first : last + 1]
+                table[at] = 0
+                table[at, : len(seen)] = np.maximum(seen, 0)  # passed ones are masked
+                known[at] = (pages, first, last)
+            facts = self._host_facts[group]
+            facts[2], facts[3] = places, firsts * size
+            self._host_slots[group][:] = table[np.arange(num_rows), lasts - firsts] * size + places % size
+        self._copies.into(torch.from_numpy(self._host), self._device)
 
     def work_out(self) -> None:
         """Make what follows from the tables, on the device."""
-        at = self._places
-        self.positions.copy_(at.view(1, -1))
-        for window, first, seen in zip(self._windows, self._firsts, self.seen, strict=True):
+        self.positions.copy_(self._places.view(1, -1))
+        if self._masks is None:
+            return
+        at = self._places.view(-1, 1)
+        for window, facts, seen in zip(self._windows, self.facts, self.seen, strict=True):
+            first = facts[3].view(-1, 1)
             keys, visible = first + self._masks.counted[: seen.shape[-1]], seen.view(self.num_rows, -1)
             torch.le(keys, at, out=visible)
             if window is not None:
@@ -93,6 +117,7 @@ class RowTables:
         """[rows, 1, shares, keys]: 0 where a row sees a key, else -inf, the same for the `shares` query heads of a key
         head. Made once a pass: torch's attention would make it of a bool mask again in every layer."""
         key = group, shares, dtype
+        assert self._masks is not None
         if key not in self._biases:  # by the slot's first pass, which no graph captures: the address stays
             shape = (self.num_rows, 1, shares, self.seen[group].shape[-1])
             self._biases[key] = self._masks.take(("bias", *key), shape, dtype)

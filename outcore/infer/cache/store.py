@@ -71,6 +71,12 @@ class KvStore:
         scales = () if self._scales is None else self._scales
         return sum(tensor.nbytes for tensor in (self._keys, self._values, *scales))
 
+    @property
+    def planes(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Keys and values [P, T, H, D], and in 8 bits the scales [P, T, H, 1] of both: for kernels that read pages
+        where they are."""
+        return self._keys, self._values, self._scales
+
     def write(self, keys_NHD: torch.Tensor, values_NHD: torch.Tensor, slots_N: torch.Tensor) -> None:
         """Put tokens into slots (page x page_tokens + place within it); `slots_N` on the store's home."""
         into = (self._keys, self._values, *(self._scales or ()))

@@ -35,7 +35,7 @@ def _one(args: argparse.Namespace) -> int:
         raise ValueError("--num_gpus shares the lines of --input; one --prompt is answered by one GPU.")
     if args.output is not None:
         raise ValueError("--output goes with --input; an answer to --prompt is printed.")
-    opened = open_engine(args.model, settings_of(args), say)
+    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
     told = against_plan(opened)
     try:
         prompts = Prompts(opened.found.tokenizer)
@@ -72,7 +72,7 @@ def _job(args: argparse.Namespace) -> int:
     if next(numbered(args.input), None) is None:
         raise ValueError(f"--input {args.input} has no lines.")
     check_output(args.output, args.input)
-    settings = settings_of(args, deterministic=True)
+    settings = settings_of(args, deterministic=args.deterministic)
     check_gpus(args.num_gpus, settings)
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
     journal_file = args.output.with_name(f"{args.output.name}.journal")

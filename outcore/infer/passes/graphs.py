@@ -24,7 +24,7 @@ from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
-from outcore.infer.attention import PagedAttention
+from outcore.infer.attention import PagedAttention, has_kernel
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 48
 """The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
+LEAST_PAGES = 16
+"""Pages of each row's table where a kernel reads pages in place; then 64, 256 and so on, a graph for each."""
 SPAN_KEYS = 1 << 15
 """Keys that all rows may see together (`GRAPH_KEYS`) where a sequence has several, each of which reads its own copy of
 the same pages."""
@@ -57,12 +59,11 @@ class Handed:
     def __init__(self, most_rows: int) -> None:
         self.most_rows, self._kept = most_rows, dict[str, torch.Tensor]()
 
-    def keep(self, name: str, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The value [..., rows, width] where the next segment, or who asked for the pass, finds it, in a type of its
-        own or this one."""
+    def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value [..., rows, width] where the next segment, or who asked for the pass, finds it."""
         rows = value.reshape(-1, value.shape[-1])
         if name not in self._kept:
-            self._kept[name] = rows.new_zeros((self.most_rows, rows.shape[1]), dtype=dtype)
+            self._kept[name] = rows.new_zeros((self.most_rows, rows.shape[1]))
         return self._kept[name][: len(rows)].copy_(rows).view(value.shape)
 
 
@@ -94,8 +95,8 @@ class SlotPass:
         return all(segment.graph is not None or segment.has_code for segment in self.segments)
 
     def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
-        """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
-        by ordinary launches, unless there are graphs already."""
+        """[rows, V] as the head gives them, good until the next pass. `capture`: makes a graph of a function without
+        running it; None: by ordinary launches, unless there are graphs already."""
         arrival = _resident(self.flow)
         replays = self.is_captured
         try:
@@ -140,8 +141,9 @@ class SlotPass:
             else:
                 assert self._hidden is not None
                 item = HeadInput(self._hidden, self._batch, self._log)
-                made = self.flow.head.logits(slab, item, self._places, as_made=True)
-                self._logits = self._handed.keep("logits", made, torch.float32)
+                self._logits = self._handed.keep(
+                    "logits", self.flow.head.logits(slab, item, self._places, as_made=True)
+                )
         if segment is not self.segments[-1]:
             assert self._hidden is not None
             self._hidden = self._handed.keep("hidden", self._hidden)
@@ -191,7 +193,9 @@ class SmallPasses:
         self._is_captured, self._is_on_cpu, self.experts = is_captured, is_on_cpu, experts
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool = GraphPool(device)
-        self._handed, self._masks = Handed(most_rows), RowMasks(GRAPH_KEYS, device)
+        self._reads_in_place = has_kernel(device)
+        self._handed = Handed(most_rows)
+        self._masks = None if self._reads_in_place else RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
         if cache.memory.device != device:
@@ -238,7 +242,12 @@ class SmallPasses:
                 for work in works
                 for place in {0, work.count - 1}
             )
-            pages.append(rounded_up(most + (window is not None), fine=self.cache.memory.crosses_link))
+            if self._reads_in_place:  # pages that nobody needs are not read
+                pages.append(max(LEAST_PAGES, 1 << 2 * -(-(most - 1).bit_length() // 2)))
+            else:
+                pages.append(rounded_up(most + (window is not None), fine=self.cache.memory.crosses_link))
+        if self._reads_in_place:
+            return (num_rows, *pages)
         limit = GRAPH_KEYS if total == len(works) else SPAN_KEYS
         return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
 

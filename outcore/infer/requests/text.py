@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 UNFINISHED = "�"
 """What decoding gives for bytes that are no whole letter yet."""
 MAX_HELD_TOKENS = 8
@@ -22,7 +24,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = (), *, keeps_special: bool = False
     ) -> None:
-        self._tokenizer, self._stops, self._skips_special = tokenizer, tuple(stops), not keeps_special
+        self._to_text, self._stops, self._skips_special = _to_text(tokenizer), tuple(stops), not keeps_special
         self._tokens = list(before[-MAX_HELD_TOKENS:])
         if self._tokens and self._decode(self._tokens).endswith(UNFINISHED):
             self._tokens = []
@@ -55,7 +57,7 @@ class TextStream:
         return rest + held
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
+        return self._to_text(tokens, skip_special_tokens=self._skips_special)
 
     def _new_text(self, *, is_last: bool = False) -> str:
         before = self._decode(self._tokens[self._context : self._settled])
@@ -84,6 +86,15 @@ class TextStream:
         self._held = text[len(text) - keep :]
         self.length += len(text) - keep
         return text[: len(text) - keep]
+
+
+def _to_text(tokenizer: Any) -> Any:
+    """The tokenizer's `decode`, without transformers' wrapping where that changes nothing: it takes as long again, and
+    every token of every answer is decoded twice."""
+    is_plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode
+    return None if tokenizer is None else tokenizer.decode
 
 
 def _overlap(text: str, stop: str) -> int:

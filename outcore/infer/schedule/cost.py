@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from outcore.sizing.inference import GRAPH_ROWS
 
-SIZES = (*GRAPH_ROWS, 192, 256, 384)
+SIZES = GRAPH_ROWS
 """Rows that passes are told apart by; larger ones read prompts."""
 LAST_PASSES = 4
 """Passes of a size of which the quickest counts: anything may slow one down."""
@@ -39,6 +39,7 @@ class PassCost:
         self._rows: list[int] = []
         self._seconds: list[float] = []
         """The curve: its corners."""
+        self._told: dict[int, float] = {}
 
     def add(self, rows: int, seconds: float) -> None:
         """One pass."""
@@ -50,6 +51,7 @@ class PassCost:
         self._came[at] = self._passes
         for size in [size for size, came in self._came.items() if came < self._passes - FORGOTTEN_AFTER]:
             del self._by_size[size], self._came[size]
+        self._told.clear()
         corners = [min(self._by_size[size]) for size in sorted(self._by_size)]
         self._rows, self._seconds = [rows for _, rows in corners], [seconds for seconds, _ in corners]
 
@@ -67,20 +69,24 @@ class PassCost:
             return self._seconds[last] + max(0.0, slope) * (rows - self._rows[last])
         return begun + slope * (rows - self._rows[first])
 
-    def worth(self, chances: Sequence[float], rows: int = 1) -> int:
-        """How many guesses, right with these chances, have a pass that has `rows` rows without them, each for a token
-        of an answer, give most tokens a second. None while it is unknown what that pass takes without any, once others
-        were measured: the next one tells."""
+    def worth(self, chances: Collection[float], rows: int = 1) -> int:
+        """How many guesses, right with these chances (each also needs all before it), have a pass that has `rows` rows
+        without them, each for a token of an answer, give most tokens a second. None while it is unknown what that pass
+        takes without any, once others were measured: the next one tells."""
         if self._by_size and bisect_left(SIZES, rows) not in self._by_size:
             return 0
-        best, best_rate, tokens = 0, LEAST_GAIN * rows / self._relative(rows), float(rows)
+        best, best_rate, tokens, most = 0, LEAST_GAIN * rows / self._relative(rows), float(rows), len(chances)
         for count, chance in enumerate(chances, 1):
             tokens += chance
-            rate = tokens / self._relative(rows + count)
-            if rate > best_rate:
+            relative = self._relative(rows + count)
+            if (rate := tokens / relative) > best_rate:
                 best, best_rate = count, rate
+            elif (tokens + chance * (most - count)) / relative <= best_rate:
+                break  # later ones are no likelier, and passes get no cheaper
         return best
 
     def _relative(self, rows: int) -> float:
-        seconds = self.seconds_of(rows)
-        return 1 + ASSUMED_SHARE * (rows - 1) if seconds is None else seconds
+        if rows not in self._told:  # every answer of a pass asks for the same sizes
+            seconds = self.seconds_of(rows)
+            self._told[rows] = 1 + ASSUMED_SHARE * (rows - 1) if seconds is None else seconds
+        return self._told[rows]

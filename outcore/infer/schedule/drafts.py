@@ -11,7 +11,7 @@ Cost: some microseconds a token, and where runs part a walk over the last places
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 MATCH_BESIDE_MODEL = 3
 """Tokens that must have stood there before, where a small model guesses better than a short match."""
@@ -47,12 +47,22 @@ class Drafter:
         self.is_from_model = False
         """Whether the last guess was that model's."""
 
+    @property
+    def run_length(self) -> int:
+        """Length of the run that ends the text and stood there before."""
+        return self._length
+
+    @property
+    def rates(self) -> list[float]:
+        """How often a guess came true, by length of the run."""
+        return [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
+
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether the text suggests nothing."""
         self._follow(tokens)
         return self._length < self._least
 
-    def propose(self, tokens: Sequence[int], most: int, worth: Callable[[Sequence[float]], int]) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int, worth: Callable[[Collection[float]], int]) -> list[int]:
         """Up to `most` tokens that may follow, none where nothing fits. `worth` tells how many guesses pay, given the
         chance of each that it and all before it are right."""
         offered, self.offered = self.offered, []
@@ -62,18 +72,10 @@ class Drafter:
         if self.is_from_model:
             return offered[:most]
         guess: list[int] = []
-        for place in range(self._place, self._place + worth(self._chances(min(most, MAX_DRAFT)))):
+        for place in range(self._place, self._place + worth(_Chances(self, min(most, MAX_DRAFT)))):
             # Past the end the guess itself goes on, as a text that repeats does.
             guess.append(tokens[place] if place < len(tokens) else guess[place - len(tokens)])
         return guess
-
-    def _chances(self, count: int) -> list[float]:
-        found, chance = [], 1.0
-        for length in range(self._length, self._length + count):
-            kind = _kind(length)
-            chance *= self._right[kind] / self._tried[kind]
-            found.append(chance)
-        return found
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Take in what was said since."""
@@ -119,6 +121,25 @@ class Drafter:
         pair = _pair(tokens, end)
         self._earlier.append(self._behind_two.get(pair, 0))
         self._behind_two[pair] = end
+
+
+class _Chances(Collection[float]):
+    """Chances of the next `count` guesses that each and all before it are right, worked out as far as is asked."""
+
+    def __init__(self, drafter: Drafter, count: int) -> None:
+        self._drafter, self._count = drafter, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, chance: object) -> bool:
+        return any(chance == own for own in self)
+
+    def __iter__(self) -> Iterator[float]:
+        length, rates, chance = self._drafter.run_length, self._drafter.rates, 1.0
+        for at in range(length, length + self._count):
+            chance *= rates[_kind(at)]
+            yield chance
 
 
 def _pair(tokens: Sequence[int], end: int) -> tuple[int, ...]:

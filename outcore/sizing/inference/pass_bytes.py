@@ -19,7 +19,7 @@ from outcore.sizing.activations import FUSED_CHUNKS, LOGITS_CHUNK_BYTES, LOSS_CH
 
 GUESSED_TOKENS = 64
 """Guessed tokens of a pass, of all answers together, unless told."""
-GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Tokens of a pass that CUDA graphs run; padding costs nothing while weights are what a pass waits for."""
 GRAPH_KEYS = 1 << 18
 """Keys that all rows of such a pass may see together."""
@@ -128,7 +128,7 @@ def pass_bytes(
     found = TABLE_BYTES + waiting + max(layers(chunk), logits_bytes(layer, vocab_size, size, itemsize))
     if has_graphs:
         rows = size.graph_rows
-        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * (4 + itemsize) + layer.hidden_size * 4)
+        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * 2 * itemsize + layer.hidden_size * 4)
         # Every row reads pages of its own.
         keys = min(GRAPH_KEYS, rows * size.context_tokens)
         gathered = max((min(limits.gathered, keys * a.width) for a in layer.attentions), default=0)

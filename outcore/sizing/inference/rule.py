@@ -23,6 +23,8 @@ FREE_SHARE = 0.04
 RAM_TOKENS = 1024
 """Tokens of every answer that RAM has room for, where its share allows: answers that find no page wait for another
 round of all the weights (256 requests of 536 tokens ran in three rounds where there was room for 256 tokens each)."""
+ROOMY_TOKENS = 2048
+"""Tokens of each answer that VRAM must have room for before more answers are written at once."""
 OPEN_TOKENS = 64
 """Tokens of each answer whose keys and values are in RAM until their page is full."""
 SCORING_TOKENS = 256
@@ -70,8 +72,29 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
     if limits.vram_bytes is None:
         placed = _on_cpu(needs, limits, asked)
     else:
-        placed = _with_long_calls(needs, limits, asked, _on_gpu(needs, limits, asked))
+        asked, placed = _with_more_answers(needs, limits, asked, _on_gpu(needs, limits, asked))
+        placed = _with_long_calls(needs, limits, asked, placed)
     return replace(placed, reasons=(*placed.reasons, *reasons))
+
+
+def _with_more_answers(
+    needs: InferenceNeeds, limits: InferenceLimits, asked: Placement, placed: Placement
+) -> tuple[Placement, Placement]:
+    """What is asked for and the placement, with more answers at once where all weights stay and keys and values have
+    room for them: a pass that reads the weights anyway then writes more tokens. One answer's preset stays at few."""
+    most = PRESETS["throughput"].max_sequences
+    grows = limits.max_sequences is None and asked.preset.name == "balanced" and not needs.state_bytes
+    while grows and not placed.travels and placed.kv_home == "vram" and 2 * asked.max_sequences <= most:
+        more = replace(asked, max_sequences=2 * asked.max_sequences)
+        try:
+            found = _on_gpu(needs, limits, more)
+        except DoesNotFit:
+            break
+        tokens = needs.kv.sequence_bytes(min(asked.context_tokens, ROOMY_TOKENS), asked.chunk_tokens)
+        if found.travels or found.kv_home != "vram" or found.kv_bytes < more.max_sequences * tokens:
+            break
+        asked, placed = more, found
+    return asked, placed
 
 
 def _with_long_calls(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement, placed: Placement) -> Placement:
