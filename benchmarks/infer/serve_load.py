@@ -56,7 +56,7 @@ async def one_answer(host: str, port: int, model: str, number: int, generator: r
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        fields = f"Host: {host}\r\nContent-Length: {len(data)}\r\nConnection: close"
+        fields = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close"
         head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
 
 from outcore.config import FIELDS, ConfigError, Field, TrainConfig
+from outcore.data import DataError, weighted_source
 from outcore.plan.asked import PRESETS
-from outcore.serve.additions import bad
+from outcore.serve.additions import ApiError, bad, check_folder
 from outcore.train.configure import parse_config
 
 HIDDEN = frozenset({"local_rank", "plan"})
 """Set by a launcher; asked by a route of its own."""
+COMMAND_LINE = frozenset({"trust_remote_code"})
+"""Said on a command line alone: it runs code that comes with a model."""
+OPENED = frozenset({
+    "model_name_or_path", "config_file", "tokenizer_name_or_path", "dataset", "eval_dataset", "chat_template",
+    "data_cache_dir", "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "deepspeed_config",
+    "nvme_offload_path",
+})  # fmt: skip
+"""Settings that name a file or folder."""
 
 
 def table() -> dict[str, Any]:
     """Every field (name, group, kind, choices, default, range, help, whether it is common) and the presets' names."""
-    rows = [_row(field) for name, field in FIELDS.items() if name not in HIDDEN]
+    rows = [_row(field) for name, field in FIELDS.items() if name not in HIDDEN | COMMAND_LINE]
     return {"object": "list", "data": rows, "presets": list(PRESETS)}
 
 
@@ -58,6 +68,30 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
         if value not in (None, "", (), field.default):
             found[name] = value
     return found
+
+
+def check_reach(settings: Mapping[str, Any], allowed: Sequence[Path]) -> None:
+    """ApiError for what a client may not say: code that runs, and files outside of the folder in which the panels were
+    started and of those that are allowed."""
+    for name, value in settings.items():
+        if name in COMMAND_LINE:
+            raise ApiError(403, f"{name} is said on the command line alone (outcore train --{name}).", param=name)
+        if name == "model_module":
+            check_folder(str(value).rpartition(":")[0], allowed, name)
+        elif name in OPENED and (name, value) != ("resume_from_checkpoint", "auto"):
+            for one in _named(name, value):
+                check_folder(one, (Path(), *allowed), name)
+
+
+def _named(name: str, value: Any) -> list[str]:
+    """Files and folders that a setting names."""
+    if name == "nvme_offload_path":
+        return [str(value), *map(str.strip, str(value).split(","))]
+    texts = [str(one) for one in (value if isinstance(value, tuple) else (value,))]
+    try:
+        return [weighted_source(text).name for text in texts] if name == "dataset" else texts
+    except DataError as error:
+        raise bad(str(error), name) from error
 
 
 def _number(value: Any) -> Any:

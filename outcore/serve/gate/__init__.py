@@ -1,0 +1,5 @@
+"""Who may come in to a server, and how far: names, origins, kinds of bodies, keys, folders."""
+
+from outcore.serve.gate.folders import check_folder
+from outcore.serve.gate.guard import FILES, FORM, Guard, refusal
+from outcore.serve.gate.keys import OPEN_PATHS, KeyCheck, Keys, bearer_of
