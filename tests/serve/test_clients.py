@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
