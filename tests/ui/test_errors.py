@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -328,6 +329,32 @@ def test_code_and_folders_elsewhere_are_for_the_command_line(client, api, tmp_pa
     assert answer.json()["error"]["param"] == param
     assert not api.training._children and client.get("/v1/model").json()["state"] == "none"
     assert client.get("/v1/paths/folders", params={"path": "/etc"}).status_code == 403
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"model": " --help"}, "is a flag"), ({"model": "m", "adapter": "--insecure"}, "is a flag"),
+    ({"model": "m", "precision": ["bf16"]}, "expected one value"), ({"model": "m", "nvme_path": {"a": 1}}, "one value"),
+    ({"model": "m", "nvme_path": [["a"]]}, "one value"), ({"model": "m\0"}, "is a flag"),
+])  # fmt: skip
+def test_values_that_are_none_never_reach_a_command_line(client, body, words):
+    assert words in words_of(client.post("/v1/model", json=body), 400)
+    assert client.get("/v1/model").json()["state"] == "none"
+
+
+def test_each_value_is_one_word_of_the_command_line(client, api, place):
+    loaded(client.request, nvme_path=["a", "b c"], context=512)
+    argv = api.host._child.argv
+    assert argv[-2:] == ["--", "quick"] and all(word.startswith("--") and "=" in word for word in argv[1:-2])
+    assert "--nvme_path=a --nvme_path=b c" in " ".join(argv)
+    one = client.post("/v1/conversations", json={}).json()
+    kept = [
+        place.of("conversations") / f"{one['id']}.json",
+        place.of("model") / "loaded.json",
+        place.of("model") / "key",
+    ]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600] * 3
+    run = client.post("/v1/runs", json={"fields": {"preset": "tiny", "run_name": " --help"}}).json()["run"]
+    assert api.training._children[run].argv == ["train", "--preset=tiny", "--run_name= --help"]
 
 
 def test_folders_that_are_allowed_may_be_named(place, tmp_path):

@@ -97,7 +97,8 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
     assert config.dataset == ("a.txt", "b.txt:0.3") and not config.nvme_offload_optimizer
     assert "--dataset a.txt --dataset b.txt:0.3" in command_of(told)
     assert "dataset:\n- a.txt\n- b.txt:0.3\n" in yaml_of(told) and "max_steps: 20" in yaml_of(told)
-    assert argv_of({"max_steps": -1}) == ["--max_steps=-1"]
+    assert argv_of({"max_steps": -1, "seed": 2}) == ["--max_steps=-1", "--seed=2"]
+    assert command_of({"max_steps": -1, "seed": 2}) == "outcore train --max_steps=-1 --seed 2"
 
 
 @pytest.mark.more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -111,19 +112,21 @@ def checked(settings: Mapping[str, Any]) -> TrainConfig:
         raise bad(str(error), field_of(str(error))) from error
 
 
+def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) as a command line says them."""
+    values = [(name, one) for name, v in settings.items() for one in (v if isinstance(v, tuple) else (v,))]
+    return [(name, str(one).lower() if isinstance(one, bool) else str(one)) for name, one in values]
+
+
 def argv_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags that say these settings."""
-    words: list[str] = []
-    for name, value in settings.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            text = str(one).lower() if isinstance(one, bool) else str(one)
-            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
-    return words
+    """Flags that say these settings, each in one word with its value, which is so taken for no flag."""
+    return [f"--{name}={text}" for name, text in _texts(settings)]
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
     """The command line to copy; `outcore train` works in any folder."""
-    return shlex.join(["outcore", "train", *argv_of(settings)])
+    words = [(f"--{name}={text}",) if text.startswith("-") else (f"--{name}", text) for name, text in _texts(settings)]
+    return shlex.join(["outcore", "train", *chain(*words)])
 
 
 def yaml_of(settings: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from outcore.common import read_object
+from outcore.common import read_object, write_atomic
 from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
 from outcore.machine import detect_machine
@@ -80,8 +80,7 @@ class ModelHost:
             self._end()
             port, key = free_port(), secrets.token_urlsafe(24)
             keys = self.place.of("model") / "key"
-            keys.touch(mode=0o600)
-            keys.write_text(key, encoding="utf-8")
+            write_atomic(keys, key, for_us=True)
             ours = {"port": port, "api_key_file": keys, "log_dir": self.place.logs / "serve"}
             ours["allowed_folder"] = [folder.absolute() for folder in self._allowed]
             self._child = Child(["serve", *_flags(ours | settings), "--", model], self._log)
@@ -176,7 +175,6 @@ class ModelHost:
                         return
                     with contextlib.suppress(OSError):  # then panels that start next do not find it
                         write_json(self._file, note | ready)
-                        self._file.chmod(0o600)
                     note |= ready
                 break
             time.sleep(LOOK_EVERY_S)
