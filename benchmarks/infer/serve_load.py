@@ -2,6 +2,10 @@
 
     python benchmarks/infer/serve_load.py --streams 200 --seconds 300          (tiny model, CPU)
     python benchmarks/infer/serve_load.py --url http://127.0.0.1:8000 --model NAME --streams 64 --seconds 60
+    python benchmarks/infer/serve_load.py --streams 20 --slow 300 --seconds 40     (beside clients that never end)
+
+With --slow the streams run three times, alone, beside so many half requests (each gets another byte a second, and is
+begun anew when the server ends it), and alone again: how much later the first words come is `first_word_ratio`.
 
 Every stream asks again as soon as it was answered. A stream must end with a finish reason and [DONE]. Without --url a
 server over a tiny random model runs in this process, whose memory is then read after a warm-up and at the end.
@@ -56,7 +60,7 @@ async def one_answer(host: str, port: int, model: str, number: int, generator: r
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        fields = f"Host: {host}\r\nContent-Length: {len(data)}\r\nConnection: close"
+        fields = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close"
         head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
@@ -99,6 +103,32 @@ async def one_answer(host: str, port: int, model: str, number: int, generator: r
         writer.close()
 
 
+async def dawdle(host: str, port: int, number: int) -> None:
+    """Half a head or half a body, again and again."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+            writer.write(head + b"Content-Length: 1000\r\n\r\n{" * (number % 2))
+            while not writer.is_closing():
+                await asyncio.sleep(1)
+                writer.write(b"x")
+                await writer.drain()
+        except OSError:
+            pass
+
+
+async def run_beside(slow: int, host: str, port: int, model: str, streams: int, seconds: float) -> Tally:
+    """All streams for so long, beside slow clients."""
+    dawdling = [asyncio.create_task(dawdle(host, port, number)) for number in range(slow)]
+    await asyncio.sleep(2 if slow else 0)
+    try:
+        return await run(host, port, model, streams, seconds)
+    finally:
+        for task in dawdling:
+            task.cancel()
+
+
 async def run(host: str, port: int, model: str, streams: int, seconds: float) -> Tally:
     """All streams for so long."""
     tally, until = Tally(), time.perf_counter() + seconds
@@ -113,6 +143,11 @@ async def run(host: str, port: int, model: str, streams: int, seconds: float) ->
 
     await asyncio.gather(*(stream(number) for number in range(1, streams + 1)))
     return tally
+
+
+def first_of(tallies: list[Tally]) -> float:
+    """Median seconds to the first word."""
+    return statistics.median(seconds for tally in tallies for seconds in tally.first_s)
 
 
 def tiny_server(folder: Path) -> Any:
@@ -133,6 +168,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--slow", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = None if args.url else tiny_server(Path(folder))
@@ -140,8 +176,11 @@ def main() -> int:
         host, port = where.hostname or "127.0.0.1", where.port or 80
         asyncio.run(run(host, port, args.model, args.streams, min(20.0, args.seconds / 5)))
         process = psutil.Process()
+        asked = (host, port, args.model, args.streams, args.seconds)
+        alone = [asyncio.run(run(*asked))] if args.slow else []
         before = process.memory_info().rss
-        tally = asyncio.run(run(host, port, args.model, args.streams, args.seconds))
+        tally = asyncio.run(run_beside(args.slow, *asked))
+        alone += [asyncio.run(run(*asked))] if args.slow else []
         after = process.memory_info().rss
         left = None
         if server is not None:
@@ -162,6 +201,7 @@ def main() -> int:
         "answers_of_the_stream_with_fewest": min(served),
         "answers_of_the_stream_with_most": max(served),
         "first_word_s": {"median": statistics.median(tally.first_s or [0]), "worst": max(tally.first_s or [0])},
+        "first_word_ratio": first_of([tally]) / first_of(alone) if alone else None,
         "places_not_given_back": left,
         "rss_growth": None if server is None else after / before - 1,
     }

@@ -76,12 +76,18 @@ def make_folder(path: Path) -> None:
         fsync_folder(path.parent)
 
 
+def opener_for_us(path: str, flags: int) -> int:
+    """`opener` of `open`: a new file is for this user alone."""
+    return os.open(path, flags, 0o600)
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file: after a crash at any moment it holds the old bytes or the new ones. Raises OSError."""
+def replacing(path: Path, *, for_us: bool = False) -> Iterator[BinaryIO]:
+    """Replace a file: after a crash at any moment it holds the old bytes or the new ones. `for_us`: others on this
+    machine may not read it. Raises OSError."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "wb", opener=opener_for_us if for_us else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -95,9 +101,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     fsync_folder(path.parent)
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
+def write_atomic(path: Path, data: str | bytes, *, for_us: bool = False) -> None:
     """Replace a file by these bytes, `replacing` it. Raises OSError."""
-    with replacing(path) as file:
+    with replacing(path, for_us=for_us) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

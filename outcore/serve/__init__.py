@@ -3,4 +3,4 @@
 Rooms above add routes to the same server: an `Addition`, made of what `outcore.serve.additions` has."""
 
 from outcore.serve.main import main as serve_main
-from outcore.serve.settings import ServeSettings, is_loopback, listen, read_keys
+from outcore.serve.settings import ServeSettings, check_hosts, is_loopback, listen, read_keys

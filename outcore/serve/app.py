@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -22,14 +21,12 @@ from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError, gone, stops
+from outcore.serve.gate import Guard, KeyCheck, Keys
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
-from outcore.serve.watch import RequestMetrics
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key: whoever watches over the server need not know it."""
 STOP_WITHIN_S = 5
 """Connections that are still open so long after the server was told to stop are cut."""
 LOOK_EVERY_S = 0.1
@@ -80,8 +77,8 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.tell_clients = tell_clients
-    add_errors(app, lambda status: service.metrics.refused.labels(str(status)).inc())
-    add_key(app, service.settings, service.metrics)
+    add_errors(app, service.metrics.refuse)
+    add_gate(app, service.settings, service.metrics.refuse)
     _add_plain(app, service)
     add_jobs(app, service, batches)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
@@ -120,21 +117,11 @@ def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: N
         return answer(ApiError(500, "The server failed; its log says why."))
 
 
-def add_key(app: FastAPI, settings: ServeSettings, metrics: RequestMetrics) -> None:
-    """Ask for a key on every path but those that are open, where keys were given."""
-    keys = [key.encode() for key in settings.api_keys]
-    if not keys:
-        return
-
-    @app.middleware("http")
-    async def check(http: HttpRequest, go_on: Callable[[HttpRequest], Awaitable[Response]]) -> Response:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        right = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time tells nothing
-        if http.url.path not in OPEN_PATHS and not any(right):
-            error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-            metrics.refused.labels("401").inc()
-            return JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})
-        return await go_on(http)
+def add_gate(app: FastAPI, settings: ServeSettings, refused: Callable[[int], object]) -> None:
+    """Let in who may come in: first by the guard, then with a key where keys were given."""
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, keys=Keys(settings.api_keys), refused=refused)
+    app.add_middleware(Guard, hosts=(settings.host.lower(), *settings.allowed_hosts), refused=refused)
 
 
 def _add_plain(app: FastAPI, service: Service) -> None:

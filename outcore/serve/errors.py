@@ -7,11 +7,13 @@ from typing import Any
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
@@ -43,7 +45,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """With when to try again, where that is known."""
-        return {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
             args.request_timeout,
             args.log_dir,
             args.record_text,
+            tuple(args.allowed_host),
+            tuple(args.allowed_folder),
         )
         with listen(settings.host, settings.port) as listening:
             if args.engine != "vllm" or _hand_over(args, settings, listening):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.common.quantities import MIB
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@\s]+)(?::\d{1,5})?")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class ServeSettings:
     request_timeout_s: float = 600.0
     logs: Path = Path("logs/serve")
     record_text: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients ask for this server, beside the address that they reach."""
+    allowed_folders: tuple[Path, ...] = ()
+    """Folders that requests may name, also those whose code is run; without one, none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -43,6 +50,7 @@ class ServeSettings:
         for name in ("max_queue", "max_body_bytes", "max_answer_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        check_hosts(self.allowed_hosts)
         if not self.request_timeout_s > 0:
             raise ValueError(f"request_timeout is {self.request_timeout_s}, but must be above 0.")
 
@@ -55,6 +63,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def name_of(host: str) -> str:
+    """The name in `name`, `name:port` or `[address]:port`, in small letters; '' for what is none of them."""
+    match = _HOST.fullmatch(host.lower())
+    return match[1].strip("[]") if match else ""
+
+
+def check_hosts(hosts: tuple[str, ...]) -> None:
+    """ValueError for one that no browser would send as the name of a server."""
+    for host in hosts:
+        if not host or name_of(host) != host:
+            raise ValueError(f"allowed_host is {host!r}, but must be a name alone, in small letters.")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from outcore.serve.app import STOP_WITHIN_S
+from outcore.serve.gate import Connection
 
 
 class Server(uvicorn.Server):
@@ -16,7 +17,7 @@ class Server(uvicorn.Server):
     their connections."""
 
     def __init__(self, app: FastAPI, **more: Any) -> None:
-        usual = {"log_level": "warning", "timeout_graceful_shutdown": STOP_WITHIN_S}
+        usual = {"log_level": "warning", "timeout_graceful_shutdown": STOP_WITHIN_S, "http": Connection, "ws": "none"}
         super().__init__(uvicorn.Config(app, **{**usual, **more}))
         self._app = app
 

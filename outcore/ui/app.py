@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from outcore.serve.additions import add_errors
+from outcore.serve.additions import FILES, FORM, Guard, add_errors
 from outcore.ui.api import PanelsApi, table
 from outcore.ui.client import Client
-from outcore.ui.guard import Guard
 from outcore.ui.settings import UiSettings
+from outcore.ui.sign_in import SIGN_IN, SignIn
+
+KINDS = {FILES: FORM, "POST /gradio_api/upload": FORM, f"POST {SIGN_IN}": "application/x-www-form-urlencoded"}
+"""Routes that take another kind of body than JSON."""
 
 
 def create_app(settings: UiSettings, api: PanelsApi, *, with_panels: bool = True) -> FastAPI:
@@ -32,7 +35,8 @@ def create_app(settings: UiSettings, api: PanelsApi, *, with_panels: bool = True
     api.add_to(app)
     if with_panels:
         _mount_panels(app, settings)
-    app.add_middleware(Guard, tokens=settings.tokens, host=settings.host)
+    app.add_middleware(SignIn, tokens=settings.tokens)
+    app.add_middleware(Guard, hosts=(settings.host.lower(), *settings.allowed_hosts), kinds=KINDS)
     return app
 
 

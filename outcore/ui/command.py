@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 
 from outcore.common.errors import need_packages
 from outcore.common.output import tell_error
@@ -23,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         need_packages(NEEDED, "the panels", "ui")
         tokens = () if args.token_file is None else read_keys(args.token_file)
-        asked = UiSettings(args.host, args.port, tokens)
+        asked = UiSettings(args.host, args.port, tokens, tuple(args.allowed_host), tuple(args.allowed_folder))
         listening = listen(asked.host, asked.port)
-        settings = UiSettings(args.host, listening.getsockname()[1], tokens)
+        settings = replace(asked, port=listening.getsockname()[1])
         run(settings, listening)
     except (ValueError, RuntimeError, OSError) as error:
         return tell_error("ui", error)
@@ -38,7 +39,7 @@ def run(settings: UiSettings, listening: socket.socket) -> None:
     from outcore.ui.api import PanelsApi, warm_up
     from outcore.ui.app import create_app
 
-    app = create_app(settings, PanelsApi())
+    app = create_app(settings, PanelsApi(allowed=settings.allowed_folders))
     where = f"http://{settings.own_host}:{settings.port}"
     print(f"panels: {where}{'/?token=...' if settings.tokens else ''}  (Ctrl-C ends them; runs go on)", flush=True)
     server = Server(app, timeout_graceful_shutdown=STOP_WITHIN_S)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from outcore.config.commands import DEFAULT_UI_PORT
-from outcore.serve import is_loopback
+from outcore.serve import check_hosts, is_loopback
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class UiSettings:
     port: int = DEFAULT_UI_PORT
     tokens: tuple[str, ...] = ()
     """Whoever has one of them may do everything."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which browsers ask for the panels, beside the address that they reach."""
+    allowed_folders: tuple[Path, ...] = ()
+    """Folders that panels may name beside the one in which they are started, also those whose code is run."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -25,6 +30,7 @@ class UiSettings:
                 f"host {self.host} can be reached from other machines, and whoever reaches the panels can start "
                 "programs here: give --token_file FILE. 127.0.0.1 is for this machine alone."
             )
+        check_hosts(self.allowed_hosts)
         if any(len(token) < 8 for token in self.tokens):
             raise ValueError("a token has fewer than 8 letters. Use a longer one.")
 

@@ -37,7 +37,7 @@ class Running:
 
         opened = open_engine(str(folder), InferSettings(**{"context": 256, "ram_gib": 1, "page_tokens": 8, **infer}))
         self.service = Service(opened, settings)
-        app = create_app(self.service, additions(self.service))
+        self.app = app = create_app(self.service, additions(self.service))
         self.server = Server(app, host="127.0.0.1", port=0)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -309,8 +307,9 @@ def test_a_client_that_goes_away_frees_its_place(client, server, monkeypatch):
 
 def test_a_client_that_went_away_before_the_first_event_frees_its_place(server):
     body = json.dumps({"prompt": "The", "max_tokens": 60, "stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    bodies = [body]
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    scope["server"], bodies, told = ("127.0.0.1", 80), [body], []
     until(lambda: not server.service.num_under_way)  # clients of earlier tests are gone
 
     async def receive():
@@ -319,11 +318,12 @@ def test_a_client_that_went_away_before_the_first_event_frees_its_place(server):
         return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     async def send(message):
+        told.append(message["status"])
         raise OSError("the client is gone")
 
     with suppress(Exception):
         asyncio.run(server.server.config.app(scope, receive, send))
-    assert not server.service.num_under_way
+    assert told == [200] and not server.service.num_under_way
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
@@ -351,9 +351,7 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
 
 def test_tokens(server):
     def post(path, body):
-        request = urllib.request.Request(server.url + path, json.dumps(body).encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return json.loads(reply.read())
+        return json.loads(send(server, path, body)[1])
 
     found = post("/tokenize", {"prompt": "The quick"})
     assert found["count"] == len(found["tokens"])

@@ -146,7 +146,9 @@ def test_answers_records_metrics_and_launch_are_as_those_of_our_own_engine(serve
     assert server.ask("bad").status_code == 400
     assert server.client.get("/v1/models").json()["data"][0]["id"] == "m"
     assert httpx.get(f"{server.client.base_url}/v1/models", timeout=120).status_code == 401, "our keys"
-    assert server.client.post("/v1/completions", content=b"{").status_code == 400
+    assert server.client.post("/v1/completions", content=b"{").status_code == 415
+    json_kind = {"Content-Type": "application/json"}
+    assert server.client.post("/v1/completions", content=b"{", headers=json_kind).status_code == 400
 
     header, first, second, third = server.records()
     assert header["header"] and header["model"] == "m" and "tensor_parallel 1" in header["way"]

@@ -19,3 +19,12 @@ def test_two_hundred_streams():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["errors"] == 0 and found["places_not_given_back"] == 0 and found["left_in_the_middle"] > 0
     assert found["answers_of_the_stream_with_fewest"] > 0 and found["rss_growth"] < 0.05
+
+
+@pytest.mark.slow
+def test_three_hundred_slow_clients_hold_up_nobody():
+    script = ROOT / "benchmarks/infer/serve_load.py"
+    asked = [sys.executable, str(script), "--streams", "20", "--slow", "300", "--seconds", "40"]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["errors"] == 0 and found["first_word_ratio"] < 1.2, found

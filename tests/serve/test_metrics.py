@@ -42,7 +42,8 @@ def test_answers_whose_client_went_away_count(server):
     before = counted()
     body = json.dumps({"prompt": "The", "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}).encode()
     with held(server.service.opened.engine), socket.create_connection(("127.0.0.1", server.port)) as begun:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         begun.sendall(head.encode() + body)
         assert begun.recv(12) == b"HTTP/1.1 200"
     until(lambda: counted() == before + 2)

@@ -126,7 +126,8 @@ def test_a_client_that_breaks_off_in_its_body_is_no_failure(server, caplog):
     gone, failed = (server.service.metrics.refused.labels(status)._value.get for status in ("499", "500"))
     before = gone(), failed()
     with socket.create_connection(("127.0.0.1", server.port)) as begun:
-        begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n")
+        begun.sendall(b"Content-Length: 100\r\n\r\n{")
     until(lambda: gone() + failed() > sum(before))
     assert (gone(), failed()) == (before[0] + 1, before[1]) and "a request failed" not in caplog.text
 

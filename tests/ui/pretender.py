@@ -1,6 +1,6 @@
 """Stands in for `outcore serve` and `outcore train`: quick to start, as slow, failing or mortal as a test asks.
 
-python pretender.py serve MODEL --port N --api_key_file FILE ...    MODEL: quick | slow | missing
+python pretender.py serve --port=N --api_key_file=FILE ... -- MODEL    MODEL: quick | slow | missing
 python pretender.py train ...                                       sleeps until SIGINT, then exits 130
 """
 
@@ -92,19 +92,19 @@ def main():
             time.sleep(600)
         except KeyboardInterrupt:
             sys.exit(130)
-    model = argv[1]
+    model, flags = argv[-1], dict(word.removeprefix("--").split("=", 1) for word in argv[1:-2])
     if model == "missing":
         print("outcore serve: missing is not a folder here and no hub id either.", flush=True)
         sys.exit(1)
     print(f"reading {model}", flush=True)
     if model == "slow":
         time.sleep(600)
-    Handler.key = Path(argv[argv.index("--api_key_file") + 1]).read_text()
-    if "--engine" in argv:
-        degrees = {name: int(argv[argv.index(f"--{name}") + 1]) for name in ("tensor_parallel", "pipeline_parallel")}
+    Handler.key = Path(flags["api_key_file"]).read_text()
+    if "engine" in flags:
+        degrees = {name: int(flags[name]) for name in ("tensor_parallel", "pipeline_parallel")}
         world_size = degrees["tensor_parallel"] * degrees["pipeline_parallel"]
-        Handler.launch = {"engine": argv[argv.index("--engine") + 1], "world_size": world_size, **degrees}
-    server = ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler)
+        Handler.launch = {"engine": flags["engine"], "world_size": world_size, **degrees}
+    server = ThreadingHTTPServer(("127.0.0.1", int(flags["port"])), Handler)
     server.daemon_threads = False  # its end waits for answers, which are told
 
     def end(*_):

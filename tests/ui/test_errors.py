@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_origin
 
 import httpx
 import pytest
@@ -19,11 +21,13 @@ pytest.importorskip("fastapi")
 from starlette.testclient import TestClient
 
 from outcore.common import read_object
+from outcore.config import FIELDS
 from outcore.machine.topology import PlacedGpu, Topology
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
 from outcore.ui.api import conversations as conversations_module
 from outcore.ui.api import model as model_module
+from outcore.ui.api.form import OPENED
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
@@ -84,9 +88,10 @@ def loaded(ask, model: str = "quick", **settings) -> None:
     until(lambda: ask("GET", "/v1/model").json()["state"] == "ready")
 
 
-def test_no_such_path(client):
-    found = client.get("/v1/paths/check", params={"path": "/proc/nothing/here"}).json()
-    assert not found["is_good"] and "/proc/nothing/here cannot be used for offloading" in found["words"]
+def test_no_such_path(client, tmp_path):
+    (tmp_path / "file").touch()
+    found = client.post("/v1/paths/check", json={"path": "file/here"}).json()
+    assert not found["is_good"] and f"{tmp_path}/file/here cannot be used for offloading" in found["words"]
     words = words_of(client.post("/v1/data/preview", json={"fields": {"dataset": ["no/such/file.jsonl"]}}), 400)
     assert "no/such/file.jsonl" in words
 
@@ -101,7 +106,7 @@ def test_values_of_another_kind_start_nothing(client):
 
 def test_a_path_that_is_typed_makes_nothing(client, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    assert client.get("/v1/paths/check", params={"path": str(tmp_path / "new")}).json()["is_good"]
+    assert client.post("/v1/paths/check", json={"path": str(tmp_path / "new")}).json()["is_good"]
     after = [path for path in sorted(tmp_path.rglob("*")) if ".ui" not in path.parts and path.name != "logs"]
     assert after == [path for path in before if ".ui" not in path.parts and path.name != "logs"]
 
@@ -302,6 +307,78 @@ def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, ca
     assert "evil.example" in words_of(client.get("/v1/runs", headers={"Host": "evil.example"}), 403)
 
 
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/v1/runs", {"fields": {"trust_remote_code": True}}, "trust_remote_code"),
+    ("/v1/estimate", {"fields": {"model_name_or_path": "x", "trust_remote_code": "true"}}, "trust_remote_code"),
+    ("/v1/estimate", {"fields": {"model_module": "own.py:build"}}, "model_module"),
+    ("/v1/runs", {"fields": {"dataset": ["a.txt", "/etc"]}}, "dataset"),
+    ("/v1/data/preview", {"fields": {"dataset": ["..:0.3"]}}, "dataset"),
+    ("/v1/data/preview", {"fields": {"dataset": ["~"]}}, "dataset"),
+    ("/v1/runs", {"fields": {"nvme_offload_path": "here,/tmp"}}, "nvme_offload_path"),
+    ("/v1/runs", {"fields": {"export_dir": "out"}}, "export_dir"),
+    ("/v1/runs/x/resume", {"fields": {"checkpoint_dir": "/tmp"}}, "checkpoint_dir"),
+    ("/v1/paths/check", {"path": "/tmp"}, "nvme_offload_path"), ("/v1/model", {"model": "/etc"}, "model"),
+    ("/v1/model", {"model": "m", "adapter": "../x"}, "adapter"),
+    ("/v1/model", {"model": "m", "nvme_path": ["here", "/tmp"]}, "nvme_path"),
+])  # fmt: skip
+def test_code_and_folders_elsewhere_are_for_the_command_line(client, api, tmp_path, path, body, param):
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "out").symlink_to("/tmp")
+    answer = client.post(path, json=body)
+    words_of(answer, 403)
+    assert answer.json()["error"]["param"] == param
+    assert not api.training._children and client.get("/v1/model").json()["state"] == "none"
+    assert client.get("/v1/paths/folders", params={"path": "/etc"}).status_code == 403
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"model": " --help"}, "is a flag"), ({"model": "m", "adapter": "--insecure"}, "is a flag"),
+    ({"model": "m", "precision": ["bf16"]}, "expected one value"), ({"model": "m", "nvme_path": {"a": 1}}, "one value"),
+    ({"model": "m", "nvme_path": [["a"]]}, "one value"), ({"model": "m\0"}, "is a flag"),
+])  # fmt: skip
+def test_values_that_are_none_never_reach_a_command_line(client, body, words):
+    assert words in words_of(client.post("/v1/model", json=body), 400)
+    assert client.get("/v1/model").json()["state"] == "none"
+
+
+def test_each_value_is_one_word_of_the_command_line(client, api, place):
+    loaded(client.request, nvme_path=["a", "b c"], context=512)
+    argv = api.host._child.argv
+    assert argv[-2:] == ["--", "quick"] and all(word.startswith("--") and "=" in word for word in argv[1:-2])
+    assert "--nvme_path=a --nvme_path=b c" in " ".join(argv)
+    one = client.post("/v1/conversations", json={}).json()
+    kept = [
+        place.of("conversations") / f"{one['id']}.json",
+        place.of("model") / "loaded.json",
+        place.of("model") / "key",
+    ]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600] * 3
+    run = client.post("/v1/runs", json={"fields": {"preset": "tiny", "run_name": " --help"}}).json()["run"]
+    assert api.training._children[run].argv == ["train", "--preset=tiny", "--run_name= --help"]
+
+
+def test_folders_that_are_allowed_may_be_named(place, tmp_path):
+    (tmp_path.parent / "beside").mkdir(exist_ok=True)
+    api = PanelsApi(place, allowed=(tmp_path.parent / "beside",))
+    with TestClient(create_app(UiSettings(), api, with_panels=False), base_url=LOCAL) as client:
+        beside = "../beside"
+        assert client.post("/v1/paths/check", json={"path": beside}).json()["is_good"]
+        run = client.post("/v1/runs", json={"fields": {"model_module": f"{beside}/own.py:build"}}).json()
+        assert run["state"] == "running" and f"--model_module {beside}/own.py:build" in run["command"]
+        loaded(client.request, adapter=beside)
+        assert f"--allowed_folder={tmp_path.parent / 'beside'}" in api.host._child.argv
+
+
+def test_every_text_setting_is_known_to_name_a_folder_or_none():
+    texts = {name for name, field in FIELDS.items() if field.kind is str or get_origin(field.kind) is tuple}
+    plain = {
+        "config_overrides", "attn_implementation", "dataset_config", "dataset_split", "text_extensions", "text_column",
+        "prompt_column", "completion_column", "messages_column", "lora_target_modules", "lora_modules_to_save",
+        "preset", "run_name", "sample_prompt", "report_to", "push_to_hub",
+    }  # fmt: skip
+    assert texts == OPENED | plain | {"model_module"}
+
+
 def test_huge_input(client):
     loaded(client.request)
     one = client.post("/v1/conversations", json={}).json()
@@ -351,8 +428,8 @@ def test_degrees_are_handed_over_and_their_launch_is_kept(client, api, place, mo
     monkeypatch.setattr(model_module, "detect_topology", lambda found: Topology(islands, "this test"))
     loaded(client.request, tensor_parallel=2, pipeline_parallel=2, preset="balanced", context=512)
     state = client.get("/v1/model").json()
-    degrees = "--tensor_parallel 2 --pipeline_parallel 2"
-    assert state["command"] == f"outcore serve quick --engine vllm --context 512 {degrees}"
+    degrees = "--tensor_parallel=2 --pipeline_parallel=2"
+    assert state["command"] == f"outcore serve quick --engine=vllm --context=512 {degrees}"
     assert state["launch"] == {"engine": "vllm", "world_size": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
     kept = json.loads((place.own / "model" / "loaded.json").read_text())
     assert kept["launch"] == state["launch"]

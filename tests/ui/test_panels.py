@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api import runs as runs_module
-from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
+from outcore.ui.api.form import COMMAND_LINE, HIDDEN, argv_of, checked, command_of, said, yaml_of
 from outcore.ui.api.machine import MachineWatch
 from outcore.ui.api.model import parse_metrics
 from outcore.ui.api.paths import advice
@@ -74,7 +74,7 @@ def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     config = json.loads(re.search(r"window\.gradio_config = (\{.*?\});</script>", page.text, re.S)[1])
     assert config["analytics_enabled"] is False
     labels = {part["props"].get("label") for part in config["components"]}
-    assert not set(FIELDS) - HIDDEN - labels  # every setting of a run is in the form
+    assert not set(FIELDS) - HIDDEN - COMMAND_LINE - labels  # every setting of a run is in the form
     shown = {part["props"].get("elem_id"): part["props"] for part in config["components"]}
     assert all(shown[f"field_{name}"]["info"] for name in FIELDS if f"field_{name}" in shown)  # and says what it is
     sizes, depths = (shown[f"field_{name}"]["choices"] for name in ("aio_block_size", "aio_queue_depth"))
@@ -97,7 +97,8 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
     assert config.dataset == ("a.txt", "b.txt:0.3") and not config.nvme_offload_optimizer
     assert "--dataset a.txt --dataset b.txt:0.3" in command_of(told)
     assert "dataset:\n- a.txt\n- b.txt:0.3\n" in yaml_of(told) and "max_steps: 20" in yaml_of(told)
-    assert argv_of({"max_steps": -1}) == ["--max_steps=-1"]
+    assert argv_of({"max_steps": -1, "seed": 2}) == ["--max_steps=-1", "--seed=2"]
+    assert command_of({"max_steps": -1, "seed": 2}) == "outcore train --max_steps=-1 --seed 2"
 
 
 @pytest.mark.more
@@ -115,7 +116,7 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     assert small["command"] == "outcore train --preset tiny" and small["yaml"] == "preset: tiny\n"
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
     assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
-    none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
+    none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "no/such/model"}}).json()
     assert "not a folder here" in none["problem"] and "No forecast" in banner_of(none)
     on_drive = client.post("/v1/estimate", json={"fields": {"preset": "tiny", "residency": "nvme"}}).json()
     assert (

@@ -22,6 +22,7 @@ def serve_flags() -> argparse.ArgumentParser:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     group.add_argument("--port", type=int, default=8000, help="default: 8000")
     group.add_argument("--api_key_file", type=Path, help="file with keys, one a line; clients send one as bearer token")
+    _add_gate_flags(group)
     group.add_argument("--insecure", action="store_true", help="listen on other addresses without a key")
     group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")
     group.add_argument("--max_queue", type=int, default=512, help="requests under way; more get 429")
@@ -59,4 +60,17 @@ def ui_flags() -> argparse.ArgumentParser:
     found.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     found.add_argument("--port", type=int, default=DEFAULT_UI_PORT, help=f"default: {DEFAULT_UI_PORT}; 0: any free one")
     found.add_argument("--token_file", type=Path, help="file with tokens, one a line; needed for other addresses")
+    _add_gate_flags(found)
     return found
+
+
+def _add_gate_flags(parser: argparse._ActionsContainer) -> None:
+    """Who may come in, and how far."""
+    parser.add_argument(
+        "--allowed_host", action="append", default=[], metavar="NAME",
+        help="name by which clients ask for this server, beside its address (may be given several times)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allowed_folder", action="append", default=[], type=Path, metavar="DIR",
+        help="folder that requests may name, also one with code that is run (may be given several times)",
+    )  # fmt: skip

@@ -40,7 +40,7 @@ from outcore.evaluate.jobs import (
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from outcore.evaluate.tasks import TaskNames, check_harness
 from outcore.infer.opening import model_hash
-from outcore.serve.additions import ApiError, ClosedEvents, Service, bad, read_body
+from outcore.serve.additions import ApiError, ClosedEvents, Service, bad, check_folder, read_body
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 1 << 20
@@ -71,11 +71,10 @@ class Evaluations:
         try:
             for record in self.history.all():
                 if record["status"] in UNFINISHED and record.get("host") == "server":
-                    self._go_on(record)
+                    with suppress(ApiError):  # of another model, or of a folder that is allowed no more
+                        self._go_on(record)
         except HistoryError as error:
             logger.warning("evaluations are not gone on with: %s", error)
-        except ApiError:
-            return
 
     async def end(self) -> None:
         """End work on all jobs; they go on with the next start."""
@@ -247,6 +246,8 @@ class Evaluations:
         return self._start({k: v for k, v in record.items() if k != "scores"}, subject)
 
     def _start(self, record: Record, subject: Subject) -> Record:
+        if (folder := record["settings"].get("include_path")) is not None:  # its tasks may bring Python, which runs
+            check_folder(folder, self._loaded().settings.allowed_folders, "include_path")
         with self._lock:
             if record["id"] not in self._jobs:
                 record = record | {"status": "queued", "error": None, "created_at": record["created_at"] or time.time()}

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 
 from outcore.common.output import say
 from outcore.common.quantities import counted
-from outcore.serve.app import STOP_WITHIN_S, ClosedEvents, add_errors, add_key, while_connected
+from outcore.serve.app import STOP_WITHIN_S, ClosedEvents, add_errors, add_gate, while_connected
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, stops
 from outcore.serve.handover.process import ServerProcess
@@ -164,7 +164,7 @@ class Forwarder:
                 answered.heard(content)
                 answered.note(self.metrics, self.records)
             else:
-                self.metrics.refused.labels(str(response.status_code)).inc()
+                self.metrics.refuse(response.status_code)
             return JSONResponse(content, response.status_code)
         finally:
             self.num_under_way -= not is_streaming
@@ -241,8 +241,8 @@ def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.tell_clients = forwarder.tell_clients
-    add_errors(app, lambda status: forwarder.metrics.refused.labels(str(status)).inc())
-    add_key(app, forwarder.settings, forwarder.metrics)
+    add_errors(app, forwarder.metrics.refuse)
+    add_gate(app, forwarder.settings, forwarder.metrics.refuse)
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -48,6 +48,7 @@ class Batches:
     def __init__(self, service: Service, files: Files, folder: Path) -> None:
         self.service, self.files, self.folder = service, files, folder
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # what clients sent is theirs and ours
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(max(1, service.opened.placement.max_sequences // 2))
 

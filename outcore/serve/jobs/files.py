@@ -39,6 +39,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # what clients sent is theirs and ours
 
     def add(self, data: bytes, filename: str, purpose: str, key: uuid.UUID | None = None) -> StoredFile:
         """Keep these bytes, in place of what was kept by the same key."""

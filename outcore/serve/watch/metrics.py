@@ -39,6 +39,10 @@ class RequestMetrics:
         """A number that is read when somebody asks for the page."""
         Gauge(f"outcore_{name}", words, registry=self.registry).set_function(read)
 
+    def refuse(self, status: int) -> None:
+        """Count a request that was turned down."""
+        self.refused.labels(str(status)).inc()
+
     def written(self, tokens: int, first_token_s: float, total_s: float) -> None:
         """Note the tokens of an answer, and when they came."""
         self.total.observe(total_s)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import opener_for_us
 from outcore.infer import Answer, Request
 from outcore.infer.opening import OpenedModel, model_hash
 from outcore.infer.requests import derived_seed, seed_of
@@ -25,7 +26,7 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self.path = folder / f"requests-{stamp}.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(self.path, "a", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115
         self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
         self.model_hash, self._kv_home = str(header["model_hash"]), header.get("kv_home", "")
         self.write({"header": True, **header})

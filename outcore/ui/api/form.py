@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
 
 from outcore.config import FIELDS, ConfigError, Field, TrainConfig
+from outcore.data import DataError, weighted_source
 from outcore.plan.asked import PRESETS
-from outcore.serve.additions import bad
+from outcore.serve.additions import ApiError, bad, check_folder
 from outcore.train.configure import parse_config
 
 HIDDEN = frozenset({"local_rank", "plan"})
 """Set by a launcher; asked by a route of its own."""
+COMMAND_LINE = frozenset({"trust_remote_code"})
+"""Said on a command line alone: it runs code that comes with a model."""
+OPENED = frozenset({
+    "model_name_or_path", "config_file", "tokenizer_name_or_path", "dataset", "eval_dataset", "chat_template",
+    "data_cache_dir", "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "deepspeed_config",
+    "nvme_offload_path",
+})  # fmt: skip
+"""Settings that name a file or folder."""
 
 
 def table() -> dict[str, Any]:
     """Every field (name, group, kind, choices, default, range, help, whether it is common) and the presets' names."""
-    rows = [_row(field) for name, field in FIELDS.items() if name not in HIDDEN]
+    rows = [_row(field) for name, field in FIELDS.items() if name not in HIDDEN | COMMAND_LINE]
     return {"object": "list", "data": rows, "presets": list(PRESETS)}
 
 
@@ -60,6 +71,30 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_reach(settings: Mapping[str, Any], allowed: Sequence[Path]) -> None:
+    """ApiError for what a client may not say: code that runs, and files outside of the folder in which the panels were
+    started and of those that are allowed."""
+    for name, value in settings.items():
+        if name in COMMAND_LINE:
+            raise ApiError(403, f"{name} is said on the command line alone (outcore train --{name}).", param=name)
+        if name == "model_module":
+            check_folder(str(value).rpartition(":")[0], allowed, name)
+        elif name in OPENED and (name, value) != ("resume_from_checkpoint", "auto"):
+            for one in _named(name, value):
+                check_folder(one, (Path(), *allowed), name)
+
+
+def _named(name: str, value: Any) -> list[str]:
+    """Files and folders that a setting names."""
+    if name == "nvme_offload_path":
+        return [str(value), *map(str.strip, str(value).split(","))]
+    texts = [str(one) for one in (value if isinstance(value, tuple) else (value,))]
+    try:
+        return [weighted_source(text).name for text in texts] if name == "dataset" else texts
+    except DataError as error:
+        raise bad(str(error), name) from error
+
+
 def _number(value: Any) -> Any:
     """A number out of a form's text, whole where it is; what is none stays as it is, and is refused in words later."""
     try:
@@ -77,19 +112,21 @@ def checked(settings: Mapping[str, Any]) -> TrainConfig:
         raise bad(str(error), field_of(str(error))) from error
 
 
+def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) as a command line says them."""
+    values = [(name, one) for name, v in settings.items() for one in (v if isinstance(v, tuple) else (v,))]
+    return [(name, str(one).lower() if isinstance(one, bool) else str(one)) for name, one in values]
+
+
 def argv_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags that say these settings."""
-    words: list[str] = []
-    for name, value in settings.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            text = str(one).lower() if isinstance(one, bool) else str(one)
-            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
-    return words
+    """Flags that say these settings, each in one word with its value, which is so taken for no flag."""
+    return [f"--{name}={text}" for name, text in _texts(settings)]
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
     """The command line to copy; `outcore train` works in any folder."""
-    return shlex.join(["outcore", "train", *argv_of(settings)])
+    words = [(f"--{name}={text}",) if text.startswith("-") else (f"--{name}", text) for name, text in _texts(settings)]
+    return shlex.join(["outcore", "train", *chain(*words)])
 
 
 def yaml_of(settings: Mapping[str, Any]) -> str:

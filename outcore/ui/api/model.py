@@ -5,24 +5,26 @@ The panels pass requests on to it. It outlives panels that are killed, and those
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from outcore.common import read_object
+from outcore.common import read_object, write_atomic
 from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
 from outcore.machine import detect_machine
 from outcore.machine.topology import detect_topology, lay_out
-from outcore.serve.additions import ApiError, bad
+from outcore.serve.additions import ApiError, bad, check_folder
 from outcore.serve.handover import refuse_ours
 from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, write_json
@@ -32,6 +34,8 @@ FIELDS = (
     "page_tokens", "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers",
     "compile", "cpu_tokens", "draft_tokens",
 )  # fmt: skip
+OPENED = ("model", "adapter", "nvme_path")
+"""What names folders."""
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S, ANSWER_S = 0.3, 30.0
 OWNERS = ("outcore", "vllm")
@@ -42,8 +46,8 @@ _METRIC = re.compile(r"^(?:outcore_|vllm:)(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+
 class ModelHost:
     """Model that is loaded on demand. States: none, loading, ready, failed, stopped."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, place: Place, allowed: Sequence[Path] = ()) -> None:
+        self.place, self._allowed = place, allowed
         self._child: Child | None = None
         self._note: dict[str, Any] = {"state": "none"}
         self._lock = threading.Lock()
@@ -64,6 +68,10 @@ class ModelHost:
         """Begin to load a model, in place of another one. ApiError: 400 for settings that cannot be, 409 while one is
         being loaded."""
         model, settings = _asked(body)
+        for name, value in {"model": model, **settings}.items():
+            if name in OPENED:
+                for folder in value if isinstance(value, list) else [value]:
+                    check_folder(folder, (Path(), *self._allowed), name)
         with self._lock:
             if self._note["state"] == "loading":
                 raise ApiError(
@@ -72,16 +80,15 @@ class ModelHost:
             self._end()
             port, key = free_port(), secrets.token_urlsafe(24)
             keys = self.place.of("model") / "key"
-            keys.touch(mode=0o600)
-            keys.write_text(key, encoding="utf-8")
-            argv = ["serve", model, "--port", str(port), "--api_key_file", str(keys)]
-            argv += ["--log_dir", str(self.place.logs / "serve"), *_flags(settings)]
-            self._child = Child(argv, self._log)
+            write_atomic(keys, key, for_us=True)
+            ours = {"port": port, "api_key_file": keys, "log_dir": self.place.logs / "serve"}
+            ours["allowed_folder"] = [folder.absolute() for folder in self._allowed]
+            self._child = Child(["serve", *_flags(ours | settings), "--", model], self._log)
             self._note = {
                 "state": "loading",
                 "model": model,
                 "settings": settings,
-                "command": " ".join(["outcore serve", model, *_flags(settings)]),
+                "command": shlex.join(["outcore", "serve", model, *_flags(settings)]),
                 "began_at": time.time(),
                 "port": port,
                 "key": key,
@@ -168,7 +175,6 @@ class ModelHost:
                         return
                     with contextlib.suppress(OSError):  # then panels that start next do not find it
                         write_json(self._file, note | ready)
-                        self._file.chmod(0o600)
                     note |= ready
                 break
             time.sleep(LOOK_EVERY_S)
@@ -202,22 +208,27 @@ class ModelHost:
 
 def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     model = body.get("model")
-    if not isinstance(model, str) or not model.strip():
+    if not isinstance(model, str) or not (model := model.strip()):
         raise bad("model must name a folder, a run in final_model/, a checkpoint or a hub id.", "model")
-    if model.startswith("-"):
-        raise bad(f"model is {model!r}, which is a flag, not a model.", "model")
     settings = {name: body[name] for name in FIELDS if body.get(name) not in (None, "", [])}
+    if isinstance(settings.get("nvme_path"), str):
+        settings["nvme_path"] = [settings["nvme_path"]]
+    for name, value in {"model": model, **settings}.items():
+        for one in value if name == "nvme_path" and isinstance(value, list) else [value]:
+            if isinstance(one, (list, dict, bool)) or (name in OPENED and not isinstance(one, str)):
+                raise bad(f"{name}: expected one value, got {json.dumps(value)}.", name)
+            if isinstance(one, str) and (one.startswith("-") or "\0" in one):
+                raise bad(f"{name} is {one!r}, which is a flag, not a value.", name)
     degrees = {name: body[name] for name in DEGREES if body.get(name) not in (None, 1)}
     unknown = sorted(set(body) - {"model", *FIELDS, *DEGREES})
     if unknown:
         raise bad(f"{unknown[0]} is no setting of a model.", unknown[0])
     try:
-        nvme = settings.get("nvme_path")
-        InferSettings(**{**settings, **({"nvme_path": (nvme,)} if isinstance(nvme, str) else {})})
+        InferSettings(**{**settings, "nvme_path": tuple(settings.get("nvme_path", ()))})
     except (ValueError, TypeError) as error:
         word = str(error).split(" ", 1)[0]
         raise bad(str(error), word if word in FIELDS else None) from error
-    return model.strip(), _over_gpus(settings, degrees) if degrees else settings
+    return model, _over_gpus(settings, degrees) if degrees else settings
 
 
 def _over_gpus(settings: dict[str, Any], degrees: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +248,8 @@ def _over_gpus(settings: dict[str, Any], degrees: Mapping[str, Any]) -> dict[str
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    """Each value in one word with its name: none is taken for a flag."""
+    return [f"--{n}={one}" for n, value in settings.items() for one in (value if isinstance(value, list) else [value])]
 
 
 def _answers(note: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from outcore.machine import detect_machine, drive_of, local_drives
 from outcore.machine.offload import MIN_GB_PER_S, describe_folder, resolve_nvme_path, validate_nvme_path
 from outcore.plan import ProfileError, load_hardware
 from outcore.serve.additions import bad
+from outcore.ui.api.form import check_reach
 
 MOST_FOLDERS = 200
 SMALL_RAM_BYTES = 16 * 10**9
@@ -24,11 +26,15 @@ ADVICE = {
 }
 
 
-def check_path(path: str, needed_gb: float = 0.0) -> dict[str, Any]:
+def check_path(body: Mapping[str, Any], allowed: Sequence[Path]) -> dict[str, Any]:
     """Whether a run can offload into this folder: writable, space, kind of drive, speed as measured. Really writes a
     test file, and leaves nothing."""
-    if not 0 <= needed_gb < 1e9:
-        raise bad("needed_gb must be at least 0.", "needed_gb")
+    path, needed_gb = body.get("path"), body.get("needed_gb", 0)
+    if not isinstance(path, str):
+        raise bad("path must be a text.", "path")
+    if not isinstance(needed_gb, (int, float)) or not 0 <= needed_gb < 1e9:
+        raise bad("needed_gb must be a number of at least 0.", "needed_gb")
+    check_reach({"nvme_offload_path": path}, allowed)
     missing = _missing(path)
     is_good, words = validate_nvme_path(path, needed_gb)
     is_warned = is_good and words != ""
@@ -77,9 +83,10 @@ def _speed() -> str:
     return f"Measured: {read:.1f} GB/s read, {write:.1f} GB/s written.{slow}"
 
 
-def folders_in(path: str = "") -> dict[str, Any]:
+def folders_in(path: str, allowed: Sequence[Path]) -> dict[str, Any]:
     """Folders below a path (below the nearest one that exists), and the drives of this machine to begin at."""
-    folder = nearest_existing(os.path.abspath(Path(path.strip() or "~").expanduser()))
+    check_reach({"nvme_offload_path": path.strip() or "."}, allowed)
+    folder = nearest_existing(os.path.abspath(Path(path.strip() or ".").expanduser()))
     folder = folder if folder.is_dir() else folder.parent
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))

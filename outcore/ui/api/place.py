@@ -31,9 +31,9 @@ class Place:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small file whole. OSError when the drive does not take it."""
+    """Replace a small file whole, which this user alone may read. OSError when the drive does not take it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, default=str))
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, default=str), for_us=True)
 
 
 def tail_of(path: Path, num_bytes: int = 32 << 10) -> str:

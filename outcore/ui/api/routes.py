@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -37,15 +38,24 @@ Record = dict[str, Any]
 class PanelsApi:
     """What the routes work with; `add_to` an application, `begin` and `end` with its server."""
 
-    def __init__(self, place: Place | None = None) -> None:
-        self.place = place or Place()
+    def __init__(self, place: Place | None = None, allowed: Sequence[Path] = ()) -> None:
+        self.place, self.allowed = place or Place(), tuple(allowed)
         self.training = Training(self.place)
         self.runs = Runs(self.place, self.training)
-        self.host = ModelHost(self.place)
+        self.host = ModelHost(self.place, self.allowed)
         self.conversations = Conversations(self.place, self.host)
         self.serving = ServingWatch(self.host)
         self.machine = MachineWatch(self.place, beside=self.serving.look)
         self.evaluations = Evaluations(lambda: None, self.place.logs / "evaluations.db")
+
+    def fields(self, body: Record) -> Record:
+        """Settings of a run that a client may say. ApiError."""
+        fields = body.get("fields", {})
+        if not isinstance(fields, dict):
+            raise bad("fields must be an object: setting -> value.", "fields")
+        settings = form.said(fields)
+        form.check_reach(settings, self.allowed)
+        return settings
 
     def begin(self) -> None:
         """The server has started."""
@@ -89,13 +99,6 @@ async def _body(http: Request) -> Record:
     return await read_body(http, MAX_BODY_BYTES) if int(http.headers.get("content-length") or 0) else {}
 
 
-def _fields(body: Record) -> Record:
-    fields = body.get("fields", {})
-    if not isinstance(fields, dict):
-        raise bad("fields must be an object: setting -> value.", "fields")
-    return fields
-
-
 def _add_plain(app: FastAPI, api: PanelsApi) -> None:
     """Routes that take no body."""
 
@@ -115,14 +118,16 @@ def _add_plain(app: FastAPI, api: PanelsApi) -> None:
         found = api.training.settings_of(name)
         return {"fields": found, "command": form.command_of(found), "yaml": form.yaml_of(found)}
 
+    def folders(path: str = "") -> Record:
+        return folders_in(path, api.allowed)
+
     def list_conversations() -> Record:
         return {"object": "list", "data": api.conversations.all()}
 
     got: dict[str, Callable[..., Any]] = {
         "/health": health,
         "/v1/fields": form.table,
-        "/v1/paths/check": check_path,
-        "/v1/paths/folders": folders_in,
+        "/v1/paths/folders": folders,
         "/v1/machine": api.machine.facts,
         "/v1/machine/live": api.machine.live,
         "/v1/machine/thresholds": api.machine.thresholds,
@@ -149,12 +154,13 @@ def _add_with_body(app: FastAPI, api: PanelsApi) -> None:
     """Routes whose work is given the path's names, then the body."""
     training, runs = api.training, api.runs
     for method, path, work in (
-        ("POST", "/v1/estimate", lambda body: estimate(_fields(body))),
-        ("POST", "/v1/data/preview", lambda body: preview(_fields(body), body.get("rows", 3))),
+        ("POST", "/v1/estimate", lambda body: estimate(api.fields(body))),
+        ("POST", "/v1/data/preview", lambda body: preview(api.fields(body), body.get("rows", 3))),
+        ("POST", "/v1/paths/check", lambda body: check_path(body, api.allowed)),
         ("PUT", "/v1/machine/thresholds", api.machine.set_thresholds),
-        ("POST", "/v1/runs", lambda body: training.start(_fields(body))),
+        ("POST", "/v1/runs", lambda body: training.start(api.fields(body))),
         ("POST", "/v1/runs/{name}/stop", lambda name, body: training.stop(name, at_once=body.get("at_once") is True)),
-        ("POST", "/v1/runs/{name}/resume", lambda name, body: training.resume(name, _fields(body))),
+        ("POST", "/v1/runs/{name}/resume", lambda name, body: training.resume(name, api.fields(body))),
         ("POST", "/v1/runs/{name}/export", lambda name, body: runs.export(name, merge=body.get("merge") is True)),
         ("POST", "/v1/model", api.host.load),
         ("POST", "/v1/conversations", api.conversations.create),

@@ -143,7 +143,7 @@ class Runs:
         """Begin to write a run's model as a folder for from_pretrained."""
         if not list_checkpoints(self.place.checkpoints / name):
             raise ApiError(409, f"Run {name} has no checkpoint to export.", param="name")
-        argv = ["export", name, "--checkpoint_dir", str(self.place.checkpoints), *(["--merge"] if merge else [])]
+        argv = ["export", f"--checkpoint_dir={self.place.checkpoints}", *(["--merge"] if merge else []), "--", name]
         with self._lock:
             child = self._exports.get(name)
             if child is not None and child.exit_code is None:

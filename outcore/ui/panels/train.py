@@ -176,7 +176,7 @@ class TrainPanel:
         if not path:
             return draw.said("Infinity needs a folder on a drive.", "note"), chooser
         try:
-            found = self.client.get("paths", "check", path=path)
+            found = self.client.post("paths", "check", path=path)
         except ClientError as error:
             return draw.said(str(error), "bad"), chooser
         kind = "bad" if not found["is_good"] else "note" if found["warning"] else "good"

@@ -1,0 +1,6 @@
+"""Who may come in to a server, and how far: names, origins, kinds of bodies, keys, folders, connections."""
+
+from outcore.serve.gate.connections import Connection
+from outcore.serve.gate.folders import check_folder
+from outcore.serve.gate.guard import FILES, FORM, Guard, refusal
+from outcore.serve.gate.keys import OPEN_PATHS, KeyCheck, Keys, bearer_of

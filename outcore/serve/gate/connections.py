@@ -1,0 +1,144 @@
+"""Connections that wait for their client: how long each may, and how many an address has at a time.
+
+uvicorn ends what is idle between requests. Here ends what begins and does not go on (half a head, half a body, answers
+that nobody reads), and where an address has too many connections, the one of them that waits longest makes room."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 10.0
+"""From the first byte of a request, or a new connection, to the end of its head."""
+BODY_S, BODY_BYTES_PER_S = 30.0, 16 << 10
+"""A body may take BODY_S and as much more as it takes at this rate."""
+UNREAD_S = 60.0
+"""An answer of which the client reads nothing for so long is given up."""
+MOST_FILES = 8192
+TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+
+
+def most_connections() -> tuple[int, int]:
+    """(of one address, of all together): half and three quarters of the files that this process may open."""
+    files = MOST_FILES
+    if sys.platform != "win32":
+        import resource
+
+        files = min(files, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return files // 2, files * 3 // 4
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol with these limits. `waits_for`: head, body, or nothing, while the server works."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.waits_for, self.since_s, self._received_bytes = "head", self.loop.time(), 0
+        self._limit: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of the client."""
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        of_address, of_all = most_connections()
+        mine = [one for one in others if one.address == self.address]
+        if (len(mine) >= of_address and not _make_room(mine)) or (len(others) >= of_all and not _make_room(others)):
+            self._end(TOO_MANY)
+        else:
+            self._await("head")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._await("")
+        self._watch(False)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._received_bytes += len(data)
+        if self.waits_for == "next":  # the first byte of another request
+            self._await("head")
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # with more of a body to come, of which nobody reads: as long as a head may take
+        self._await("head" if self.cycle.more_body else "next")
+        self._look()
+        if self.transport.is_closing():
+            self._watch(True)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch(self.transport.is_closing())
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.give_up()
+
+    def _look(self) -> None:
+        """Find out what the request that has begun waits for now."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            waits_for = "body" if self.cycle.more_body else ""
+            if waits_for != self.waits_for:
+                self._await(waits_for)
+
+    def _await(self, what: str) -> None:
+        self.waits_for, self.since_s, self._received_bytes = what, self.loop.time(), 0
+        if self._limit is not None:
+            self._limit.cancel()
+        seconds = {"head": HEAD_S, "body": BODY_S}.get(what)  # between requests uvicorn's own limit counts
+        self._limit = self.loop.call_later(seconds, self._too_slow) if seconds else None
+
+    def _too_slow(self) -> None:
+        left_s = self.since_s + BODY_S + self._received_bytes / BODY_BYTES_PER_S - self.loop.time()
+        if self.waits_for == "body" and (left_s > 0 or self.flow.read_paused):
+            self._limit = self.loop.call_later(max(left_s, 1.0), self._too_slow)
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End a connection whose client is too slow."""
+        is_answered = self.cycle is not None and self.cycle.response_started
+        self._end(b"" if is_answered or self.waits_for == "next" else TOO_SLOW)
+
+    def _end(self, words: bytes) -> None:
+        self._await("")
+        self.transport.write(words)
+        self.transport.close()
+        self._watch(True)
+
+    def _watch(self, is_on: bool) -> None:
+        """Look, while it is on, whether the client reads what was written."""
+        if self._unread is not None:
+            self._unread.cancel()
+        left_bytes = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(UNREAD_S, self._read_on, left_bytes) if is_on else None
+
+    def _read_on(self, before_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < before_bytes:
+            self._watch(True)
+        else:
+            self.transport.abort()
+
+
+def _make_room(among: Iterable[Connection]) -> bool:
+    """End the connection that has waited longest for its client. False where the server works for each."""
+    waiting = [one for one in among if one.waits_for and not one.transport.is_closing()]
+    if waiting:
+        min(waiting, key=lambda one: one.since_s).give_up()
+    return bool(waiting)

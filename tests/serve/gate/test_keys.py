@@ -1,0 +1,62 @@
+"""Keys are guessed slowly, and nothing tells a right one from a wrong one before its time."""
+
+import asyncio
+import stat
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from outcore.serve.additions import ApiError, Keys
+from outcore.serve.gate import keys as keys_module
+
+HERE, THERE = {"client": ("10.0.0.5", 1)}, {"client": ("10.0.0.6", 1)}
+RIGHT = b"the-right-key-\xc3\xa9"
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    monkeypatch.setattr(keys_module, "GUESS_S", 0.1)
+    monkeypatch.setattr(keys_module, "MOST_WAIT_S", 0.55)
+    return Keys(("another-key", RIGHT.decode()))
+
+
+async def tried(keys: Keys, given: bytes, scope: dict) -> tuple[int, float]:
+    """(status, seconds)."""
+    began_s = time.monotonic()
+    try:
+        await keys.check(given, scope)
+        status = 200
+    except ApiError as error:
+        status = error.status
+    return status, time.monotonic() - began_s
+
+
+def test_guesses_of_an_address_take_turns_and_the_right_key_waits_as_they_do(keys):
+    async def guess():
+        many = [b"wrong"] * 30
+        many[12] = RIGHT  # too late among those before it
+        return await asyncio.gather(*(tried(keys, key, HERE) for key in many), tried(keys, RIGHT, THERE))
+
+    *guesses, other = asyncio.run(guess())
+    assert [status for status, _ in guesses] == [401] * 10 + [429] * 20
+    assert max(seconds for _, seconds in guesses[:5]) < 0.1 and 0.45 < guesses[9][1] < 1
+    assert other[0] == 200 and other[1] < 0.1, "another address"
+    assert asyncio.run(tried(keys, b"", HERE))[0] == 401, "no key is no guess"
+
+
+def test_who_has_the_right_key_waits_its_turn_and_then_no_more(keys):
+    async def guess():
+        await asyncio.gather(*(tried(keys, b"wrong", HERE) for _ in range(7)))
+        return [await tried(keys, RIGHT, HERE) for _ in range(3)]
+
+    first, second, third = asyncio.run(guess())
+    assert first[0] == second[0] == third[0] == 200 and second[1] < 0.2 and third[1] < 0.05
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_clients_said_is_for_this_user_alone(server):
+    logs = server.service.settings.logs
+    assert stat.S_IMODE(server.service.records.path.stat().st_mode) == 0o600
+    assert [stat.S_IMODE((logs / name).stat().st_mode) for name in ("files", "batches")] == [0o700] * 2

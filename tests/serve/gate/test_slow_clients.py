@@ -1,0 +1,157 @@
+"""Clients that begin and do not go on: their connections end, and whoever is honest is answered meanwhile."""
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+
+from outcore.serve.additions import Guard, Server
+from outcore.serve.gate import connections
+from tests.serve.running import until
+
+HEAD = b"POST /length HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = HEAD + b"Content-Length: 10\r\n\r\n{"
+ASK, WAIT = (f"GET /{name} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for name in ("large", "wait"))
+LARGE = b"x" * (24 << 20)
+
+
+@pytest.fixture
+def served():
+    """(port, what became of bodies) of an application behind guard and limits, as both of ours are."""
+    app, ends = FastAPI(), []
+
+    @app.post("/length")
+    async def length(http: Request) -> PlainTextResponse:
+        try:
+            body = await http.body()
+        except ClientDisconnect:
+            ends.append("gone")
+            raise
+        ends.append(len(body))
+        return PlainTextResponse(str(len(body)))
+
+    @app.get("/large")
+    async def large() -> PlainTextResponse:
+        return PlainTextResponse(LARGE)
+
+    @app.get("/wait")
+    async def wait() -> None:
+        await asyncio.sleep(0.6)
+        ends.append("waited")
+
+    async def told() -> None:
+        return
+
+    app.state.tell_clients = told
+    app.add_middleware(Guard)
+    server = Server(app, host="127.0.0.1", port=0, log_level="critical")
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield server.servers[0].sockets[0].getsockname()[1], ends
+    server.should_exit = True
+    thread.join(60)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Limits in tenths of a second."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "BODY_S", 0.3)
+    monkeypatch.setattr(connections, "UNREAD_S", 0.3)
+
+
+@contextmanager
+def begun(port: int, *words: bytes, every_s: float = 0.05):
+    """A connection on which these words were sent one after the other."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        for word in words:
+            try:
+                client.sendall(word)
+            except OSError:  # ended meanwhile
+                break
+            time.sleep(every_s)
+        yield client
+
+
+def rest_of(client: socket.socket) -> bytes:
+    """What is still said until the server ends the connection."""
+    found = b""
+    try:
+        while data := client.recv(1 << 16):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("words", [
+    [], [HEAD], [HEAD[:10]], [bytes([letter]) for letter in HEAD * 9],
+    [BODY], [HEAD + b"Content-Length: 90\r\n\r\n", *[b" "] * 90],
+    [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 90],
+    [HEAD.replace(b"localhost", b"evil.example") + b"Content-Length: 90\r\n\r\n", *[b" "] * 60],
+], ids=["nothing", "head", "start", "drip", "body", "slow body", "slow chunks", "after the answer"])  # fmt: skip
+def test_what_is_begun_and_does_not_go_on_is_ended(served, short, words):
+    began_s = time.monotonic()
+    with begun(served[0], *words) as client:
+        said = rest_of(client)
+    assert time.monotonic() - began_s < 8
+    assert said.startswith(b"HTTP/1.1 408" if b"evil" not in b"".join(words) else b"HTTP/1.1 403")
+    assert 90 not in served[1]
+
+
+def test_a_body_that_comes_steadily_may_take_its_time(served, short, monkeypatch):
+    monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 100)
+    with begun(served[0], HEAD + b"Content-Length: 300\r\n\r\n", *[b" " * 30] * 10, every_s=0.1) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 200") and served[1] == [300]
+
+
+def test_the_next_request_has_all_its_time_again(served, short):
+    whole = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    with begun(served[0], *[whole[at : at + 40] for at in range(0, len(whole), 40)], *[whole] * 6) as client:
+        time.sleep(0.5)  # longer than a head may take: nothing has begun
+        client.sendall(whole)
+        until(lambda: len(served[1]) == 8, 5)
+
+
+def test_an_answer_that_nobody_reads_is_given_up_and_one_that_is_read_slowly_is_not(served, short):
+    with begun(served[0], ASK, every_s=2.5) as client:
+        assert len(rest_of(client)) < len(LARGE)
+    with begun(served[0], ASK) as client:
+        found = 0
+        while found < len(LARGE):
+            found += len(client.recv(4 << 20))
+            time.sleep(0.05)
+
+
+def test_three_hundred_slow_clients_leave_room_for_honest_ones(served, monkeypatch):
+    """From the same address: where it has too many, the slowest makes room."""
+    monkeypatch.setattr(connections, "most_connections", lambda: (100, 150))
+    with ExitStack() as slow:
+        for number in range(300):
+            slow.enter_context(begun(served[0], HEAD if number % 2 else BODY, every_s=0))
+        with httpx.Client(base_url=f"http://127.0.0.1:{served[0]}", timeout=5) as honest:
+            assert [honest.post("/length", json={}).text for _ in range(20)] == ["2"] * 20
+
+
+def test_an_address_has_so_many_connections_and_those_that_work_are_kept(served, short, monkeypatch):
+    port, ends = served
+    monkeypatch.setattr(connections, "most_connections", lambda: (2, 3))
+    with begun(port, WAIT) as first, begun(port, WAIT) as second:
+        with begun(port) as third:
+            assert rest_of(third).startswith(b"HTTP/1.1 429")
+        assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
+    until(lambda: ends == ["waited"] * 2)
+    whole = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    with begun(port, HEAD) as oldest, begun(port, HEAD), begun(port, whole) as new:
+        assert new.recv(12) == b"HTTP/1.1 200" and rest_of(oldest).startswith(b"HTTP/1.1 408")
