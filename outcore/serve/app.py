@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
@@ -29,6 +28,8 @@ from outcore.serve.settings import ServeSettings
 logger = logging.getLogger(__name__)
 STOP_WITHIN_S = 5
 """Connections that are still open so long after the server was told to stop are cut."""
+PING_EVERY_S = 15
+"""A stream that says nothing for so long gets a comment."""
 LOOK_EVERY_S = 0.1
 """How often it is looked whether a client that waits for a whole answer is still there."""
 
@@ -176,7 +177,7 @@ def _add_answers(
                     async for event in source:
                         yield event
 
-            return ClosedEvents(told(), held, headers=headers, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
+            return ClosedEvents(told(), held, headers)
         try:
             answered = while_connected(http, whole(call), lambda: service.is_stopping)
             return JSONResponse(await answered, headers=headers)
@@ -184,23 +185,55 @@ def _add_answers(
             service.leave_place(places)
 
 
-class ClosedEvents(EventSourceResponse):
-    """Events whose source is closed with the response, also when the client went away in mid-stream: what the source
-    holds (a place, an answer under way) is free at once, not when the garbage collector comes by. `held`: what the
-    source lets go in its end, for clients that went away before it began."""
+class ClosedEvents(Response):
+    """Server-sent events whose source is closed with the response, also when the client went away in mid-stream: what
+    the source holds (a place, a running request) is free at once, not when the garbage collector comes by. `held`:
+    what the source lets go in its end, for clients that went away before it began."""
+
+    media_type = "text/event-stream"
 
     def __init__(
-        self, source: AsyncGenerator[dict[str, str], None], held: AsyncExitStack | None = None, **more: Any
+        self,
+        source: AsyncGenerator[dict[str, str], None],
+        held: AsyncExitStack | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(source, **more)
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(headers or {})})
         self._source, self._held = source, held or AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        beside = [asyncio.ensure_future(work) for work in (_disconnected(receive), _ping(send))]
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait([writing, beside[0]], return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
         finally:
+            for task in (writing, *beside):
+                task.cancel()
+            await asyncio.gather(writing, *beside, return_exceptions=True)
             async with self._held:
                 await self._source.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._source:
+            lines = "".join(f"{name}: {value}\n" for name, value in event.items())
+            await send({"type": "http.response.body", "body": f"{lines}\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ping(send: Send) -> None:
+    """Comments that keep proxies and clients from giving up an answer that is slow to begin."""
+    while True:
+        await asyncio.sleep(PING_EVERY_S)
+        await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[Any], is_stopping: Callable[[], bool]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from socket import socket
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from outcore.serve.app import Addition
     from outcore.serve.service import Service
 
-NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client")
+SWITCH_S = 5e-4
+"""How long one thread may hold Python: each write to a client lets it go, and would wait ten times as long (Python's
+own 5 ms) for the engine's thread to give it back."""
+NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
@@ -79,6 +83,7 @@ def _serve(
         say(f"no forecast beside the measured passes: {why}")
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
+    sys.setswitchinterval(SWITCH_S)
     server = Server(create_app(service, additions(service)))
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

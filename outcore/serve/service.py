@@ -118,9 +118,15 @@ class EngineThread:
         self._ends.add(end)
         if self._is_ending:  # its place was taken before
             end()
+        held: Piece | Answer | None = None
         try:
             while left:
-                item = await queue.get()
+                item, held = held or await queue.get(), None
+                while isinstance(item, Piece) and not queue.empty():  # the client is slower than the passes
+                    held = queue.get_nowait()
+                    if isinstance(held, Answer) or held.choice != item.choice:
+                        break
+                    item, held = item.then(held), None
                 left -= isinstance(item, Answer)
                 yield item
         finally:

@@ -319,4 +319,4 @@ def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
     @app.get(f"{one}/events")
     async def events(name: str, after: int = 0) -> Response:
         await asyncio.to_thread(_told(evaluations.get), name)
-        return ClosedEvents(evaluations.events(name, after), sep="\n")
+        return ClosedEvents(evaluations.events(name, after))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outcore.infer.requests.grammar import Grammar
@@ -54,6 +54,10 @@ class Piece:
     stop: str | int | None = None
     """The stop text or token that ended it."""
     error: str = ""
+
+    def then(self, later: Piece) -> Piece:
+        """This piece and the next one of the same answer, as one."""
+        return replace(later, text=self.text + later.text, tokens=self.tokens + later.tokens)
 
 
 @dataclass(frozen=True)

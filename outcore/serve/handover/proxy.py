@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 
 from outcore.common.output import say
 from outcore.common.quantities import counted
-from outcore.serve.app import STOP_WITHIN_S, ClosedEvents, add_errors, add_gate, while_connected
+from outcore.serve.app import ClosedEvents, add_errors, add_gate, while_connected
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, stops
 from outcore.serve.handover.process import ServerProcess
@@ -158,7 +158,7 @@ class Forwarder:
                 held.push_async_callback(response.aclose)
                 held.callback(self._leave)
                 events = self._events(response, answered, held)
-                return ClosedEvents(events, held, sep="\n", shutdown_grace_period=STOP_WITHIN_S)
+                return ClosedEvents(events, held)
             content = await while_connected(http, self.read(response), self._stopping.is_set)
             if response.status_code == 200:
                 answered.heard(content)

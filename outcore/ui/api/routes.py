@@ -30,8 +30,6 @@ from outcore.ui.api.serving import ServingWatch
 from outcore.ui.api.training import Training
 
 MAX_BODY_BYTES = 4 << 20
-TOLD_WITHIN_S = 3
-"""From telling the panels to stop until an answer is cut: the model's server ends it first."""
 Record = dict[str, Any]
 
 
@@ -192,4 +190,4 @@ def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
                 async for event in events:
                     yield event
 
-        return ClosedEvents(told(), sep="\n", shutdown_grace_period=TOLD_WITHIN_S)
+        return ClosedEvents(told())
