@@ -30,7 +30,14 @@ from outcore.infer.attention.exact import (
 )
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
-from outcore.infer.attention.tiles import attend_tiles, cut_in_tiles, has_kernel, store_rows
+from outcore.infer.attention.tiles import (
+    FIXED_SINGLE_TOKENS,
+    SINGLE_TOKENS,
+    attend_tiles,
+    cut_in_tiles,
+    has_kernel,
+    store_rows,
+)
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page, rounded
 from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
@@ -219,7 +226,8 @@ class PagedAttention:
         output[used:] = 0  # rows that pad the call
         key = "tiles", group, heads // shape.heads
         if key not in tables.plans:
-            tables.plans[key] = cut_in_tiles(tables, group, rule.window, heads // shape.heads, device)
+            single = FIXED_SINGLE_TOKENS if self._is_deterministic else SINGLE_TOKENS
+            tables.plans[key] = cut_in_tiles(tables, group, rule.window, heads // shape.heads, single, device)
         for tiles in tables.plans[key]:
             attend_tiles(store, rule, tiles, query_HND, output)
         return output

@@ -25,8 +25,9 @@ SPLIT_KEYS = 256
 the pass, keeps a token's bits."""
 LEAST_ROWS = 16
 """Rows that the GPU multiplies at least."""
-SINGLE_TOKENS = 8
-"""Tokens that a sequence adds up to which each is a tile of its own: an answer's next one and its guesses."""
+SINGLE_TOKENS, FIXED_SINGLE_TOKENS = 8, 64
+"""Tokens that a sequence adds up to which each is a tile of its own: an answer's next one and its guesses. Where bits
+may not depend on company all guesses are, because their number does."""
 
 
 @cache
@@ -55,11 +56,11 @@ class TokenTiles:
 
 
 def cut_in_tiles(
-    tables: PassTables, group: int, window: int | None, shares: int, device: torch.device
+    tables: PassTables, group: int, window: int | None, shares: int, most_single: int, device: torch.device
 ) -> list[TokenTiles]:
     """Tiles of a call: of answers' tokens, one each, and of prompts'. `shares`: query heads of a key head."""
-    singles = [span for span in tables.spans if span.start and span.count <= SINGLE_TOKENS]
-    others = [span for span in tables.spans if not (span.start and span.count <= SINGLE_TOKENS)]
+    singles = [span for span in tables.spans if span.start and span.count <= most_single]
+    others = [span for span in tables.spans if not (span.start and span.count <= most_single)]
     cuts = (singles, 1), (others, max(1, LONG_ROWS // shares))
     return [tiles_of(tables, spans, group, window, tokens, device) for spans, tokens in cuts if spans]
 

@@ -363,8 +363,11 @@ def _runner(
     if way != "paged":
         return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
-    if device.type == "cuda" and runs_graphs(settings, way) and (arrival.experts is None or few is not None):
+    if device.type == "cuda" and runs_graphs(settings, way, device) and (arrival.experts is None or few is not None):
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, guessed_tokens_of(settings, way))
         rows = size.graph_rows if few is None else min(few.most_tokens, size.graph_rows)
-        small = SmallPasses(flow, attention, cache, device, most_rows=rows, is_on_cpu=arrival.is_on_cpu, experts=few)
+        small = SmallPasses(
+            flow, attention, cache, device,
+            most_rows=rows, is_on_cpu=arrival.is_on_cpu, experts=few, is_deterministic=settings.deterministic,
+        )  # fmt: skip
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

@@ -57,7 +57,7 @@ def open_few_tokens(
         return None, placement
     with ExitStack() as own:
         try:
-            if settings.cpu_tokens == 0 or not runs_graphs(settings, way):
+            if settings.cpu_tokens == 0 or settings.deterministic or not runs_graphs(settings, way, device):
                 raise ValueError("--cpu_tokens 0" if settings.cpu_tokens == 0 else "passes run without CUDA graphs")
             assert weights.chosen is not None
             hand_over = None if in_place is None else in_place.hand_over

@@ -13,7 +13,7 @@ from outcore.flow import ModelParts, Part
 from outcore.flow.experts import form_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import InPlaceProducts
-from outcore.infer.attention import has_fused
+from outcore.infer.attention import has_fused, has_kernel
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
 from outcore.infer.opening.model import FoundModel
 from outcore.infer.opening.settings import InferSettings
@@ -21,6 +21,7 @@ from outcore.infer.schedule import ScheduleLimits
 from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
+    FIXED_GRAPH_ROWS,
     PRESETS,
     AttentionSize,
     InferenceLimits,
@@ -32,6 +33,9 @@ from outcore.sizing.inference import (
     RowCost,
 )
 from outcore.sizing.shape import ModelShape
+
+FIXED_CHUNK_TOKENS = 1024
+"""Tokens of every call that reads prompts, where results may not depend on company: one size for every engine."""
 
 
 def needs_of(
@@ -108,24 +112,25 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
             )
         kv_home = "vram"
     context = PRESETS[settings.preset].usual_context(context, found.max_context, found.loaded.facts.short_positions)
+    fixed = settings.deterministic and has_kernel(device)
     whole = context or PRESETS[settings.preset].context_tokens if way in IN_ONE_PIECE else None
     return InferenceLimits(
         vram,
         max(0, ram),
         bool(settings.nvme_path),
         context,
-        settings.max_sequences,
+        settings.max_sequences or (FIXED_GRAPH_ROWS // 2 if fixed else None),
         whole or settings.pass_tokens,
-        whole or settings.chunk_tokens,
+        whole or settings.chunk_tokens or (FIXED_CHUNK_TOKENS if fixed else None),
         kv_home,
         settings.kv_bytes,
         settings.layer_buffers,
         settings.scores_only,
         guessed_tokens_of(settings, way),
-        has_graphs=runs_graphs(settings, way),
+        has_graphs=runs_graphs(settings, way, device),
         expert_bytes=int(settings.expert_cache_gib * GIB) if settings.expert_cache_gib else None,
         reads_ram=device.type == "cuda" and settings.staging_bytes is None,
-        runs_few=settings.cpu_tokens != 0 and runs_graphs(settings, way),
+        runs_few=settings.cpu_tokens != 0 and runs_graphs(settings, way, device) and not settings.deterministic,
         pads_calls=settings.deterministic,
     )
 
@@ -137,10 +142,10 @@ def guessed_tokens_of(settings: InferSettings, way: Way) -> int:
     return InferenceLimits.guessed_tokens if settings.draft_tokens is None else settings.draft_tokens
 
 
-def runs_graphs(settings: InferSettings, way: Way) -> bool:
+def runs_graphs(settings: InferSettings, way: Way, device: torch.device) -> bool:
     """Whether small passes run as CUDA graphs: those of sequences that share rows. Where results may not depend on
-    company, products keep one size; padding to slots would change it."""
-    return way == "paged" and settings.compile != "off" and not settings.deterministic
+    company, only with the kernel whose bits do not."""
+    return way == "paged" and settings.compile != "off" and (not settings.deterministic or has_kernel(device))
 
 
 def shape_of(found: FoundModel) -> ModelShape | None:
@@ -175,4 +180,6 @@ def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
+    if fixed:  # answers and their guesses share the rows of a graph
+        drafts = max(0, min(drafts, FIXED_GRAPH_ROWS - placement.max_sequences))
     return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)

@@ -24,10 +24,10 @@ from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
-from outcore.infer.attention import PagedAttention, has_kernel
+from outcore.infer.attention import FIXED_SINGLE_TOKENS, PagedAttention, has_kernel
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
-from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
+from outcore.sizing.inference import FIXED_GRAPH_ROWS, GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ def _resident(flow: Flow) -> Any:
 
 class SmallPasses:
     """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
-    launches always (for tests). `experts`: those of a mixture that come as they are chosen; None: there are none."""
+    launches always (for tests). `experts`: those of a mixture that come as they are chosen; None: there are none.
+    `is_deterministic`: all have one size, because rows of another could get other bits."""
 
     def __init__(
         self,
@@ -182,8 +183,10 @@ class SmallPasses:
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
         experts: FewTokens | None = None,
+        is_deterministic: bool = False,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
+        self.fixed_rows = FIXED_GRAPH_ROWS if is_deterministic else None
         self._copies = SmallCopies(device)
         self.why_not = ""
         self.capture_s = 0.0
@@ -194,7 +197,7 @@ class SmallPasses:
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool = GraphPool(device)
         self._reads_in_place = has_kernel(device)
-        self._handed = Handed(most_rows)
+        self._handed = Handed(self.fixed_rows or most_rows)
         self._masks = None if self._reads_in_place else RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
@@ -231,8 +234,12 @@ class SmallPasses:
 
     def _size(self, works: Sequence[Work]) -> tuple[int, ...] | None:
         """(rows, pages of each group) of the slot that holds these; None: none does."""
-        total = sum(work.count for work in works)
-        num_rows = next((count for count in GRAPH_ROWS if count >= total), None)
+        total, sizes = sum(work.count for work in works), GRAPH_ROWS
+        if self.fixed_rows is not None:
+            sizes = (self.fixed_rows,)
+            if not all(work.start and work.count <= FIXED_SINGLE_TOKENS for work in works):
+                return None  # its attention is another in a pass with prompts
+        num_rows = next((count for count in sizes if count >= total), None)
         if num_rows is None or num_rows > self._handed.most_rows:
             return None
         page_tokens, pages = self.cache.settings.page_tokens, []

@@ -17,7 +17,7 @@ from outcore.infer.schedule import Work
 from outcore.staging.pool import SmallCopies
 
 SMALL_ROWS = 32
-"""Rows of a call of single tokens, where calls have fixed sizes."""
+"""Rows of a call of single tokens, where calls have fixed sizes and none is a graph."""
 
 
 @dataclass
@@ -60,12 +60,13 @@ class RowCall:
         return PassTables(spans, page_tokens, copies)
 
 
-def lay_out(works: Iterable[Work], call_tokens: int, *, fixed_sizes: bool) -> list[RowCall]:
-    """Fill calls with works in their order; a work is never cut."""
-    if not fixed_sizes:
+def lay_out(works: Iterable[Work], call_tokens: int, fixed_rows: int | None) -> list[RowCall]:
+    """Fill calls with works in their order; a work is never cut. `fixed_rows`: of a call of single tokens, where calls
+    have fixed sizes; None: they have not."""
+    if fixed_rows is None:
         return _filled(works, call_tokens)
     everything = list(works)
-    small = min(SMALL_ROWS, call_tokens)
+    small = min(fixed_rows, call_tokens)
     calls = _filled([w for w in everything if w.count > small], call_tokens)
     for call in calls:
         call.padded_rows = call_tokens

@@ -12,7 +12,7 @@ from outcore.common.errors import EngineError
 from outcore.flow import Call, Flow, Output, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
-from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
+from outcore.infer.passes.rows import SMALL_ROWS, RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.scores import NO_NUMBERS, Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model.forward import accepted_names
@@ -113,7 +113,10 @@ class PagedRunner:
         return found
 
     def _calls(self, works: Sequence[Work]) -> tuple[list[RowCall], list[Call]]:
-        rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
+        fixed = None
+        if self.limits.is_deterministic:
+            fixed = SMALL_ROWS if self.small is None else self.small.fixed_rows
+        rows = lay_out(works, self.limits.call_tokens, fixed)
         return rows, [self._call(row, row.batch(self.copies), {}) for row in rows]
 
     def _call(self, row: RowCall, batch: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> Call:
