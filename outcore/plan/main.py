@@ -2,7 +2,7 @@
 
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
-    outcore plan --infer llama-70b --preset throughput
+    outcore plan --infer llama-70b --aim throughput
     outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
@@ -178,7 +178,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     published, ends = _published(args)
     shape = replace(shape, packed_ends=ends)
     asked = {
-        "preset": args.infer_preset,
+        "preset": args.aim,
         "precision": _precision(args, hardware),
         "context": args.context,
         "kv_format": args.kv_format,
