@@ -63,7 +63,7 @@ def show_plan(job: RunJob, settings: RunSettings, model: ModelSettings) -> int:
     if short:
         job.say(f"does not fit: {short}")
     if job.is_main:
-        planned.forecaster.show(forecast)
+        planned.forecaster.show(forecast, job.config)
     return 1 if short or not forecast.plan.fits else 0
 
 
@@ -89,9 +89,12 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     engine, decision = planned.open(decision)
     job.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
     job.say(_model_words(engine))
+    if model.lora and (model.preset or model.config_file):
+        job.say("WARNING: the base's weights are random, and adapters learn little over them: --model_name_or_path")
     forecast = planned.forecast(decision)
-    if forecast.problem:
-        job.say(forecast.problem)
+    steps = context.length.total_steps - (taken.checkpoint.step if taken.checkpoint else 0)
+    if words := forecast.problem or forecast.of_steps(steps):
+        job.say(words)
     return _ready(job, replace(context, decided=decision, forecast=forecast), engine)
 
 
