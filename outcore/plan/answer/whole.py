@@ -14,7 +14,7 @@ from outcore.config import TrainConfig
 from outcore.plan.record import Plan
 
 BYTES_PER_TOKEN = 4
-"""Of English text with vocabularies of 32,000 to 152,000 entries; names of JSON fields, which are no tokens, beside."""
+"""English text takes about so many, by vocabularies of 32,000 to 152,000 entries; JSON's names count in, too."""
 PACKED_FILES = (".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst")
 """Files whose size says little of their text's."""
 

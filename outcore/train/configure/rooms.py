@@ -122,7 +122,7 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
     from_file = params.pop("warmup_num_steps", None)
     ratio = config.warmup_ratio
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
-    default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
+    default = 0 if kind == "constant" else min(100, int(0.03 * total_steps))
     warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
     if warmup > total_steps:
         name = "scheduler.params.warmup_num_steps" if config.warmup_steps is None else "warmup_steps"
@@ -140,6 +140,7 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
         total_steps,
         next(floor for floor in floors if floor is not None),
         min(total_steps - warmup, math.ceil(share * total_steps)) if kind == "wsd" else 0,
+        first=int(config.warmup_steps is None and of_ratio is None and from_file is not None),
     )
     _check_scheduler_params(params, schedule, file.path)
     return schedule
