@@ -169,6 +169,19 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
             )
 
 
+def epoch_words(config: TrainConfig, rows: int, step_rows: int) -> str:
+    """What becomes of rows that an epoch leaves over, where the run is as long as epochs say; '' where none is left."""
+    is_embedded = config.dataset == ("embedded",) and config.num_train_epochs == 1.0
+    if config.max_steps > 0 or is_embedded or not rows % step_rows:
+        return ""
+    total, theirs = (math.ceil(config.num_train_epochs * n) for n in (rows / step_rows, math.ceil(rows / step_rows)))
+    of_them = f", {theirs:,} steps in all" if theirs != total else ""
+    return (
+        f"epochs: {config.num_train_epochs:g} x {rows:,} rows are {total:,} steps of {step_rows:,}: the last step of an "
+        f"epoch is filled up from the next, where Hugging Face's Trainer takes a smaller one{of_them}"
+    )
+
+
 def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int) -> RunLength:
     """How many steps, and when to evaluate, sample and save; the same however `step_rows`, the rows of a step on all
     ranks, are cut into micro-batches. `rows`: of the data."""

@@ -17,7 +17,7 @@ from outcore.model import ModelSettings, resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes
-from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
 from outcore.train.run.context import RunContext
@@ -120,6 +120,8 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
             f"WARNING: a step takes {settings.train_batch_size:,} rows, and the data has {len(data.train):,}: each "
             "step trains on some of them twice or more. Lower --gradient_accumulation_steps (or the micro-batch)."
         )
+    if words := epoch_words(config, len(data.train), settings.train_batch_size):
+        job.say(words)
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
     context = RunContext(
         config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main
