@@ -12,7 +12,7 @@ import pytest
 from outcore.config import FIELDS, DeepSpeedFile, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
 from outcore.config.spellings import meaning_of
 from tests.forked import ROOT
-from tests.train.test_parity import CASES, Case
+from tests.train.runs.test_parity import CASES, Case
 
 PAGE = (ROOT / "docs/from_hf_trainer.md").read_text(encoding="utf-8")
 OURS = {name: row.name for row in FIELDS.values() for name in (row.name, *row.spec.aliases)}

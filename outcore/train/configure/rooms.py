@@ -177,8 +177,8 @@ def epoch_words(config: TrainConfig, rows: int, step_rows: int) -> str:
     total, theirs = (math.ceil(config.num_train_epochs * n) for n in (rows / step_rows, math.ceil(rows / step_rows)))
     of_them = f", {theirs:,} steps in all" if theirs != total else ""
     return (
-        f"epochs: {config.num_train_epochs:g} x {rows:,} rows are {total:,} steps of {step_rows:,}: the last step of an "
-        f"epoch is filled up from the next, where Hugging Face's Trainer takes a smaller one{of_them}"
+        f"epochs: {config.num_train_epochs:g} x {rows:,} rows are {total:,} steps of {step_rows:,}: the last step of "
+        f"an epoch is filled up from the next, where Hugging Face's Trainer takes a smaller one{of_them}"
     )
 
 

@@ -134,7 +134,7 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
     if changes:
         rate = f"{schedule.lr(checkpoint.step):g} at this step"
         job.say(f"resume: the schedule from here on: {schedule.words}; {rate}")
-    by_version = changed_by_version(checkpoint, context.fingerprint)
+    by_version = changed_by_version(checkpoint, context.fingerprint, decay_all=settings.decay_all)
     for line in by_version:
         job.say(f"resume: {line}")
     return replace(context, changes=(*changes, *by_version))

@@ -21,7 +21,9 @@ from tests.train.jobs import REPOSITORY, metrics, states, try_once
 
 pytestmark = pytest.mark.no_cover
 Steps = list[list[dict[str, torch.Tensor]]]
-WORDS = "the quick brown fox jumps over a lazy dog and runs away from two bears that sleep in their warm cave".split()
+TEXT = "the quick brown fox jumps over a lazy dog and runs away from two bears that sleep in their warm cave"
+WORDS = TEXT.split()
+QUIET = "--sample_steps 0 --eval_strategy no --eval_fraction 0 --report_to none --learning_rate 1e-2"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
@@ -274,7 +276,7 @@ def train(root: Path, base: Path | None, rows: list[dict[str, Any]], case: Case)
     argv += ["--model_name_or_path", str(base)] if base else []
     argv += f"--run_name r --seq_length 128 --packing off --precision fp32 --max_steps {STEPS} --no_export".split()
     argv += f"--micro_batch_size {case.rows} --gradient_accumulation_steps {case.accumulation}".split()
-    argv += "--sample_steps 0 --eval_strategy no --eval_fraction 0 --report_to none --learning_rate 1e-2".split()
+    argv += QUIET.split()
     argv += ["--save_steps", "1", "--save_total_limit", "9"]
     assert main(["train", *argv, *case.ours.split()]) == 0
 
