@@ -80,6 +80,7 @@ class _Resolver:
             world_size=self.place.world_size,
             ranks_per_host=self.place.ranks_per_host or self.place.world_size,
             learning_rate=self._pick("learning_rate", rate, why),
+            decay_all=self._decay_all(),
             max_grad_norm=self._pick("max_grad_norm", 1.0, "global norm; the usual choice for language models"),
             activation_checkpointing=recomputes(self.said),
             zero_stage=self.zero_stage,
@@ -174,6 +175,20 @@ class _Resolver:
         return value
 
     # --- what needs more than one field
+
+    def _decay_all(self) -> bool:
+        """Whether norms and biases decay: as asked, as DeepSpeed does where its file gives the decay, else as HF's
+        Trainer does."""
+        if self.said.decay_all is not None:
+            self.reasons["decay_all"] = "--decay_all"
+            return self.said.decay_all
+        is_of_file = self.said.weight_decay is None and "weight_decay" in self.file.values
+        self.reasons["decay_all"] = (
+            f"{self.file.path} gives the decay, and DeepSpeed has one for all"
+            if is_of_file
+            else "default, as HF Trainer"
+        )
+        return is_of_file
 
     def _precision(self) -> Precision:
         in_file: Precision | None = None

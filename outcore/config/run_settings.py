@@ -81,6 +81,8 @@ class RunSettings:
     optimizer: Literal["adamw", "muon"]
     learning_rate: float
     weight_decay: float
+    decay_all: bool
+    """Whether norms and biases decay, too."""
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float

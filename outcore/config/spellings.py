@@ -23,7 +23,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "quantization_bit": "--quantize nf4 or int8, with --lora_r 16",
     "qlora": "--lora_r 16 --quantize nf4",
     # LoRA
-    **dict.fromkeys(("use_peft", "use_lora"), "--lora_r 16"),
+    **dict.fromkeys(("use_peft", "use_lora", "r"), "--lora_r 16"),
     "finetuning_type": "--lora_r 16 for adapters; without it all weights are trained",
     "adapter": "--lora_r 16 to train one, --lora_export adapter to export it alone",
     "adapter_name_or_path": "--resume_from_checkpoint with a checkpoint of the run that trained it",

@@ -24,6 +24,10 @@ class Preset:
     fields: Mapping[str, Any] = field(default_factory=dict)
     vocab_from_tokenizer: bool = False
     """True: the tokenizer decides the vocabulary (tiny shapes); False: the published size, grown if it must be."""
+    published: str | None = None
+    """Hub id of the trained model of this shape."""
+    packed: str = ""
+    """Format in which its makers publish most of its weights; '': 16 bits."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -142,9 +146,8 @@ _PRESETS = (
         },
         vocab_from_tokenizer=True,
     ),
-    # openai-community/gpt2 (GPT-2 small): the defaults of the model type.
-    Preset("gpt2", "gpt2", 124_439_808, "GPT-2 small, learned positions, tied"),
-    # google-t5/t5-small.
+    # The defaults of the model type.
+    Preset("gpt2", "gpt2", 124_439_808, "GPT-2 small, learned positions, tied", published="openai-community/gpt2"),
     Preset(
         "t5-small",
         "t5",
@@ -161,6 +164,7 @@ _PRESETS = (
             "pad_token_id": 0,
             "eos_token_id": 1,
         },
+        published="google-t5/t5-small",
     ),
     # Own shape on the Qwen3-MoE architecture: about 0.5 B parameters, a third of them active.
     Preset(
@@ -187,18 +191,74 @@ _PRESETS = (
             "tie_word_embeddings": True,
         },
     ),
-    # meta-llama/Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, Llama-3.1-70B.
-    Preset("llama-1b", "llama", 1_235_814_400, "Llama 3.2 1B, tied", _llama3(2048, 16, 32, 8192, True, 32.0)),
-    Preset("llama-3b", "llama", 3_212_749_824, "Llama 3.2 3B, tied", _llama3(3072, 28, 24, 8192, True, 32.0)),
-    Preset("llama-8b", "llama", 8_030_261_248, "Llama 3.1 8B", _llama3(4096, 32, 32, 14336, False, 8.0)),
-    Preset("llama-70b", "llama", 70_553_706_496, "Llama 3.1 70B", _llama3(8192, 80, 64, 28672, False, 8.0)),
-    # Qwen/Qwen3-4B, -8B, -14B, -32B.
-    Preset("qwen3-4b", "qwen3", 4_022_468_096, "Qwen3 4B, tied", _qwen3(2560, 36, 32, 9728, True)),
-    Preset("qwen3-8b", "qwen3", 8_190_735_360, "Qwen3 8B", _qwen3(4096, 36, 32, 12288, False)),
-    Preset("qwen3-14b", "qwen3", 14_768_307_200, "Qwen3 14B", _qwen3(5120, 40, 40, 17408, False)),
-    Preset("qwen3-32b", "qwen3", 32_762_123_264, "Qwen3 32B", _qwen3(5120, 64, 64, 25600, False)),
-    # Qwen/Qwen3-30B-A3B.
-    Preset("gpt-oss-120b", "gpt_oss", 116_829_156_672, "gpt-oss 120B, mixture of 128 experts, 4 active", _GPT_OSS),
+    Preset(
+        "llama-1b",
+        "llama",
+        1_235_814_400,
+        "Llama 3.2 1B, tied",
+        _llama3(2048, 16, 32, 8192, True, 32.0),
+        published="meta-llama/Llama-3.2-1B",
+    ),
+    Preset(
+        "llama-3b",
+        "llama",
+        3_212_749_824,
+        "Llama 3.2 3B, tied",
+        _llama3(3072, 28, 24, 8192, True, 32.0),
+        published="meta-llama/Llama-3.2-3B",
+    ),
+    Preset(
+        "llama-8b",
+        "llama",
+        8_030_261_248,
+        "Llama 3.1 8B",
+        _llama3(4096, 32, 32, 14336, False, 8.0),
+        published="meta-llama/Llama-3.1-8B",
+    ),
+    Preset(
+        "llama-70b",
+        "llama",
+        70_553_706_496,
+        "Llama 3.1 70B",
+        _llama3(8192, 80, 64, 28672, False, 8.0),
+        published="meta-llama/Llama-3.1-70B",
+    ),
+    Preset(
+        "qwen3-4b",
+        "qwen3",
+        4_022_468_096,
+        "Qwen3 4B, tied",
+        _qwen3(2560, 36, 32, 9728, True),
+        published="Qwen/Qwen3-4B",
+    ),
+    Preset(
+        "qwen3-8b", "qwen3", 8_190_735_360, "Qwen3 8B", _qwen3(4096, 36, 32, 12288, False), published="Qwen/Qwen3-8B"
+    ),
+    Preset(
+        "qwen3-14b",
+        "qwen3",
+        14_768_307_200,
+        "Qwen3 14B",
+        _qwen3(5120, 40, 40, 17408, False),
+        published="Qwen/Qwen3-14B",
+    ),
+    Preset(
+        "qwen3-32b",
+        "qwen3",
+        32_762_123_264,
+        "Qwen3 32B",
+        _qwen3(5120, 64, 64, 25600, False),
+        published="Qwen/Qwen3-32B",
+    ),
+    Preset(
+        "gpt-oss-120b",
+        "gpt_oss",
+        116_829_156_672,
+        "gpt-oss 120B, mixture of 128 experts, 4 active",
+        _GPT_OSS,
+        published="openai/gpt-oss-120b",
+        packed="mxfp4",
+    ),
     Preset(
         "qwen3-30b-a3b",
         "qwen3_moe",
@@ -214,6 +274,7 @@ _PRESETS = (
             "output_router_logits": True,
             "router_aux_loss_coef": 0.001,
         },
+        published="Qwen/Qwen3-30B-A3B",
     ),
 )
 

@@ -19,7 +19,7 @@ from outcore.optim.formats.compressed import check_moments, check_unsigned
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 6
+ABI = 7
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2, "add_up": 3}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")

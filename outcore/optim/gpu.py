@@ -18,7 +18,7 @@ import torch
 from outcore.optim.formats import StateFormat
 from outcore.optim.formats.chunk_state import cast_param, join_master, split_master
 from outcore.optim.hyper import AdamWHyper
-from outcore.optim.jobs import ChunkJob
+from outcore.optim.jobs import ChunkJob, by_decay
 from outcore.optim.reference import update_chunk
 from outcore.sizing.states import MUON_BYTES_UNDER_WAY
 
@@ -47,29 +47,32 @@ def update_on_device(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper
     }
     first = views["residual" if state_format.split_master else "master"]
     kinds = {torch.float32: kernel.FP32_PARAM, torch.bfloat16: kernel.BF16_PARAM, torch.float16: kernel.FP16_PARAM}
+    param = None if job.param is None else job.param.view(_bits(job.param.dtype))
     launch: Any = kernel.adamw
-    launch[(-(-numel // kernel.BLOCK),)](
-        usable.view(torch.uint8),
-        job.grad,
-        first,
-        views["exp_avg"],
-        views["exp_avg_sq"],
-        first if job.param is None else job.param.view(_bits(job.param.dtype)),
-        numel,
-        scalars.grad_scale,
-        scalars.lerp_coefficient,
-        scalars.beta2,
-        scalars.one_minus_beta2,
-        scalars.bias_correction2_sqrt,
-        scalars.eps,
-        scalars.negative_step_size,
-        scalars.decay if job.weight_decay else 1.0,
-        LERP_FROM_GRAD=scalars.lerp_from_grad,
-        SPLIT=state_format.split_master,
-        PARAM=kernel.NO_PARAM if job.param is None else kinds[job.param.dtype],
-        BLOCK=kernel.BLOCK,
-        enable_fp_fusion=False,
-    )
+    for start, stop, decays in by_decay(job):  # few: norms lie together behind a layer's matrices, or biases between
+        at = slice(start, stop)
+        launch[(-(-(stop - start) // kernel.BLOCK),)](
+            usable.view(torch.uint8),
+            job.grad[at],
+            first[at],
+            views["exp_avg"][at],
+            views["exp_avg_sq"][at],
+            first[at] if param is None else param[at],
+            stop - start,
+            scalars.grad_scale,
+            scalars.lerp_coefficient,
+            scalars.beta2,
+            scalars.one_minus_beta2,
+            scalars.bias_correction2_sqrt,
+            scalars.eps,
+            scalars.negative_step_size,
+            scalars.decay if decays else 1.0,
+            LERP_FROM_GRAD=scalars.lerp_from_grad,
+            SPLIT=state_format.split_master,
+            PARAM=kernel.NO_PARAM if job.param is None else kinds[job.param.dtype],
+            BLOCK=kernel.BLOCK,
+            enable_fp_fusion=False,
+        )
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:

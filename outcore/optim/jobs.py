@@ -6,7 +6,7 @@ checking the states again. The batch keeps its tensors alive; a pool keeps the b
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,8 @@ from outcore.optim.formats.state_format import GRAD_DTYPES, check_buffer
 
 DTYPE_CODES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """Codes as in abi.h."""
+NEVER = 2**63 - 1
+"""End of the ranges without weight decay, beyond every chunk."""
 
 
 class CJob(ctypes.Structure):
@@ -27,7 +29,7 @@ class CJob(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("element_offset", ctypes.c_int64),
-        ("decays", ctypes.c_int64),
+        ("undecayed", ctypes.c_void_p),
         ("next", ctypes.c_void_p),
         ("kept", ctypes.c_void_p),
     )
@@ -45,12 +47,23 @@ class ChunkJob:
     """bf16, fp16 or fp32, n elements, written (split formats: bf16, read too); None: no copy (fp32 master formats)."""
     element_offset: int = 0
     """Index of the first parameter in the model, a multiple of 256: the key of stochastic rounding."""
-    weight_decay: bool = True
-    """False: none for this chunk (norms and biases), whatever the hyper-parameters say."""
+    undecayed: tuple[tuple[int, int], ...] = ()
+    """[start, stop) of what has no weight decay (norms and biases), in order, in whole blocks of 256 but at the end."""
     next: torch.Tensor | None = None
     """Like `state`: where the updated states go instead, and `state` stays as it was. None: in place."""
     kept: torch.Tensor | None = None
     """Like `param`: where it is kept as it was before the update. None: nowhere."""
+
+
+def by_decay(job: ChunkJob) -> Iterator[tuple[int, int, bool]]:
+    """(start, stop, whether it has weight decay) of the chunk's stretches, in order."""
+    at = 0
+    for start, stop in (*job.undecayed, (job.grad.numel(), job.grad.numel())):
+        if start > at:
+            yield at, start, True
+        if stop > start:
+            yield start, stop, False
+        at = stop
 
 
 class JobBatch:
@@ -64,6 +77,7 @@ class JobBatch:
         if not jobs:
             raise ValueError("a unit needs at least one chunk")
         first = jobs[0]
+        self._ranges: list[ctypes.Array[ctypes.c_int64]] = []
         self.state_format: StateFormat | None = state_format
         self.grad_dtype = first.grad.dtype
         self.param_dtype = None if first.param is None else first.param.dtype
@@ -80,7 +94,7 @@ class JobBatch:
                 job.grad.data_ptr(),
                 job.grad.numel(),
                 job.element_offset,
-                int(job.weight_decay),
+                self._address_of_ranges(job.undecayed),
                 _address(job.next),
                 _address(job.kept),
             )
@@ -137,7 +151,7 @@ class JobBatch:
             raise ValueError(f"this unit has {len(self)} chunks, got {len(grads)} gradients")
         batch = JobBatch.__new__(JobBatch)
         batch.state_format, batch.param_dtype, batch.grad_dtype = self.state_format, self.param_dtype, grads[0].dtype
-        batch.array = type(self.array).from_buffer_copy(self.array)
+        batch.array, batch._ranges = type(self.array).from_buffer_copy(self.array), self._ranges
         for index, (grad, before) in enumerate(zip(grads, self.grads)):
             check_grad(grad)
             if grad.numel() != before.numel() or grad.dtype != batch.grad_dtype:
@@ -157,6 +171,14 @@ class JobBatch:
         kept = params.split([grad.numel() for grad in self.grads])
         jobs = [replace(job, next=to, kept=old) for job, to, old in zip(self.jobs, states, kept, strict=True)]
         return JobBatch(self.state_format, jobs)
+
+    def _address_of_ranges(self, undecayed: tuple[tuple[int, int], ...]) -> int | None:
+        """Address of the ranges for C++, with an end that no element reaches; None where everything decays."""
+        if not undecayed:
+            return None
+        flat = [*(at for both in undecayed for at in both), NEVER, NEVER]
+        self._ranges.append((ctypes.c_int64 * len(flat))(*flat))
+        return ctypes.addressof(self._ranges[-1])
 
     def _check(self, job: ChunkJob) -> None:
         assert self.state_format is not None
@@ -179,6 +201,9 @@ class JobBatch:
             raise ValueError(f"parameters of type {dtype} are kept in as many of that type")
         if self.state_format.compressed:
             tail_of(self.state_format, job.state, job.grad.numel())
+        for start, stop in job.undecayed:
+            if start % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != job.grad.numel()) or start >= stop:
+                raise ValueError(f"[{start}, {stop}) without weight decay is not in whole blocks of {BLOCK_NUMEL}")
         if job.element_offset < 0 or job.element_offset % BLOCK_NUMEL:
             raise ValueError(
                 f"element_offset must be a multiple of {BLOCK_NUMEL} from 0 on, so that blocks do not depend on how "

@@ -29,7 +29,7 @@ from outcore.optim.formats.moments8 import (
     unpack,
 )
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
-from outcore.optim.jobs import ChunkJob
+from outcore.optim.jobs import ChunkJob, by_decay
 
 SLICE_NUMEL = 1 << 18
 SUM_BLOCK_NUMEL = 4096
@@ -55,15 +55,15 @@ def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) ->
     grad = job.grad.detach().reshape(-1)
     param = None if job.param is None else job.param.detach().view(-1)
     scalars = hyper.scalars()
-    if not job.weight_decay:
-        scalars = scalars._replace(decay=1.0)
-    for start in range(0, numel, SLICE_NUMEL):
-        at = slice(start, min(start + SLICE_NUMEL, numel))
-        blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))
-        part = {name: view[blocks if name.endswith("_scale") else at] for name, view in views.items()}
-        first_block = (job.element_offset + start) // BLOCK_NUMEL
-        kept = None if param is None else param[at]
-        _update_slice(state_format.plain, part, kept, grad[at], hyper, scalars, first_block)
+    for begin, end, decays in by_decay(job):
+        of_these = scalars if decays else scalars._replace(decay=1.0)
+        for start in range(begin, end, SLICE_NUMEL):
+            at = slice(start, min(start + SLICE_NUMEL, end))
+            blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))
+            part = {name: view[blocks if name.endswith("_scale") else at] for name, view in views.items()}
+            first_block = (job.element_offset + start) // BLOCK_NUMEL
+            kept = None if param is None else param[at]
+            _update_slice(state_format.plain, part, kept, grad[at], hyper, of_these, first_block)
     if state_format.compressed:
         compress_moments(state_format, job.state, views["exp_avg"], views["exp_avg_sq"])
 

@@ -42,8 +42,8 @@ class MachineFields:
 
 NAMED_ELSEWHERE = "-"
 """What `--infer` alone stands for: another flag names the model."""
-MODES = ("balanced", "latency", "throughput")
-"""What `--preset` means beside `--infer`; without it a preset is a model's shape."""
+AIMS = ("balanced", "latency", "throughput")
+"""Values of `--aim`, which was called --preset; without `--infer` a preset is a model's shape."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ class InferFields:
     """Answers instead of training."""
 
     infer: str | None = setting(None, bare=NAMED_ELSEWHERE, common=True)
-    """Plan generating and serving, of this model or of --model's; --preset balanced (the default), latency or
-    throughput says what for."""
-    infer_preset: Literal["balanced", "latency", "throughput"] = "balanced"
-    """What --preset means beside --infer."""
+    """Plan generating and serving, of this model or of --model's; --aim says what for."""
+    aim: Literal["balanced", "latency", "throughput"] = setting("balanced", common=True)
+    """What answers aim at: latency is one reader (as outcore chat), balanced many (as outcore serve)."""
     infer_quantize: Literal["none", "int8", "nf4"] = "none"
     """What --quantize means beside --infer."""
     context: int | None = setting(None, above=0)
@@ -104,9 +103,12 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
     args = sys.argv[1:] if argv is None else list(argv)
     if any(arg.partition("=")[0] == "--infer" for arg in args):
         for i, arg in enumerate(args):
-            value = arg.partition("=")[2] or (args[i + 1] if i + 1 < len(args) else "")
-            if (arg.partition("=")[0] == "--preset" and value in MODES) or arg.partition("=")[0] == "--quantize":
-                args[i] = "--infer_" + arg.removeprefix("--")
+            flag, equals, said = arg.partition("=")
+            value = said or (args[i + 1] if i + 1 < len(args) else "")
+            if flag == "--preset" and value in AIMS:
+                args[i] = "--aim" + equals + said
+            elif flag == "--quantize":
+                args[i] = "--infer_quantize" + equals + said
     config = parse(args, PlanConfig, PROG, DESCRIPTION)
     _check_idle(config)
     if config.lora_r == 0 and config.lora_target_modules != "auto":
@@ -137,4 +139,5 @@ def _check_idle(config: PlanConfig) -> None:
         )
     named = [name for name in ("model_name_or_path", "preset", "config_file") if name in said]
     if config.infer != NAMED_ELSEWHERE and named:
-        raise ConfigError(f"--infer {config.infer} names a model, and {named[0]} another. Leave out one.")
+        aims = f" What answers aim at is --aim {', '.join(AIMS)}." if named[0] == "preset" else ""
+        raise ConfigError(f"--infer {config.infer} names a model, and {named[0]} another. Leave out one.{aims}")

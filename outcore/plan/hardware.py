@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
@@ -15,10 +16,13 @@ from outcore.plan import constants as k
 from outcore.sizing.copies import copies_gb_per_s
 from outcore.sizing.states import STATE_FORMATS
 
+Row = TypeVar("Row")
 LINKS = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "ram_gb_per_s")
 """Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
 GPU_LINKS = ("h2d_gb_per_s", "d2h_gb_per_s")
 """Links that are there with a GPU only."""
+MEMORY = "device_memory_gb_per_s"
+"""Rate that no plan for a GPU can do without: reading weights takes time."""
 
 
 class ProfileError(ValueError):
@@ -47,7 +51,9 @@ class Hardware:
     compute_tflops: float | None = None
     """That compiled layers reach; None: not known, and step times are lower bounds."""
     device_memory_gb_per_s: float | None = None
-    """Rate of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
+    """Rate of the GPU's own memory; without a GPU that of copies in RAM, None where nobody measured it."""
+    is_rate_of_layers: bool = False
+    """Whether `compute_tflops` is of whole layers, so that what passes through the memory is counted in it already."""
     optimizer_gparams_per_s: Mapping[str, float] = field(default_factory=dict)
     """Format of the states -> 10^9 parameters that the CPU optimizer updates per second; {}: not measured."""
     host_layer_s: float = k.HOST_LAYER_S
@@ -94,12 +100,11 @@ class Hardware:
         attention_flops: float = 0.0,
         attention_share: float = k.ATTENTION_SHARE,
     ) -> float:
-        """Seconds of matrix products and attention, with what passes through the device's memory. Where that was not
-        measured, `compute_tflops` is the rate of whole layers, in which both are counted already. `attention_share`: of
-        the rate of matrix products."""
+        """Seconds of matrix products and attention, with what passes through the device's memory, unless the rate is of
+        whole layers (`is_rate_of_layers`). `attention_share`: of the rate of matrix products."""
         if self.compute_tflops is None:
             return 0.0
-        if self.device_memory_gb_per_s is None:
+        if self.is_rate_of_layers or self.device_memory_gb_per_s is None:
             return (flops + attention_flops) / (self.compute_tflops * 1e12)
         products_s = (flops + attention_flops / attention_share) / (self.compute_tflops * 1e12)
         return products_s + traffic_bytes / (self.device_memory_gb_per_s * GB)
@@ -151,6 +156,19 @@ class Hardware:
         """Rate over a link of homes of which this share is pageable and copied by threads, the others pinned."""
         copies = min(link_gb_per_s, self.copies_gb_per_s or link_gb_per_s)
         return 1.0 / ((1.0 - pageable) / link_gb_per_s + pageable / copies)
+
+    @property
+    def memory_gb_per_s(self) -> float:
+        """Rate of the GPU's memory. ProfileError where it is missing: weights would be read in no time."""
+        if self.device_memory_gb_per_s is None:
+            raise ProfileError(f"{self.name} has no {MEMORY}: run python gds_optimizer.py on that machine.")
+        return self.device_memory_gb_per_s
+
+    @property
+    def nominal(self) -> dict[str, float]:
+        """Rates of links and memory that come from data sheets, in GB/s by name."""
+        said = {name: self.sources.get(name, "") for name in (*LINKS, MEMORY)}
+        return {name: getattr(self, name) for name, source in said.items() if source.startswith("nominal")}
 
     def words(self) -> str:
         """The machine in a line."""
@@ -204,8 +222,8 @@ def hardware_of(
     if drive is None:
         notes.append(f"{name} has no local drive in its profile: nothing can be planned on NVMe")
     rates, sources = _rates(machine, name, allow_nominal, notes)
-    tflops, memory, source = _compute(machine, overrides.tflops)
-    sources["compute_tflops"] = source
+    tflops, is_of_layers, sources["compute_tflops"] = _compute(machine, overrides.tflops)
+    memory, sources[MEMORY] = _memory(machine, name, is_cpu, allow_nominal, notes)
     updates, sources["optimizer_gparams_per_s"] = _updates(machine, notes)
     host_layer_s, sources["host_layer_s"] = _host(machine)
     if tflops is None:
@@ -234,6 +252,7 @@ def hardware_of(
         drive_mixed_gb_per_s=machine.links.drive_mixed_gb_per_s if machine.links else None,
         compute_tflops=tflops,
         device_memory_gb_per_s=memory,
+        is_rate_of_layers=is_of_layers,
         optimizer_gparams_per_s=updates,
         host_layer_s=host_layer_s,
         is_cpu=is_cpu,
@@ -333,16 +352,39 @@ def _host(machine: Machine) -> tuple[float, str]:
     return k.HOST_LAYER_S, f"{k.HOST_LAYER_S:g} s, as measured on a server"
 
 
-def _compute(machine: Machine, given: float | None) -> tuple[float | None, float | None, str]:
-    """(TFLOPS of layers, GB/s of the device's memory or None, where both come from): given, measured, by name."""
+def _compute(machine: Machine, given: float | None) -> tuple[float | None, bool, str]:
+    """(TFLOPS, whether they are of whole layers, where they come from): given, measured, by name."""
     if given is not None:
-        return given, None, "given"
+        return given, True, "given"
     links = machine.links
     if links is not None and links.matmul_tflops and links.device_memory_gb_per_s:
         share = f"{links.matmul_tflops:g} TFLOPS of matrix products x {k.MATMUL_SHARE:g}, {links.source}"
-        return round(links.matmul_tflops * k.MATMUL_SHARE, 3), links.device_memory_gb_per_s, share
+        return round(links.matmul_tflops * k.MATMUL_SHARE, 3), False, share
     tflops, source = _tflops(machine)
-    return tflops, None, source
+    return tflops, True, source
+
+
+def _memory(
+    machine: Machine, name: str, is_cpu: bool, allow_nominal: bool, notes: list[str]
+) -> tuple[float | None, str]:
+    """(GB/s of the device's memory, where they come from): the profile's, else by the GPU's name. ProfileError where
+    neither knows it, unless nominal rates are allowed or the GPU is one that the user adds."""
+    links = machine.links
+    if links is not None and links.device_memory_gb_per_s and (machine.gpus or is_cpu):
+        return links.device_memory_gb_per_s, links.source
+    if is_cpu:
+        return None, "not measured"
+    gpu = machine.gpus[0].name if machine.gpus else "the GPU that is added"
+    if (known := row_by_name(k.GPU_MEMORY_GB_PER_S, gpu)) is not None:
+        return known, "nominal: the data sheet's, by the GPU's name"
+    if machine.gpus and not allow_nominal:
+        raise ProfileError(
+            f"The profile of {name} has no memory rate of {gpu} ({MEMORY}): weights would be read in no time. "
+            "Run python gds_optimizer.py on that machine, or add --nominal to plan with the slowest card's."
+        )
+    rate = min(k.GPU_MEMORY_GB_PER_S.values())
+    notes.append(f"the memory rate of {gpu} is not known: planned with the slowest known card's {rate:g} GB/s")
+    return rate, "nominal: the slowest known card's"
 
 
 def _tflops(machine: Machine) -> tuple[float | None, str]:
@@ -358,8 +400,13 @@ def _tflops(machine: Machine) -> tuple[float | None, str]:
 
 def tflops_of(gpu_name: str) -> tuple[float, float, str] | None:
     """(peak dense bf16 TFLOPS, share that compiled layers reach, source) of a GPU by its name, or None."""
+    return row_by_name(k.GPU_TFLOPS, gpu_name)
+
+
+def row_by_name(table: Mapping[str, Row], gpu_name: str) -> Row | None:
+    """The row of a GPU in a table by parts of names; None where it is not there."""
     name = gpu_name.lower()
-    for key, row in sorted(k.GPU_TFLOPS.items(), key=lambda item: -len(item[0])):
+    for key, row in sorted(table.items(), key=lambda item: -len(item[0])):
         if re.search(rf"\b{re.escape(key)}(?! ?(super|ti\b|laptop))", name):
             return row
     return None

@@ -2,7 +2,7 @@
 
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
-    outcore plan --infer llama-70b --preset throughput
+    outcore plan --infer llama-70b --aim throughput
     outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
@@ -25,6 +25,7 @@ from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, check_undecided, command, kept, notes
 from outcore.plan.answer.gpus import beside_one
+from outcore.plan.answer.whole import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
@@ -80,15 +81,17 @@ class Asked:
     answer: PlanAnswer
     advice: Advice
     hardware: Hardware
-    request: RunRequest
     command: str
     """The command that makes the plan a run."""
+    whole: WholeRun | None = None
+    """Length of the whole run; None where nobody said it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         from outcore.plan.answer.show import to_json
 
-        return to_json(self.answer, self.advice, self.hardware) | {"command": self.command}
+        whole = None if self.whole is None else self.whole.to_dict()
+        return to_json(self.answer, self.advice, self.hardware) | {"command": self.command, "run": whole}
 
 
 def answer_to(args: PlanConfig) -> Asked:
@@ -109,8 +112,10 @@ def answer_to(args: PlanConfig) -> Asked:
     if beside := beside_one(shape, request, hardware, answer.plan):
         hardware = replace(hardware, notes=(*hardware.notes, beside.words()))
     dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
-    said = Said(_name(_model_of(args) or ""), dataset, args.nvme_offload_path, args.trust_remote_code, kept(args))
-    return Asked(answer, advice, hardware, request, command(answer.plan, request, said))
+    model, has_adapters = _name(_model_of(args) or ""), args.lora_r > 0
+    said = Said(model, dataset, args.nvme_offload_path, args.trust_remote_code, kept(args), has_adapters)
+    hardware = replace(hardware, notes=(*hardware.notes, *notes(request, said)))
+    return Asked(answer, advice, hardware, command(answer.plan, request, said), whole_run(args, answer.plan))
 
 
 def _plan(args: PlanConfig) -> int:
@@ -127,9 +132,7 @@ def _plan(args: PlanConfig) -> int:
     if args.json:
         print(json.dumps(asked.to_dict(), indent=2))
     else:
-        show(asked.answer, asked.advice, asked.hardware, run_it=asked.command)
-        for line in notes(asked.request):
-            print(f"- {line}")
+        show(asked.answer, asked.advice, asked.hardware, run_it=asked.command, whole=asked.whole)
         if args.png is not None:
             print(f"picture: {args.png}")
     return 0 if asked.answer.plan.fits else 1
@@ -178,7 +181,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     published, ends = _published(args)
     shape = replace(shape, packed_ends=ends)
     asked = {
-        "preset": args.infer_preset,
+        "preset": args.aim,
         "precision": _precision(args, hardware),
         "context": args.context,
         "kv_format": args.kv_format,
@@ -205,7 +208,7 @@ def _published(args: PlanConfig) -> tuple[str, tuple[str, str]]:
 
     name = _place(args)
     if name in PRESETS:
-        return "", ("", "")
+        return PRESETS[name].packed, ("", "")
     from outcore.formats.checkpoint import formats_of_ends, usual_format
     from outcore.model.facts import quantization_of
 

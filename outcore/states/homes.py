@@ -145,7 +145,7 @@ class Homes:
         for chunk in home.chunks:
             param = self.param_piece(chunk)
             if chunk.buffer is not None and param is not None and chunk.matrix is None:
-                jobs.append(ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset))
+                jobs.append(chunk.job(grad[chunk.start : chunk.stop], chunk.buffer, param))
         if not jobs:
             return None
         if home.jobs is None:
@@ -160,7 +160,7 @@ class Homes:
         for chunk in self[unit].chunks:
             param = self.param_piece(chunk)
             if chunk.matrix is not None and chunk.buffer is not None and param is not None:
-                job = ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
+                job = chunk.job(grad[chunk.start : chunk.stop], chunk.buffer, param)
                 jobs.append(MatrixJob(chunk.state_format, job, chunk.matrix))
         return jobs
 

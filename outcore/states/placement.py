@@ -16,7 +16,7 @@ import torch
 from outcore.common.errors import EngineError
 from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part
-from outcore.optim import StateFormat
+from outcore.optim import ChunkJob, StateFormat
 from outcore.optim.formats import Tail, tail_of
 from outcore.storage import TensorStore
 
@@ -57,6 +57,8 @@ class StateChunk:
     """uint8 [n_bytes] when it lives in RAM."""
     matrix: tuple[int, int] | None = None
     """Shape of the parameter that Muon updates here; None: AdamW updates what is here, of whatever shape."""
+    undecayed: tuple[tuple[int, int], ...] = ()
+    """[start, stop) within the chunk of what has no weight decay, as `ChunkJob` has it."""
     tail: Tail | None = None
     """Tail of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 
@@ -78,6 +80,10 @@ class StateChunk:
     def name(self) -> str:
         """In the scratch store."""
         return f"states of {self.unit.name} from {self.start}"
+
+    def job(self, grad: torch.Tensor, states: torch.Tensor, param: torch.Tensor | None) -> ChunkJob:
+        """Update of this chunk, wherever its three pieces lie."""
+        return ChunkJob(grad, states, param, self.element_offset, self.undecayed)
 
 
 class GradPlace(NamedTuple):
@@ -125,10 +131,16 @@ def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:
 
 
 def cut_states(
-    units: Sequence[Part], state_format: StateFormat, chunk_numel: int, *, muon: frozenset[int] = frozenset()
+    units: Sequence[Part],
+    state_format: StateFormat,
+    chunk_numel: int,
+    *,
+    muon: frozenset[int] = frozenset(),
+    undecayed: frozenset[str] = frozenset(),
 ) -> dict[int, list[StateChunk]]:
     """Unit index -> its chunks, none of which has a home yet. `muon`: indices of units whose matrices have a momentum
-    alone, each in a chunk of its own. ValueError for a size that cuts blocks in two."""
+    alone, each in a chunk of its own. `undecayed`: names of parameters without weight decay. ValueError for a size that
+    cuts blocks in two."""
     if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
         raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
     chunks: dict[int, list[StateChunk]] = {}
@@ -148,7 +160,21 @@ def cut_states(
                 own = state_format.without_squares
                 cut.append(StateChunk(unit, slot.offset, at, element_offset + slot.offset, own, matrix=(rows, columns)))
         element_offset += numel
+        for chunk in cut:
+            chunk.undecayed = _undecayed_in(unit, chunk, undecayed)
     return chunks
+
+
+def _undecayed_in(unit: Part, chunk: StateChunk, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
+    """What of a chunk belongs to these parameters, gaps behind them included; neighbours together."""
+    found: list[tuple[int, int]] = []
+    for slot in unit.layout.trainable_slots:
+        start = max(slot.offset, chunk.start) - chunk.start
+        stop = min(round_up(slot.end, ALIGN_NUMEL), chunk.stop) - chunk.start
+        if slot.name in names and start < stop:
+            joins = found and found[-1][1] == start
+            found[-1:] = [(found[-1][0], stop)] if joins else [*found[-1:], (start, stop)]
+    return tuple(found)
 
 
 def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool = False) -> None:

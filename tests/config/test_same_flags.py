@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from outcore.config import FIELDS, Field
-from outcore.config.commands import chat_flags, evaluate_flags, generate_flags, score_flags
+from outcore.config.commands import chat_flags, evaluate_flags, generate_flags, score_flags, serve_flags
 from outcore.config.spec import fields_of
 from outcore.performance.command import parser as performance_parser
 from outcore.plan.fields import PlanConfig, parse_plan
@@ -33,6 +33,18 @@ def test_inference_takes_the_flags_of_training(parser: Callable[[], argparse.Arg
     for name in sorted(flags.keys() & BY_NAME.keys()):
         if name not in OTHERWISE:
             assert _differs(BY_NAME[name], flags[name]) == "", name
+
+
+def test_what_answers_aim_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """One reader in chat, many in serve; the flag's old name for a while."""
+    parsers = {"latency": [chat_flags], "balanced": [generate_flags, score_flags, evaluate_flags, serve_flags]}
+    for usual, of_commands in parsers.items():
+        for parser in of_commands:
+            argv = ["m", "--input", "x"] if parser in (generate_flags, score_flags) else ["m"]
+            assert parser().parse_args(argv).preset == usual
+            for flag in ("--aim", "--preset"):
+                assert parser().parse_args([*argv, flag, "throughput"]).preset == "throughput"
+            assert "--aim" in parser().format_help() and "--preset" not in parser().format_help()
 
 
 def _differs(row: Field, action: argparse.Action) -> str:

@@ -9,7 +9,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outcore.optim import FORMATS, FP32, SPLIT, SPLIT8, AdamWHyper, ChunkJob, ChunkState, OptimizerPool, StateFormat
+from outcore.optim import (
+    FORMATS,
+    FP32,
+    SPLIT,
+    SPLIT8,
+    AdamWHyper,
+    ChunkJob,
+    ChunkState,
+    JobBatch,
+    OptimizerPool,
+    StateFormat,
+)
 from outcore.optim.reference import adamw
 from tests.optim.cases import (
     SIZES,
@@ -233,13 +244,45 @@ def test_results_do_not_depend_on_where_parameters_lie(state_format, dtype):
 
 
 @pytest.mark.parametrize("state_format", FORMATS, ids=lambda f: f.name)
+def test_parts_of_a_chunk_without_weight_decay(state_format):
+    """As if each stretch were a chunk of its own, by every kernel and in whatever pieces threads take it."""
+    generator, never = torch.Generator().manual_seed(7), hyper(weight_decay=0.0)
+    ranges = (256, 512), (3840, 5120), (8960, 9000)
+    job = make_job(state_format, 9000, generator)
+    always, none = copy_of(job), copy_of(job)
+    torch_backend().update(state_format, always, hyper(weight_decay=0.5))
+    torch_backend().update(state_format, none, never)
+    expected = {}
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        expected[name], without = (
+            ChunkState(state_format, of.state, 9000, of.param).read(name) for of in (always, none)
+        )
+        for start, stop in ranges:
+            expected[name][start:stop] = without[start:stop]
+    for backend in (*all_variants(), torch_backend()):
+        found = dataclasses.replace(copy_of(job), undecayed=ranges)
+        if state_format.compressed:
+            backend.update(state_format, found, hyper(weight_decay=0.5))
+        else:
+            with OptimizerPool(num_threads=2, backend=backend, task_numel=4096) as pool:
+                batch = JobBatch(state_format, [found]).with_grads([found.grad.clone()])
+                pool.wait(pool.submit("chunk", 0, batch, hyper(weight_decay=0.5)), 60)
+        for name, value in expected.items():
+            state = ChunkState(state_format, found.state, 9000, found.param).read(name)
+            assert torch.equal(state, value), (backend.name, name)
+    for wrong in (((1, 256),), ((0, 100),), ((256, 256),)):
+        with pytest.raises(ValueError, match="without weight decay is not in whole blocks of 256"):
+            torch_backend().update(state_format, dataclasses.replace(job, undecayed=wrong), never)
+
+
+@pytest.mark.parametrize("state_format", FORMATS, ids=lambda f: f.name)
 def test_chunks_without_weight_decay(state_format):
     generator = torch.Generator().manual_seed(6)
     job = make_job(state_format, 1000, generator)
     exempt, plain = copy_of(job), copy_of(job)
     for backend in (*all_variants(), torch_backend()):
         now, other = copy_of(exempt), copy_of(plain)
-        backend.update(state_format, dataclasses.replace(now, weight_decay=False), hyper(weight_decay=0.5))
+        backend.update(state_format, dataclasses.replace(now, undecayed=((0, 1000),)), hyper(weight_decay=0.5))
         backend.update(state_format, other, hyper(weight_decay=0.0))
         assert same_bytes(now, other)
         backend.update(state_format, other, hyper(2, weight_decay=0.5))

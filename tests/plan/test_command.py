@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
 from outcore.formats.gguf_files import write_gguf
+from outcore.model import PRESETS
 from outcore.plan import Plan
 from outcore.plan import main as plan_main
 from outcore.plan.main import main
@@ -23,6 +25,7 @@ from tests.formats.test_gguf import folder_of
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("engine", "zero_stage", "state_format", "precision", "seq_length", "micro_batch", "accumulation", "num_gpus")
 SAME += ("lora_r", "tiling", "params", "homes")
+HUB = {preset.published: preset.name for preset in PRESETS.values() if preset.published}
 FLAGS = {
     "model": st.sampled_from(["gpt2", "1b"]),  # a tiny preset takes its vocabulary from the data
     "seq_length": st.sampled_from([None, 64, 256, 1000]),
@@ -54,7 +57,7 @@ class Pasted:
         monkeypatch.setattr(planned, "available_ram_bytes", lambda: 400 * GIB)
         self.plans: list[Plan] = []
         monkeypatch.setattr(
-            forecast_module.Forecaster, "show", lambda _self, forecast: self.plans.append(forecast.plan)
+            forecast_module.Forecaster, "show", lambda _self, forecast, config: self.plans.append(forecast.plan)
         )
         real = plan_main.choose_or_change
 
@@ -76,6 +79,9 @@ class Pasted:
         line = next(line for line in out.splitlines() if line.startswith("Run it: "))
         words = shlex.split(line.removeprefix("Run it: "))
         assert words[:2] == ["python", "train_model.py"]
+        if HUB.keys() & set(words):  # adapters name the trained model, which is not here
+            at = words.index("--model_name_or_path")
+            words[at : at + 2] = ["--preset", HUB[words[at + 1]]]
         assert train([*words[2:], "--plan"]) == 0, capsys.readouterr().err
         planned, pasted = self.plans
         for name in SAME:
@@ -105,7 +111,7 @@ def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys
     Pasted(monkeypatch)
     assert main(["--model", "1b", "--dataset", "my notes/", "--nvme_offload_path", "/mnt/x", "--lora_r", "4"]) == 0
     out = capsys.readouterr().out
-    assert "--preset llama-1b --dataset 'my notes/' " in out and "--lora_r 4" in out
+    assert "--model_name_or_path meta-llama/Llama-3.2-1B --dataset 'my notes/' " in out and "--lora_r 4" in out
     said = ["--lr", "1e-5", "--deterministic", "--run_name", "my run", "--lr_scheduler_type", "cosine"]
     assert main(["--model", "1b", *said, "--staging_gib", "4", "--fit_check", "warn", "--packing", "off"]) == 0
     run_it = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Run it: "))
@@ -115,6 +121,43 @@ def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys
     argv = ["--model", "1b", "--zero_stage", "infinity", "--engine", "deepspeed", "--nvme_offload_path", "/mnt/x"]
     assert main(argv) == 0
     assert "--nvme_offload_path /mnt/x " in capsys.readouterr().out
+
+
+def test_adapters_are_planned_over_a_trained_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A preset is a shape with random weights, over which adapters learn little."""
+    asked = ["--machine", "rtx4070-laptop", "--model"]
+    for name in ("llama-70b", "qwen3-14b", "moe-small"):
+        preset = PRESETS[name]
+        main([*asked, name, "--lora_r", "16", "--json"])
+        found = json.loads(capsys.readouterr().out)["command"]
+        assert (
+            f"--model_name_or_path {preset.published} " in found if preset.published else f"--preset {name} " in found
+        )
+    assert main([*asked, "tiny", "--lora_r", "16"]) == 0
+    assert "random weights, over which adapters learn little" in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, "llama-1b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "random weights; name a trained model to begin with that: --model_name_or_path meta-llama/" in said
+    assert "--preset llama-1b" in said
+
+
+def test_a_plan_tells_how_long_the_whole_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "llama-1b", "--machine", "rtx4070-laptop"]
+    assert main([*asked, "--max_steps", "1000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["steps"] == 1000
+    assert found["run"]["seconds"] == pytest.approx(1000 * found["plan"]["time_s"]["step_s"])
+    late = datetime.fromisoformat(found["run"]["ends"]) - datetime.now().astimezone()
+    assert late.total_seconds() == pytest.approx(found["run"]["seconds"], abs=90)
+    (tmp_path / "notes.txt").write_bytes(b"word " * 8192)  # 40,960 bytes: 10,240 tokens
+    told = []
+    for flags in ("--max_steps 1000", f"--num_train_epochs 4 --dataset {tmp_path}", "--num_train_epochs 4", ""):
+        assert main([*asked, *flags.split()]) == 0
+        told.append(" ".join(capsys.readouterr().out.split()))
+    assert "The whole run: 1,000 steps, " in told[0] and "begun now it ends on " in told[0]
+    assert "The whole run: 5 steps (about: 4 epochs of 40.96 kB, 4 bytes a token)" in told[1]
+    assert "how many steps 4 epochs take is known when the data is read" in told[2]
+    assert "The whole run" not in told[3]
 
 
 def test_adapters_over_a_gguf_file_are_planned_as_the_run_holds_them(tmp_path, monkeypatch, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_experts_come_alone_where_a_whole_layer_does_not_fit(capsys):
     assert plan.placement.experts is not None and plan.placement.expert_slots >= 4
     assert "experts come as tokens choose them, because" in plan.placement.reasons[-1]
     assert sum(plan.placement.vram_bytes.values()) < laptop.vram_bytes
+
+
+def test_gpt_oss_is_planned_as_it_is_published(capsys):
+    asked = ["plan", "--infer", "gpt-oss-120b", "--machine", "rtx4070-laptop", "--json"]
+    assert cli.main(asked) == 0
+    weights = sum(json.loads(capsys.readouterr().out)["bytes"].values())
+    assert weights == pytest.approx(64e9, rel=0.02), "experts in MXFP4, the rest in 16 bits"
+    assert cli.main(["plan", "--model", "gpt-oss-120b", "--lora_r", "8", *asked[3:]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["quantize"] == "mxfp4" and "--model_name_or_path openai/gpt-oss-120b" in found["command"]
+    assert "--quantize" not in found["command"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", pytest.param("gpt_oss", marks=needs_model("gpt_oss"))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from outcore.common.quantities import GIB
 from outcore.model import resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.constants import ATTENTION_SHARE
+from outcore.plan.hardware import ProfileError
 from outcore.plan.inference import (
     CPU_LAYER_S,
     CPU_SPAN_S,
@@ -41,6 +43,43 @@ def test_attention_is_counted_where_contexts_are_long():
     assert plan.first_token_s(98_304) > 12 * plan.first_token_s(8192)
     assert "100,000 tokens" in "\n".join(words_of(plan))
     assert row_cost_of(shape, plan.kv).context_tokens == pytest.approx(shape.layer_params[0] / (2 * 4096))
+
+
+@pytest.mark.parametrize(("asked", "bytes_read", "least"), [
+    ("llama-8b --quantize nf4", 4.6e9, 38.0), ("llama-1b", 2.46e9, 75.0), ("llama-3b --quantize int8", 3.3e9, 50.0),
+])  # fmt: skip
+def test_answers_read_their_weights_at_the_memorys_rate(asked, bytes_read, least, capsys):
+    """A laptop's card has 256 GB/s, so that no answer is faster than the weights are read."""
+    assert cli.main(["plan", "--infer", *asked.split(), "--aim", "latency", "--machine", "rtx4070-laptop"]) == 0
+    said = capsys.readouterr().out
+    rate = float(said.split("one answer: ")[1].split(" tokens/s")[0])
+    assert least < rate < 256e9 / bytes_read
+    assert "nominal, not measured: h2d 12.5, " in said and "device_memory 256 GB/s" in said
+
+
+def test_a_gpu_without_a_memory_rate_is_not_planned():
+    unknown = dataclasses.replace(load_hardware("rtx4070-laptop"), device_memory_gb_per_s=None)
+    with pytest.raises(ProfileError, match="has no device_memory_gb_per_s: run"):
+        plan_inference(resolve_shape("llama-1b"), unknown).decode(1, 1024)
+
+
+def test_one_answer_comes_first_with_what_helps_it_most(capsys):
+    asked = ["plan", "--infer", "qwen3-30b-a3b", "--quantize", "nf4", "--machine", "rtx4070-laptop"]
+    assert cli.main(asked) == 0
+    _, one, change, *rest = capsys.readouterr().out.splitlines()
+    assert one.startswith("one answer: 0.8 tokens/s") and change.startswith("what helps it most: --aim latency, ")
+    slow, fast = (float(line.split(" tokens/s")[0].split()[-1]) for line in (one, change))
+    assert fast > 30 * slow
+    assert any(line.startswith("change --aim latency: ") and "at 1 answer instead of 0.8" in line for line in rest)
+    assert any("for one reader that is many times slower than --aim latency" in line for line in rest)
+    assert cli.main([*asked, "--aim", "latency"]) == 0
+    said = capsys.readouterr().out
+    assert "what helps it most" not in said and "many times slower" not in said
+    assert cli.main([*asked, "--preset", "latency"]) == 0 and capsys.readouterr().out == said  # its old name
+    assert cli.main([*asked, "--aim=latency", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nominal_gb_per_s"]["device_memory_gb_per_s"] == 256.0
+    assert cli.main(["plan", "--infer", "llama-8b", "--preset", "fast", "--machine", "rtx4070-laptop"]) == 2
+    assert "What answers aim at is --aim balanced, latency, throughput." in capsys.readouterr().err
 
 
 def test_python_is_counted_where_the_cpu_computes():
@@ -138,8 +177,9 @@ def test_packed_layers_on_a_gpu_take_what_its_kernels_take_or_their_expansion():
     gpu = dataclasses.replace(load_hardware("rtx4070-laptop"), vram_bytes=80 * GIB, device_memory_gb_per_s=250)
     plan = plan_inference(resolve_shape("llama-8b"), gpu, preset="latency", context=1024, quantize="nf4")
     layers = [part.size_bytes for part in plan.placement.parts if part.part.startswith("layer")]
-    for rows, share in ((1, 0.4), (8, 0.2)):
-        expected = sum(layers) / (share * 250e9) + 32 * PRODUCTS_S
+    for rows, arithmetic in ((1, 1980e9), (8, 740e9)):
+        expected = sum(layers) * (1 / 250e9 + 1 / arithmetic) + 32 * PRODUCTS_S
+        expected = max(expected, plan.placement.bytes_at("vram") / 250e9)
         assert plan.decode(rows, 0).terms["GPU"] == pytest.approx(expected)
     slower = dataclasses.replace(plan.placement, packed_s={16: 1e-9})  # as a start measured it
     assert dataclasses.replace(plan, placement=slower).decode(8, 0).terms["GPU"] > sum(layers) * 1e-9

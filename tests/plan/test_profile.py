@@ -150,10 +150,32 @@ def test_compute_rate_by_name(name, peak):
 
 
 def test_unknown_gpu_gives_lower_bounds():
-    hardware = hardware_of(machine(gpus=(Gpu(0, "Some GPU", 8 * GIB),)), "m")
+    links = LinkRates("measured", 25.0, 24.0, 40.0, 6.0, 5.0, 5.5, 60.0, device_memory_gb_per_s=300.0)
+    hardware = hardware_of(machine(gpus=(Gpu(0, "Some GPU", 8 * GIB),), links=links), "m")
     assert hardware.compute_tflops is None and any("lower bounds" in note for note in hardware.notes)
     plan = choose(preset_shape("llama-3b"), RunRequest(), hardware).plan
     assert plan.time.compute_s == 0 and not plan.compute_known and plan.to_dict()["step_is_lower_bound"]
+
+
+def test_every_gpu_has_a_memory_rate():
+    for profile in ("rtx4070-laptop", "rtx4070-laptop-wsl2"):
+        assert load_hardware(profile).nominal["device_memory_gb_per_s"] == 256.0
+    assert k.GPU_TFLOPS.keys() == k.GPU_MEMORY_GB_PER_S.keys()
+    by_name = hardware_of(machine(), "desktop")
+    assert by_name.memory_gb_per_s == 1008.0 and "data sheet" in by_name.sources["device_memory_gb_per_s"]
+    unknown = machine(gpus=(Gpu(0, "Some GPU", 8 * GIB),))
+    refused(ProfileError, "no memory rate of Some GPU", lambda: hardware_of(unknown, "m"))
+    for slowest in (
+        hardware_of(unknown, "m", allow_nominal=True),
+        hardware_of(machine(gpus=()), "server", Overrides(vram_gib=8, tflops=30)),
+    ):
+        assert slowest.memory_gb_per_s == 256.0 and any("slowest known card's 256" in note for note in slowest.notes)
+
+
+def test_the_laptop_under_wsl2_has_half_its_ram():
+    bare, under = load_hardware("rtx4070-laptop"), load_hardware("rtx4070-laptop-wsl2")
+    assert under.ram_bytes == 30 * GIB < 0.55 * bare.ram_bytes and under.pinned_bytes == GIB // 2
+    assert any(".wslconfig" in note for note in under.notes)
 
 
 def test_mixed_rate_is_used_for_the_common_part():

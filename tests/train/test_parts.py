@@ -34,7 +34,7 @@ def _schedule(params: object, **flags: object) -> LrSchedule:
 
 
 def test_the_files_scheduler_is_followed_or_refused() -> None:
-    made = LrSchedule("constant", 0.5, 7, 100)
+    made = LrSchedule("constant", 0.5, 7, 100, first=1)  # whose first step has a seventh of the peak
     same = {"warmup_max_lr": 0.5, "warmup_min_lr": 0, "total_num_steps": 100, "warmup_type": "linear"}
     assert _schedule({"warmup_num_steps": 7, "warmup_max_lr": "auto"}) == _schedule({"warmup_num_steps": 7, **same})
     assert _schedule({"warmup_num_steps": 7}) == made and _schedule("auto").warmup_steps == 3

@@ -162,7 +162,7 @@ def test_another_format_of_states_and_dropout_of_adapters_is_said(tmp_path, corp
 @pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_a_model_without_a_finite_validation_loss_is_never_saved(tmp_path, corpus, capsys, engine):
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_total_limit", "1", *ENGINES[engine])
-    argv += ["--precision", "bf16", "--learning_rate", "1e6", "--save_steps", "1", "--eval_steps", "2"]
+    argv += ["--precision", "bf16", "--learning_rate", "1e6", "--decay_all", "--save_steps", "1", "--eval_steps", "2"]
     assert main(argv) == 1
     error = capsys.readouterr().err
     assert "the validation loss of step 2 is nan" in error and "the last checkpoint is that of step 1" in error

@@ -1,4 +1,4 @@
-"""What a resumed run says of the format of its optimizer states."""
+"""What a resumed run says of the format of its optimizer states, and of what another version did otherwise."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from outcore.checkpoint import changed_settings
+from outcore.train.changes import changed_by_version
 
 
 @pytest.mark.parametrize(("before", "after", "said"), [
@@ -19,3 +20,20 @@ def test_a_changed_format_says_what_is_rounded(before: str, after: str, said: st
     assert changed_settings(checkpoint, {"state_format": after}) == [
         f"resume: state_format {before} -> {after}: training goes on with {after}; {said}"
     ]
+
+
+def test_what_an_older_version_did_otherwise_is_said() -> None:
+    now = {"kind": "cosine", "min_ratio": 0.0, "warmup_steps": 9, "first": 0}
+    older = {"kind": "cosine", "warmup_steps": 9}
+    said = "a tenth of the peak", "a step ahead", "norms and biases decayed"
+
+    def lines(schedule: dict[str, Any], settings: dict[str, Any], step: int, *, decay_all: bool = False) -> list[str]:
+        state = {"fingerprint": {"schedule": schedule}, "settings": settings}
+        checkpoint: Any = SimpleNamespace(trainer_state=lambda: state, step=step)
+        return changed_by_version(checkpoint, {"schedule": now}, decay_all=decay_all)
+
+    found = lines(older, {"weight_decay": 0.01}, 3)
+    assert len(found) == 3 and all(words in line for words, line in zip(said, found, strict=True))
+    assert len(lines(older, {"weight_decay": 0.01}, 9, decay_all=True)) == 1, "the warm-up is over"
+    assert lines(now, {"weight_decay": 0.01, "decay_all": False}, 3) == []
+    assert lines({**older, "min_ratio": 0.0}, {"weight_decay": 0.0}, 9) == []

@@ -82,6 +82,7 @@ def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     assert [value for _, value in depths[1:]] == [4, 8, 16, 32]
     drawer = {part["props"]["label"]: part["props"] for part in config["components"] if "label" in part["props"]}
     assert {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"} <= set(drawer)
+    assert drawer["Aim"]["value"] == "latency"  # one reader
     assert [value for _, value in drawer["kv_home"]["choices"]] == ["auto", "vram", "ram", "nvme"]
     tabs = [part["props"]["label"] for part in config["components"] if part["type"] == "tabitem"]
     assert tabs == ["Train", "Runs", "Chat", "Evaluate", "Machine"]

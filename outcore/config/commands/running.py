@@ -24,11 +24,13 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 """Name, type and help of each flag about sampling."""
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL and how it is run."""
+def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -> None:
+    """MODEL and how it is run; `aim` where none is given."""
     parser.add_argument("model", help="hub id, folder, run in final_model/, checkpoint, or folder of a LoRA adapter")
     group = parser.add_argument_group("how the model is run (what is left out follows from the machine)")
-    group.add_argument("--preset", choices=sorted(PRESETS), default="balanced", help="what to aim at")
+    aims = {"dest": "preset", "choices": sorted(PRESETS)}
+    group.add_argument("--aim", default=aim, help=f"what the placement aims at (default: {aim})", **aims)
+    group.add_argument("--preset", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **aims)  # its name until 2026
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument(
         "--precision",
@@ -132,7 +134,7 @@ def chat_flags() -> argparse.ArgumentParser:
     found = CommandParser(
         prog="outcore chat", description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands."
     )
-    add_model_flags(found)
+    add_model_flags(found, aim="latency")  # one reader
     found.add_argument("--system", help="who the model is told to be")
     add_sampling_flags(found)
     return found

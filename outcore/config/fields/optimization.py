@@ -44,7 +44,9 @@ class OptimizationFields:
     """Peak learning rate. Default: deepspeed_config.json's optimizer block, else 3e-4 from scratch (2e-3 for the
     tiny presets), 2e-5 for fine-tuning, 2e-4 for LoRA."""
     weight_decay: float | None = setting(None, file=("optimizer.params.weight_decay",), least=0)
-    """AdamW's decoupled weight decay, of every trained parameter: norms and biases, too. Default 0.01."""
+    """AdamW's decoupled weight decay, of all trained parameters but norms and biases (decay_all). Default 0.01."""
+    decay_all: bool | None = None
+    """Decay norms and biases, too. Default: no, as HF Trainer; yes where deepspeed_config.json gives weight_decay."""
     adam_beta1: float | None = setting(None, file=("optimizer.params.betas.0",), least=0, below=1, aliases=("beta1",))
     """AdamW's beta1. Default 0.9."""
     adam_beta2: float | None = setting(None, file=("optimizer.params.betas.1",), least=0, below=1)
@@ -65,7 +67,7 @@ class OptimizationFields:
     warmup_ratio: float | None = setting(None, least=0, below=1)
     """Warm-up as a share of the run, instead of warmup_steps."""
     warmup_steps: int | None = setting(None, file=("scheduler.params.warmup_num_steps",), least=0)
-    """Steps of linear warm-up. Default: 3 % of the run, at most 100."""
+    """Steps of linear warm-up, from a rate of 0 on. Default: 3 % of the run, at most 100."""
     max_steps: int = setting(-1, least=-1, common=True)
     """Optimizer steps; overrides num_train_epochs. The embedded default runs 150."""
     num_train_epochs: float = setting(1.0, above=0, common=True, aliases=("epochs", "num_epochs"))

@@ -37,7 +37,7 @@ from outcore.flow import let_segments_grow
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, load_model, resolve_source
 from outcore.model.adapters import with_adapters
-from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
+from outcore.model.facts import checkpoint_name, model_class_of, model_facts, skeleton_and_tied, undecayed
 from outcore.model.forward import attention_of, unwrap
 from outcore.model.packed import PACKED_ATTENTION
 from outcore.model.weights import full_numel
@@ -207,7 +207,7 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], settings: RunSettin
     import deepspeed
 
     module = loaded.loss_module()
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = _decay_groups(module, settings)
     if not trainable:
         raise EngineError("the model has no trainable parameter: check requires_grad in your model_module.")
     optimizer = None
@@ -226,6 +226,17 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], settings: RunSettin
         config=config,
     )
     return engine
+
+
+def _decay_groups(module: torch.nn.Module, settings: RunSettings) -> list[dict[str, Any]]:
+    """The trainable parameters, those with weight decay and those without; [] where there are none."""
+    exempt = frozenset[str]() if settings.decay_all else undecayed(module)
+    named = [(checkpoint_name(name), p) for name, p in module.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if (name in exempt) is not decays], "weight_decay": decay}
+        for decays, decay in ((True, settings.weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model import LoadedModel
 from outcore.model.adapters import add_to_products, multiply_dora
+from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
 from outcore.states import StateChunk, cut_states, spill
@@ -116,7 +117,8 @@ def draw_blueprint(
     if uses_muon:
         _check_muon(units, bool(tile_plan.tiled), place)
     layers = frozenset(unit.index for unit in units.layer_units if uses_muon)
-    chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers)
+    exempt = frozenset[str]() if settings.decay_all else undecayed(loaded.model)
+    chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers, undecayed=exempt)
     in_order = [chunk for unit in units.all for chunk in chunks[unit.index]]
     spill(in_order, settings.state_ram_bytes, compress=settings.compress_on_nvme)
     cuts = plan_cuts(

@@ -145,7 +145,9 @@ class Residents:
         if guard:
             usable = (held.norm.double() * hyper.grad_scale <= LARGEST_GRAD).view(1)
         param = held.slab.view(part.layout.dtype)[: len(held.arrived)]
-        job = ChunkJob(held.arrived, held.states, param, self._homes[part].chunks[0].element_offset)
+        chunks = self._homes[part].chunks
+        undecayed = tuple((c.start + start, c.start + stop) for c in chunks for start, stop in c.undecayed)
+        job = ChunkJob(held.arrived, held.states, param, chunks[0].element_offset, undecayed)
         update_on_device(self._homes.state_format, job, hyper, usable)
         held.arrived, held.is_ahead = None, True
         return True

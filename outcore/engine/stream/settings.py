@@ -70,7 +70,8 @@ class StreamSettings(StreamSizes):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    """Weight decay of all trainable parameters, as in DeepSpeed's AdamW with one group."""
+    decay_all: bool = True
+    """Whether norms and biases decay, too."""
     max_grad_norm: float = 1.0
     """Exact clipping of the global L2 norm; 0: no clipping."""
     states: str = "fp32"

@@ -19,6 +19,7 @@ class InferSettings:
     """ValueError for what cannot work, and for what would do nothing."""
 
     preset: str = "balanced"
+    """What the placement aims at (--aim)."""
     device: str = "auto"
     """auto: the GPU if there is one."""
     precision: Precision = "auto"
@@ -78,7 +79,7 @@ class InferSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", tuple(Path(path).expanduser() for path in self.nvme_path))
         if self.preset not in PRESETS:
-            raise ValueError(f"preset is {self.preset!r}, but must be one of {', '.join(PRESETS)}.")
+            raise ValueError(f"aim is {self.preset!r}, but must be one of {', '.join(PRESETS)}.")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ValueError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
         if self.precision not in ("auto", "bf16", "fp16", "fp32"):

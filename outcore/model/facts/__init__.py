@@ -1,6 +1,7 @@
 """What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
 
 from outcore.model.facts.config_key import ConfigKey
+from outcore.model.facts.decay import undecayed
 from outcore.model.facts.facts import (
     ModelFacts,
     language_config,

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 6
+#define OUTCORE_ABI 7
 
 namespace outcore {
 
@@ -37,7 +37,7 @@ struct Job {  // one chunk; for add_up, `state` is where the sum goes, `param` a
   const void* grad;
   int64_t numel;
   int64_t element_offset;  // of the chunk's first element in the model; a multiple of kBlock
-  int64_t decays;          // 0: without weight decay
+  const int64_t* undecayed;  // null, or [start, stop) of whole blocks without weight decay, in order, and one never reached
   void* next;              // null, or where the updated states go: `state` stays as it was
   void* kept;              // null, or where the parameters go as they were before the update
 };

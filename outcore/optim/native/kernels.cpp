@@ -299,9 +299,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
   end_streams();
 }
 
-void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
-  Hyper h = hyper;
-  if (!job.decays) h.decay = 1.f;
+void update_alike(const Types& types, const Job& job, const Hyper& h, int64_t start, int64_t stop) {
   if (types.format == kFp32) update_range<4, false>(types, job, h, start, stop);
   else if (types.format == kSplit) update_range<2, false>(types, job, h, start, stop);
   else if (types.format == kFp32Moments8) update_range<4, true>(types, job, h, start, stop);
@@ -309,6 +307,19 @@ void update(const Types& types, const Job& job, const Hyper& hyper, int64_t star
   else if (types.format == kFp32Compressed) update_range<4, false, true>(types, job, h, start, stop);
   else if (types.format == kSplitCompressed) update_range<2, false, true>(types, job, h, start, stop);
   else update_range<1, true>(types, job, h, start, stop);
+}
+
+void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
+  if (job.undecayed == nullptr) return update_alike(types, job, hyper, start, stop);
+  Hyper without = hyper;
+  without.decay = 1.f;
+  for (const int64_t* next = job.undecayed; start < stop;) {
+    while (next[1] <= start) next += 2;
+    const bool decays = start < next[0];
+    const int64_t end = decays ? next[0] : next[1], until = end < stop ? end : stop;
+    update_alike(types, job, decays ? hyper : without, start, until);
+    start = until;
+  }
 }
 
 void expand(int32_t format, int64_t numel, const void* state, float* exp_avg, float* exp_avg_sq) {

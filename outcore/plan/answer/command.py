@@ -39,6 +39,8 @@ class Said:
     trust_remote_code: bool = False
     settings: str = ""
     """Flags of all else."""
+    has_adapters: bool = False
+    """Whether adapters are trained, which need a trained model below them."""
 
     @property
     def model_flags(self) -> str:
@@ -46,7 +48,8 @@ class Said:
         from outcore.model import PRESETS
 
         if self.model in PRESETS:
-            return f"--preset {self.model}"
+            published = PRESETS[self.model].published if self.has_adapters else None
+            return f"--model_name_or_path {published}" if published else f"--preset {self.model}"
         path = Path(self.model).expanduser()
         is_weights = path.suffix.lower() == ".gguf" or not path.is_file()
         flag = "--model_name_or_path" if is_weights else "--config_file"
@@ -91,8 +94,19 @@ def command(plan: Plan, request: RunRequest, said: Said) -> str:
     return " ".join(words)
 
 
-def notes(request: RunRequest) -> list[str]:
-    """What must be set elsewhere for the command to be this plan."""
+def notes(request: RunRequest, said: Said) -> list[str]:
+    """What must be set elsewhere for the command to be this plan, and what weights the run begins with."""
+    from outcore.model import PRESETS
+
+    found = []
     if request.checkpoints_elsewhere:
-        return ["checkpoints were planned on another drive: add --checkpoint_dir with a folder there"]
-    return []
+        found.append("checkpoints were planned on another drive: add --checkpoint_dir with a folder there")
+    if "--model_name_or_path" not in said.model_flags:
+        preset = PRESETS.get(said.model)
+        of_shape = f": --model_name_or_path {preset.published}" if preset and preset.published else ""
+        found.append(
+            f"{said.model} is a shape: the run begins with random weights"
+            + (", over which adapters learn little" if said.has_adapters else "")
+            + f"; name a trained model to begin with that{of_shape}"
+        )
+    return found

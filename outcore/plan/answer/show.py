@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_s
 from outcore.plan.answer.advice import Advice, shortage_words
+from outcore.plan.answer.whole import WholeRun
 from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
@@ -55,8 +56,16 @@ def to_json(answer: PlanAnswer, advice: Advice, hardware: Hardware) -> dict[str,
     }
 
 
-def show(answer: PlanAnswer, advice: Advice, hardware: Hardware, *, run_it: str, file: IO[str] | None = None) -> None:
-    """Print the answer. `run_it`: the command that makes the plan a run."""
+def show(
+    answer: PlanAnswer,
+    advice: Advice,
+    hardware: Hardware,
+    *,
+    run_it: str,
+    whole: WholeRun | None = None,
+    file: IO[str] | None = None,
+) -> None:
+    """Print the answer. `run_it`: the command that makes the plan a run; `whole`: how long all of it is."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)
@@ -81,6 +90,8 @@ def show(answer: PlanAnswer, advice: Advice, hardware: Hardware, *, run_it: str,
     console.print()
     console.print(_tiers(plan))
     console.print(_step(plan))
+    if whole is not None:
+        console.print(whole.words())
     _wear(console, plan)
     console.print()
     console.print(_stages(answer))

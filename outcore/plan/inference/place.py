@@ -24,9 +24,10 @@ from outcore.sizing.inference import (
 )
 from outcore.sizing.shape import ModelShape
 
-PACKED_SHARES = (0.4, 0.2)
-"""Shares of its memory's rate at which a GPU's kernel reads packed weights for one row and for 2 to 16, where no start
-measured it: NF4 on an H100, a large matrix (docs/formats.md). Slower memory, beside its arithmetic, gives more."""
+PACKED_GB_PER_S = (1980.0, 740.0)
+"""Rates of the arithmetic of a GPU's kernels on packed weights for one row and for 2 to 16, beside which the bytes come
+from its memory, where no start measured both: 0.4 and 0.2 of what copies reached on an H100, 2,970 GB/s: NF4, a large
+matrix (docs/formats.md). Cards with slower memory have slower arithmetic, too: there it is assumed."""
 
 
 def plan_inference(
@@ -90,11 +91,9 @@ def plan_inference(
         why = "all weights stay where they are used" if shape.is_moe else "this model has no experts"
         raise ValueError(f"expert_cache_gib does nothing: {why}. Leave it out.")
     if shape.quantize and not hardware.is_cpu:
-        rate = hardware.device_memory_gb_per_s
-        shares = {rows: PACKED_SHARES[rows > 1] for rows in Placement.PACKED_ROWS}
-        placement = replace(
-            placement, packed_s={n: 1 / (share * rate * GB) if rate else 0.0 for n, share in shares.items()}
-        )
+        read_s = 1 / (hardware.memory_gb_per_s * GB)
+        packed_s = {rows: read_s + 1 / (PACKED_GB_PER_S[rows > 1] * GB) for rows in Placement.PACKED_ROWS}
+        placement = replace(placement, packed_s=packed_s)
     kind = quantize if shape.quantize else precision
     if kind != "fp32" and not hardware.is_cpu and not shape.is_moe:  # experts that are multiplied together travel
         travel = {p.part: p.size_bytes for p in placement.parts if p.home == "ram" and p.part.startswith("layer")}

@@ -285,7 +285,7 @@ class InferenceRates:
             terms["CPU arithmetic"] = flops / ((hw.compute_tflops or CPU_TFLOPS) * 1e12)
         else:
             terms["PCIe"] = one.h2d_bytes / (hw.h2d_gb_per_s * GB)
-            memory_s = one.device_bytes / (hw.device_memory_gb_per_s * GB) if hw.device_memory_gb_per_s else 0.0
+            memory_s = one.device_bytes / (hw.memory_gb_per_s * GB)
             compute_s = flops / (hw.compute_tflops * 1e12) if hw.compute_tflops else 0.0
             terms["GPU"] = max(memory_s, compute_s)
             terms["launches"] = hw.host_s(one.launched_layers)

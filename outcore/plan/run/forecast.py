@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import format_gib, format_s
-from outcore.config import RunSettings
+from outcore.config import RunSettings, TrainConfig
 from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
 from outcore.model import ModelSettings, on_targets, resolve_source, shape_from_config
@@ -21,6 +21,7 @@ from outcore.model.facts import quantization_of
 from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.gpus import BesideOne, beside_one
 from outcore.plan.answer.show import show
+from outcore.plan.answer.whole import WholeRun, whole_run
 from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.hardware import LINKS, Hardware, Overrides
@@ -134,6 +135,10 @@ class Forecast:
             "asked": self.asked,
         }
 
+    def of_steps(self, steps: int) -> str:
+        """How long so many steps are, in words; '' without a plan."""
+        return "" if self.plan is None else WholeRun(steps, self.plan.time.step_s).words()
+
     def why_not(self, shortage: str) -> str:
         """Why the run cannot be: what its engine lacks, or what the plan overflows; '' when it can, or when the
         planner cannot count its model."""
@@ -235,14 +240,16 @@ class Forecaster:
             f"{format_s(plans[slowest].time.step_s)}"
         )
 
-    def show(self, forecast: Forecast) -> None:
-        """Print a forecast that has a plan: tiers, seconds, what limits it, every ZeRO stage beside it."""
+    def show(self, forecast: Forecast, config: TrainConfig) -> None:
+        """Print a forecast that has a plan: tiers, seconds, what limits it, every ZeRO stage beside it, and the length
+        of the whole run with these settings."""
         assert self._known is not None and forecast.plan is not None
         shape, hardware = self._known
         answer = beside_others(shape, request_of(forecast, save_total_limit=2), forecast.plan, hardware)
         request = request_of(forecast, save_total_limit=1)
         advice = advise(shape, request, hardware, forecast.plan)
-        show(answer, advice, hardware, run_it="the same command without --plan")
+        whole = whole_run(config, forecast.plan)
+        show(answer, advice, hardware, run_it="the same command without --plan", whole=whole)
 
     def packed_base(self, forecast: Forecast) -> str:
         """What a packed base would save this run, in a sentence; '' where it saves nothing that is short."""

@@ -46,8 +46,14 @@ def place_by_experts(
     if spills:
         reason = "experts come as tokens choose them: of those on the drive no more is read than that"
         return placed_apart.because(reason), found
-    if placed.preset.name == "throughput" or placed.max_sequences > placed_apart.few_tokens:
+    if placed.preset.name == "throughput":
         return placed, needs
+    if placed.max_sequences > placed_apart.few_tokens:
+        reason = (
+            f"whole layers travel, with all their experts, because up to {placed.max_sequences} answers are written at "
+            "once; for one reader that is many times slower than --aim latency, which reads the experts chosen"
+        )
+        return placed.because(reason), needs
     reason = (
         f"experts come as tokens choose them, because passes of up to {placed_apart.few_tokens} tokens are "
         "computed where they lie (--expert_cache_gib 0: they come with their layers)"

@@ -119,7 +119,7 @@ class Placement:
         where = [f"{format_gib(self.bytes_at(home))} {word}" for home, word in words.items() if self.bytes_at(home)]
         shared = f" ({counts['nvme']} parts lie in RAM and on NVMe)" if counts["nvme"] else ""
         found = [
-            f"preset {self.preset.name}: {self.preset.objective}",
+            f"aim {self.preset.name}: {self.preset.objective}",
             f"weights: {', '.join(where)}{shared}",
             f"keys and values: {format_gib(self.kv_bytes)} {words[self.kv_home]}; context "
             f"{self.context_tokens:,} tokens, up to {self.max_sequences} answers at once",

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from outcore.common.errors import EngineError
 from outcore.flow.trace import BusyTime
-from outcore.optim import ChunkJob, ChunkResult, JobBatch, MatrixJob, MatrixUpdates, OptimizerPool
+from outcore.optim import ChunkResult, JobBatch, MatrixJob, MatrixUpdates, OptimizerPool
 from outcore.states.ring.schedule import ChunkPassage, RingTicket
 from outcore.states.ring.slots import Stretch
 from outcore.storage import Transfer, gather
@@ -94,12 +94,8 @@ class RingUpdates:
     def submit(self, passage: ChunkPassage, ticket: RingTicket, then: Callable[[], None]) -> None:
         """Update a chunk in its slot; `then` on the driver thread when it is over, or what went wrong there."""
         chunk, slot = passage.chunk, passage.slot
-        job = ChunkJob(
-            slot.gradient(chunk) if ticket.grad is None else ticket.grad[chunk.start : chunk.stop],
-            slot.states(chunk),
-            slot.param(chunk),
-            chunk.element_offset,
-        )
+        grad = slot.gradient(chunk) if ticket.grad is None else ticket.grad[chunk.start : chunk.stop]
+        job = chunk.job(grad, slot.states(chunk), slot.param(chunk))
         if chunk.matrix is not None:
             assert self._muon is not None
             updated = self._muon.submit([MatrixJob(chunk.state_format, job, chunk.matrix)], ticket.hyper)

@@ -122,7 +122,7 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
     from_file = params.pop("warmup_num_steps", None)
     ratio = config.warmup_ratio
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
-    default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
+    default = 0 if kind == "constant" else min(100, int(0.03 * total_steps))
     warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
     if warmup > total_steps:
         name = "scheduler.params.warmup_num_steps" if config.warmup_steps is None else "warmup_steps"
@@ -140,6 +140,7 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
         total_steps,
         next(floor for floor in floors if floor is not None),
         min(total_steps - warmup, math.ceil(share * total_steps)) if kind == "wsd" else 0,
+        first=int(config.warmup_steps is None and of_ratio is None and from_file is not None),
     )
     _check_scheduler_params(params, schedule, file.path)
     return schedule
@@ -166,6 +167,19 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
                 f"{file}: scheduler.params.{name} is {value!r}, but this run's is {here!r}, which {by} changes. "
                 "Delete the key, or make them equal."
             )
+
+
+def epoch_words(config: TrainConfig, rows: int, step_rows: int) -> str:
+    """What becomes of rows that an epoch leaves over, where the run is as long as epochs say; '' where none is left."""
+    is_embedded = config.dataset == ("embedded",) and config.num_train_epochs == 1.0
+    if config.max_steps > 0 or is_embedded or not rows % step_rows:
+        return ""
+    total, theirs = (math.ceil(config.num_train_epochs * n) for n in (rows / step_rows, math.ceil(rows / step_rows)))
+    of_them = f", {theirs:,} steps in all" if theirs != total else ""
+    return (
+        f"epochs: {config.num_train_epochs:g} x {rows:,} rows are {total:,} steps of {step_rows:,}: the last step of "
+        f"an epoch is filled up from the next, where Hugging Face's Trainer takes a smaller one{of_them}"
+    )
 
 
 def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int) -> RunLength:

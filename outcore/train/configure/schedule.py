@@ -1,6 +1,7 @@
 """Learning-rate schedules as pure functions of the step, so that both engines and a resumed run agree exactly.
 
-All start with a linear warm-up over `warmup_steps`; then, to `total_steps`:
+All start with a linear warm-up over `warmup_steps`, whose first step has a rate of 0, as in HF's Trainer; then, to
+`total_steps`:
 `warmup_decay` falls linearly, `cosine` along half a cosine, both to `min_ratio` of the peak (0 unless it is given);
 `constant` stays; `wsd` (warm-up, stable, decay) stays and falls linearly over its last `decay_steps`."""
 
@@ -28,11 +29,13 @@ class LrSchedule:
     """Share of the peak at which it ends."""
     decay_steps: int = 0
     """Steps of wsd: its last steps, in which it falls."""
+    first: int = 0
+    """Number of the warm-up's first step: 0, or 1 where a DeepSpeed file's scheduler has it begin above 0."""
 
     def lr(self, step: int) -> float:
-        """Learning rate of update number `step` (0-based); the first update already moves the weights."""
+        """Learning rate of update number `step` (0-based)."""
         if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
+            return self.peak_lr * (step + self.first) / self.warmup_steps
         return self.peak_lr * (self.min_ratio + (1.0 - self.min_ratio) * self._height(step))
 
     def _height(self, step: int) -> float:

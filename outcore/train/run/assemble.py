@@ -17,7 +17,7 @@ from outcore.model import ModelSettings, resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes
-from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
 from outcore.train.run.context import RunContext
@@ -63,7 +63,7 @@ def show_plan(job: RunJob, settings: RunSettings, model: ModelSettings) -> int:
     if short:
         job.say(f"does not fit: {short}")
     if job.is_main:
-        planned.forecaster.show(forecast)
+        planned.forecaster.show(forecast, job.config)
     return 1 if short or not forecast.plan.fits else 0
 
 
@@ -89,9 +89,12 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     engine, decision = planned.open(decision)
     job.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
     job.say(_model_words(engine))
+    if model.lora and (model.preset or model.config_file):
+        job.say("WARNING: the base's weights are random, and adapters learn little over them: --model_name_or_path")
     forecast = planned.forecast(decision)
-    if forecast.problem:
-        job.say(forecast.problem)
+    steps = context.length.total_steps - (taken.checkpoint.step if taken.checkpoint else 0)
+    if words := forecast.problem or forecast.of_steps(steps):
+        job.say(words)
     return _ready(job, replace(context, decided=decision, forecast=forecast), engine)
 
 
@@ -117,6 +120,8 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
             f"WARNING: a step takes {settings.train_batch_size:,} rows, and the data has {len(data.train):,}: each "
             "step trains on some of them twice or more. Lower --gradient_accumulation_steps (or the micro-batch)."
         )
+    if words := epoch_words(config, len(data.train), settings.train_batch_size):
+        job.say(words)
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
     context = RunContext(
         config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main
@@ -129,7 +134,7 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
     if changes:
         rate = f"{schedule.lr(checkpoint.step):g} at this step"
         job.say(f"resume: the schedule from here on: {schedule.words}; {rate}")
-    by_version = changed_by_version(checkpoint, context.fingerprint)
+    by_version = changed_by_version(checkpoint, context.fingerprint, decay_all=settings.decay_all)
     for line in by_version:
         job.say(f"resume: {line}")
     return replace(context, changes=(*changes, *by_version))

@@ -30,7 +30,8 @@ from outcore.train.trainer_parts import BestSoFar, TrainerParts
 
 SAME_RUN = ("use_dora", "use_rslora", "quantize", "label_smoothing", "seed")
 CHANGEABLE = (
-    "per_device_train_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "per_device_train_batch_size", "weight_decay", "decay_all", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm",
 )  # fmt: skip
 
 

@@ -43,7 +43,9 @@ class ModelBar:
                 [], label="Model", info="a run, a folder or a hub id", allow_custom_value=True, interactive=True,
                 scale=3, min_width=240, elem_id="model",
             )  # fmt: skip
-            self.preset = gr.Radio(PRESETS, value="balanced", label="Aim", scale=2, min_width=240)
+            self.preset = gr.Radio(
+                PRESETS, value="latency", label="Aim", info="latency: one reader", scale=2, min_width=240
+            )
         with gr.Row(elem_classes="oc-actions"):
             self.load = gr.Button("Load", variant="primary", elem_id="load_model")
             self.unload = gr.Button("Stop or unload", elem_id="unload_model")
@@ -93,7 +95,9 @@ class ModelBar:
         }
         usual = {name: choices[0] for name, choices in CHOICES}
         given = {name: value for name, value in given.items() if value not in (None, "", usual.get(name))}
-        self.client.post("model", model=model or "", preset=preset, **given)
+        if all(given.get(name, 1) == 1 for name in ("tensor_parallel", "pipeline_parallel")):  # vLLM has no aims
+            given["preset"] = preset
+        self.client.post("model", model=model or "", **given)
         return self.refresh()
 
     def _unload(self) -> tuple[Any, Any]:

@@ -126,8 +126,8 @@ def test_what_counts_as_better() -> None:
 @pytest.mark.parametrize(("flags", "at"), [
     ("cosine", {0: 1.0, 50: 0.5, 100: 0.0}), ("cosine --min_lr_ratio 0.2", {0: 1.0, 50: 0.6, 100: 0.2}),
     ("cosine_with_min_lr", {50: 0.55, 100: 0.1}), ("constant", {0: 1.0, 99: 1.0}),
-    ("constant_with_warmup --warmup_steps 10", {4: 0.5, 9: 1.0, 99: 1.0}),
-    ("constant --warmup_ratio 0.1", {4: 0.5, 99: 1.0}), ("linear", {50: 0.5, 100: 0.0}),
+    ("constant_with_warmup --warmup_steps 10", {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),
+    ("constant --warmup_ratio 0.1", {0: 0.0, 5: 0.5, 99: 1.0}), ("linear", {50: 0.5, 100: 0.0}),
     ("wsd", {50: 1.0, 90: 1.0, 95: 0.5, 100: 0.0}),
     ("warmup_stable_decay --lr_decay_ratio 0.5 --min_lr_rate 0.1", {50: 1.0, 75: 0.55, 100: 0.1}),
 ])  # fmt: skip

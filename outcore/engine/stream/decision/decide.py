@@ -132,6 +132,7 @@ def stream_decision(
         eps=settings.adam_epsilon,
         optimizer=settings.optimizer,
         weight_decay=settings.weight_decay,
+        decay_all=settings.decay_all,
         max_grad_norm=settings.max_grad_norm,
         states=settings.state_format,
         accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
