@@ -243,17 +243,13 @@ class InstallJob:
                 self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
-        """Traced only with --coverage: all tests must reach 80 % of the package then, a chosen part need not.
-
-        Without a GPU the suite runs in a process per core (at most `TEST_PROCESSES`): each takes a stretch
-        of it, and of another's when its own is done;
-        tests of a GPU measure its memory and must be alone on it."""
-        coverage = ["--cov=outcore", "--cov-report=term"] if self.options.coverage else []
-        if self.options.rest:
-            return [*coverage, *self.options.rest]
-        processes = min(TEST_PROCESSES, os.cpu_count() or 1) if self.chosen.name == "cpu" else 1
-        together = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
-        return [*coverage, *(["--cov-fail-under=80", "--all"] if coverage else []), *together]
+        """What was asked for. Without a GPU the whole suite, flags alone, runs in a process per core (at most
+        `TEST_PROCESSES`): each takes a stretch of it, and of another's when its own is done. Tests of a GPU measure its
+        memory and must be alone on it."""
+        rest = list(self.options.rest)
+        is_whole = all(word.startswith("-") for word in rest)
+        processes = min(TEST_PROCESSES, os.cpu_count() or 1) if is_whole and self.chosen.name == "cpu" else 1
+        return [*(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []), *rest]
 
     def _start(self, arguments: list[str]) -> int:
         sys.stdout.flush()

@@ -22,7 +22,6 @@ class Options:
     """Set up, then train the embedded default (or with `rest` as flags)."""
     test: bool = False
     """Set up with the test tools, then run pytest with `rest`."""
-    coverage: bool = False
     """Run all tests, traced: they must reach 80 % of the package's lines. Of a chosen part, trace only."""
     shim: bool = False
     """Write ~/.local/bin/deepspeed, which starts the environment's own."""
@@ -46,7 +45,6 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--dry-run", action="store_true", help="print what would be installed and built, touch nothing")
     parser.add_argument("--run", action="store_true", help="set up, then train the embedded default")
     parser.add_argument("--test", action="store_true", help="set up with the test tools, then run the tests")
-    parser.add_argument("--coverage", action="store_true", help="with --test: run every test, trace lines reached")
     parser.add_argument("--shim", action="store_true", help="write ~/.local/bin/deepspeed, for every shell")
     parser.add_argument(
         "--venv", type=Path, metavar="DIR", help="environment to use or make (default: active, or .venv)"
@@ -61,8 +59,6 @@ def parse_options(argv: Sequence[str]) -> Options:
     options = Options(**values, rest=tuple(rest))
     if options.check and (options.run or options.test or options.shim or options.dry_run):
         parser.error("--check only verifies: it does not go with --run, --test, --shim or --dry-run")
-    if options.coverage and not options.test:
-        parser.error("--coverage traces tests: give it with --test")
     if options.run and options.test:
         parser.error("--run and --test are two jobs: start them one after the other")
     if options.dry_run and (options.run or options.test or options.shim) and rest:
