@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outcore.serve.app import Addition
     from outcore.serve.service import Service
 
-NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart")
 
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
