@@ -21,8 +21,8 @@ from outcore.common.quantities import format_gb, format_gib
 from outcore.install.browser import install_chromium
 from outcore.install.environment import Environment, find_environment, make_environment
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
-from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
-from outcore.install.options import SET_NAMES, parse_options
+from outcore.install.extensions import BuildResult, any_was_built, build_all, extension_environment, sanitise_arch_list
+from outcore.install.options import SET_NAMES, Options, asks_for_deepspeed, parse_options
 from outcore.install.pip import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import InstallProgress
@@ -53,6 +53,11 @@ def call_to_its_end(command: Sequence[str], **options: Any) -> int:
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     return code
+
+
+def wants_extensions(options: Options, environ: Mapping[str, str]) -> bool:
+    """Whether DeepSpeed's extensions are built now, or kept up to date."""
+    return asks_for_deepspeed(options) or any_was_built(Path(environ["TORCH_EXTENSIONS_DIR"]))
 
 
 class InstallJob:
@@ -141,7 +146,8 @@ class InstallJob:
         """--dry-run: what would be installed and built. Nothing is touched."""
         environment, chosen = self.environment, self.chosen
         directory = Path(self._child_environment()["TORCH_EXTENSIONS_DIR"])
-        plan = make_plan(environment, chosen, self.repository, directory)
+        builds = wants_extensions(self.options, self._child_environment())
+        plan = make_plan(environment, chosen, self.repository, directory if builds else None)
         if self.options.json:
             print(json.dumps(plan, indent=2))
         else:
@@ -175,11 +181,12 @@ class InstallJob:
         environment.write_stamp({"set": chosen.name, "torch": chosen.pins["torch"], "tests": self.options.test})
 
     def build_extensions(self) -> None:
-        """DeepSpeed's extensions, those that are not there yet."""
-        if "deepspeed" not in self.chosen.pins:
+        """DeepSpeed's extensions where its engine is asked for, or was before: a compiler takes minutes for them, and
+        our engine uses none."""
+        environ = self._child_environment()
+        if "deepspeed" not in self.chosen.pins or not wants_extensions(self.options, environ):
             return
         log_path = self.repository / "logs" / "setup_build.log"
-        environ = self._child_environment()
         self.build_results = build_all(
             self.environment, self.chosen.accelerator, environ, self._stream, self.progress, log_path
         )

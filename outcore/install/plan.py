@@ -23,12 +23,15 @@ What does all of it: Ubuntu under WSL2 with the NVIDIA driver of Windows (instal
 """
 
 
-def make_plan(environment: Environment, chosen: RequirementSet, repository: Path, extensions: Path) -> dict[str, Any]:
-    """The plan as plain data; `extensions` is the folder where built extensions would be."""
+def make_plan(
+    environment: Environment, chosen: RequirementSet, repository: Path, extensions: Path | None
+) -> dict[str, Any]:
+    """The plan as plain data; `extensions` is the folder where extensions would be built, None where none would."""
     why = environment.needs_install(chosen, repository)
     unmet = environment.unmet_pins(chosen.pins) if environment.exists else dict.fromkeys(chosen.pins, "")
     commands = [["python", "-m", "pip", "install", *step.arguments] for step in pip_steps(chosen, repository)]
-    wanted = extensions_for(chosen.accelerator) if "deepspeed" in chosen.pins else ()
+    is_asked = extensions is not None and "deepspeed" in chosen.pins
+    wanted = extensions_for(chosen.accelerator) if is_asked else ()
     key = build_key(environment, chosen.accelerator)
     return {
         "set": chosen.name,
@@ -38,7 +41,7 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
         "why_install": why,
         "packages": {name: {"wanted": chosen.pins[name], "found": unmet[name]} for name in sorted(unmet)},
         "pip_commands": [" ".join(command) for command in commands] if why else [],
-        "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e, key)],
+        "extensions_to_build": [e.name for e in wanted if extensions and not is_built(extensions, e, key)],
         "needed_bytes": NEEDED_BYTES[chosen.name] if why and "torch" in unmet else 0,
     }
 

@@ -217,7 +217,9 @@ def test_dry_run_touches_nothing(repository: Path, capsys: pytest.CaptureFixture
     assert run(make_job(repository, "--dry-run", which=gpu_machine())) == 0
     said = capsys.readouterr().out
     assert "cupy-cuda13x 14.2.0" in said and "torch==2.13.0" in said and "16.00 GB" in said
-    assert "would build: cpu_adam, pin_memory, async_io" in said and "nothing was changed" in said
+    assert "would build: nothing" in said and "nothing was changed" in said
+    assert run(make_job(repository, "--dry-run", "--deepspeed", which=gpu_machine())) == 0
+    assert "would build: cpu_adam, pin_memory, async_io" in capsys.readouterr().out
     assert sorted(repository.rglob("*")) == before
 
 
@@ -285,6 +287,22 @@ def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str
     (repository / "train_model.py").unlink()
     assert run(make_job(repository, "--run", call=calls)) == 3
     assert "clone is incomplete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "builds"), [
+    ([], False), (["--run"], False), (["--run", "--", "--engine", "stream"], False),
+    (["--deepspeed"], True), (["--test"], True), (["--run", "--", "--engine", "deepspeed"], True),
+    (["--run", "--", "--engine=deepspeed"], True),
+])  # fmt: skip
+def test_extensions_of_deepspeed_are_built_when_its_engine_is_asked_for(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], builds: bool
+) -> None:
+    installed(repository, tests=True)
+    built: list[object] = []
+    monkeypatch.setattr(job_module, "build_all", lambda *arguments: built.append(arguments) or ())
+    assert run(make_job(repository, *flags, call=Calls())) == 0 and bool(built) == builds
+    (repository / ".venv/torch_extensions/cpu_adam").mkdir(parents=True)
+    assert run(make_job(repository, *flags, call=Calls())) == 0 and built, "what was asked for once is kept up to date"
 
 
 def test_shim_is_written_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
