@@ -184,7 +184,12 @@ class InstallJob:
         """DeepSpeed's extensions where its engine is asked for, or was before: a compiler takes minutes for them, and
         our engine uses none."""
         environ = self._child_environment()
-        if "deepspeed" not in self.chosen.pins or not wants_extensions(self.options, environ):
+        if "deepspeed" not in self.chosen.pins:
+            return
+        Path(environ["TORCH_EXTENSIONS_DIR"]).mkdir(
+            parents=True, exist_ok=True
+        )  # where DeepSpeed would build by itself
+        if not wants_extensions(self.options, environ):
             return
         log_path = self.repository / "logs" / "setup_build.log"
         self.build_results = build_all(
