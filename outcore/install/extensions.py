@@ -19,7 +19,7 @@ from pathlib import Path
 from outcore.common.files import read_object
 from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
-from outcore.install.pip import Stream
+from outcore.install.packages import Stream
 from outcore.install.progress import InstallProgress
 from outcore.machine import available_ram_bytes, detect_cpu, remove_stale_locks
 

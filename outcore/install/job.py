@@ -23,7 +23,7 @@ from outcore.install.environment import Environment, find_environment, make_envi
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
 from outcore.install.extensions import BuildResult, any_was_built, build_all, extension_environment, sanitise_arch_list
 from outcore.install.options import SET_NAMES, Options, asks_for_deepspeed, parse_options
-from outcore.install.pip import Stream, install, stream_command
+from outcore.install.packages import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
@@ -154,7 +154,7 @@ class InstallJob:
             print_plan(plan, self.progress)
 
     def install_packages(self) -> None:
-        """Environment and pip, when anything is missing; the stamp comes last."""
+        """Environment and packages, when anything is missing; the stamp comes last."""
         for name in OUTPUT_FOLDERS:
             (self.repository / name).mkdir(exist_ok=True)
         environment, chosen = self.environment, self.chosen
@@ -168,13 +168,13 @@ class InstallJob:
             environment.remove_stamp()
         make_environment(environment, self._execute)
         environ = self._child_environment(for_deepspeed=False)
-        log_path = self.repository / "logs" / "setup_pip.log"
+        log_path = self.repository / "logs" / "setup_packages.log"
         install(environment, chosen, self.repository, environ, self._stream, self.progress, log_path)
         unmet = environment.unmet_pins(chosen.pins)
         if unmet:
             names = ", ".join(f"{name} ({found or 'not there'})" for name, found in unmet.items())
             raise InstallError(
-                "pip ended well, yet not every pinned version is installed",
+                "the installer ended well, yet not every pinned version is installed",
                 names,
                 f"make the environment anew: `rm -rf {environment.prefix} && python setup.py`",
             )

@@ -107,9 +107,9 @@ def test_first_run_installs_and_stamps_last(repository: Path) -> None:
         for name, version in read_pins(repository / "requirements/cpu.txt").items():
             add_package(environment, name, version)
 
-    stream = FakeStream((0, ""), (0, ""), (0, ""), last_pip, (0, ""))
+    stream = FakeStream(*[(0, "")] * 5, last_pip, (0, ""))
     assert run(make_job(repository, stream=stream)) == 0
-    assert len(stream.commands) == 5 and stamps == [False]
+    assert len(stream.commands) == 7 and stamps == [False]
     assert environment.read_stamp() == {"set": "cpu", "torch": "2.13.0", "tests": False}
 
 
@@ -125,7 +125,7 @@ def test_failed_pip_leaves_no_ok(repository: Path, capsys: pytest.CaptureFixture
     installed(repository)
     run(make_job(repository))
     (repository / ".venv/lib/python3.11/site-packages/rich-15.0.0.dist-info/METADATA").unlink()
-    stream = FakeStream((1, "Temporary failure in name resolution"))
+    stream = FakeStream((0, ""), (0, ""), (1, "Temporary failure in name resolution"))
     assert run(make_job(repository, stream=stream)) == 3
     assert not (repository / ".venv/outcore-setup.json").exists()
     assert saved(repository)["ok"] is False and "cannot be reached" in saved(repository)["error"]

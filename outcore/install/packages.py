@@ -1,10 +1,11 @@
-"""pip, started as a child of the environment's own interpreter, with its failures turned into one clear error each.
+"""Packages, installed by uv (by pip where uv cannot be told all that pip is), each failure as one clear error.
 
-The whole output goes to logs/setup_pip.log; people see which package is being fetched and for how long. torch is
+The whole output goes to logs/setup_packages.log; people see what is being fetched and for how long. torch is
 installed first, then DeepSpeed against it (its source package asks the installed torch what it is), then the rest."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import RequirementSet
+from outcore.install.uv import UV, UvSettings, uv_settings
 
 Stream = Callable[[Sequence[str], Mapping[str, str], Callable[[str], None]], int]
 """(command, environment, called with each output line) -> exit code."""
@@ -24,36 +26,40 @@ Stream = Callable[[Sequence[str], Mapping[str, str], Callable[[str], None]], int
 _NETWORK = re.compile(
     r"NewConnectionError|Failed to establish a new connection|Temporary failure in name resolution|Name or service not "
     r"known|nodename nor servname|Network is unreachable|ConnectTimeout|ReadTimeout|Read timed out|Connection "
-    r"(?:refused|reset|aborted)|Max retries exceeded|getaddrinfo failed|RemoteDisconnected|IncompleteRead",
+    r"(?:refused|reset|aborted)|Max retries exceeded|getaddrinfo failed|RemoteDisconnected|IncompleteRead|"
+    r"error sending request|tcp connect error|dns error|operation timed out",
     re.I,
 )
-_SHOWN = re.compile(r"^\s*(Collecting|Downloading|Building wheel|Installing collected|Uninstalling|Preparing)\b")
+_SHOWN = re.compile(
+    r"^\s*(Collecting|Downloading|Building|Installing collected|Preparing|Resolved|Prepared|Installed)\b"
+)
+PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input")
 
 
 @dataclass(frozen=True)
-class PipStep:
-    """One call of pip."""
+class Step:
+    """One call of the installer."""
 
     title: str
     arguments: tuple[str, ...]
     extra_environment: tuple[tuple[str, str], ...] = ()
 
 
-def pip_steps(chosen: RequirementSet, repository: Path) -> tuple[PipStep, ...]:
+def install_steps(chosen: RequirementSet, repository: Path) -> tuple[Step, ...]:
     """What has to be called, in order."""
-    steps = [PipStep("build tools", ("-r", str(repository / "requirements" / "build.txt")))]
+    steps = [Step("build tools", ("-r", str(repository / "requirements" / "build.txt")))]
     torch_pin = f"torch=={chosen.pins['torch']}"
-    steps.append(PipStep(torch_pin, (torch_pin,)))
+    steps.append(Step(torch_pin, (torch_pin,)))
     if "deepspeed" in chosen.pins:
         deepspeed_pin = f"deepspeed=={chosen.pins['deepspeed']}"
         # A source package: without build isolation it sees the pinned torch. Its set-up asks every CUDA builder and
         # fails on a GPU machine without nvcc unless told that it is built for the CPU; the extensions are built later,
         # for whatever accelerator is there, so nothing is lost by it.
         quiet = (("DS_BUILD_OPS", "0"), ("DS_ACCELERATOR", "cpu"))
-        steps.append(PipStep(deepspeed_pin, ("--no-build-isolation", torch_pin, deepspeed_pin), quiet))
+        steps.append(Step(deepspeed_pin, ("--no-build-isolation", torch_pin, deepspeed_pin), quiet))
     files = [argument for file in chosen.files for argument in ("-r", str(file))]
-    steps.append(PipStep(" + ".join(file.name for file in chosen.files), tuple(files)))
-    steps.append(PipStep("outcore itself (editable)", ("--no-deps", "-e", str(repository))))
+    steps.append(Step(" + ".join(file.name for file in chosen.files), tuple(files)))
+    steps.append(Step("outcore itself (editable)", ("--no-deps", "-e", str(repository))))
     return tuple(steps)
 
 
@@ -69,44 +75,70 @@ def install(
     """Run every step; InstallError at the first that fails. Nothing is stamped here."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("w", encoding="utf-8") as log:
-        steps = pip_steps(chosen, repository)
-        for number, step in enumerate(steps, 1):
-            progress.begin(f"[{number}/{len(steps)}] {step.title}")
-            command = [str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-            command += step.arguments
-            lines: list[str] = []
 
-            def heard(line: str, lines: list[str] = lines) -> None:
+        def run(command: Sequence[str], variables: Mapping[str, str], lines: list[str]) -> int:
+            def heard(line: str) -> None:
                 lines.append(line)
                 log.write(line + "\n")
                 if _SHOWN.match(line) and "finished with status" not in line:
                     progress.detail(_short(line))
 
             try:
-                code = stream(command, {**environ, **dict(step.extra_environment)}, heard)
+                return stream(command, {**environ, **variables}, heard)
             except OSError as error:
                 raise InstallError(
-                    "pip did not start", str(error), f"make the environment anew: `rm -rf {environment.prefix}`"
+                    f"{command[0]} did not start",
+                    str(error),
+                    f"make the environment anew: `rm -rf {environment.prefix}`",
                 ) from error
+
+        program, variables = _installer(environment, run, progress)
+        steps = install_steps(chosen, repository)
+        for number, step in enumerate(steps, 1):
+            progress.begin(f"[{number}/{len(steps)}] {step.title}")
+            lines: list[str] = []
+            code = run([*program, *step.arguments], {**variables, **dict(step.extra_environment)}, lines)
             progress.end(code == 0)
             if code != 0:
                 raise explain(step, code, "\n".join(lines), environment, log_path)
 
 
-def explain(step: PipStep, code: int, output: str, environment: Environment, log_path: Path) -> InstallError:
+def _installer(
+    environment: Environment, run: Callable[..., int], progress: InstallProgress
+) -> tuple[list[str], dict[str, str]]:
+    """(command to which packages are added, variables): uv's, which pip installs when missing, or pip's, told why."""
+    python, listed, settings, why_not = str(environment.python), [], UvSettings(), ""
+    if "uv" not in environment.installed() and run([python, *PIP, UV], {}, []):
+        why_not = f"{UV} could not be installed"
+    elif run([python, "-m", "pip", "config", "list"], {}, listed):
+        why_not = "pip does not list its settings"
+    else:
+        settings = uv_settings(listed)
+        if settings.unknown:
+            why_not = f"uv has no equal for pip's {', '.join(settings.unknown)}"
+    if why_not:
+        progress.say(f"installer:   pip, because {why_not}")
+        return [python, *PIP], {}
+    uv = [str(environment.bin_dir / "uv"), "pip", "install", "--python", python]
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # else each process would compile torch again
+        uv.append("--compile-bytecode")
+    return [*uv, *settings.flags], settings.variables
+
+
+def explain(step: Step, code: int, output: str, environment: Environment, log_path: Path) -> InstallError:
     """The reason of a failed pip in one line, and what to do about it."""
-    what = f"pip could not install {step.title}"
+    what, clean = f"{step.title} could not be installed", f"{environment.bin_dir / 'uv'} cache clean"
     if "No space left on device" in output or "Errno 28" in output:
         free = format_gb(shutil.disk_usage(environment.prefix).free) if environment.prefix.exists() else "unknown"
-        fix = "free space there (`python -m pip cache purge` helps), or use another drive: --venv DIR"
+        fix = f"free space there (`{clean}` helps), or use another drive: --venv DIR"
         return InstallError(what, f"a drive is full ({free} free under {environment.prefix}, /tmp counts too)", fix)
-    if "CERTIFICATE_VERIFY_FAILED" in output or "SSLError" in output:
+    if "CERTIFICATE_VERIFY_FAILED" in output or "SSLError" in output or "invalid peer certificate" in output:
         return InstallError(
             what,
             "the registry's certificate was not accepted (a proxy in between, or a wrong clock)",
             "set the clock, or tell pip your company's certificate: `pip config set global.cert FILE`",
         )
-    if "ProxyError" in output or "Tunnel connection failed" in output:
+    if re.search("ProxyError|Tunnel connection failed|tunnel error|proxy connect", output):
         return InstallError(what, "the proxy refused the connection", "check HTTPS_PROXY, then run again")
     if _NETWORK.search(output):
         return InstallError(
@@ -120,20 +152,21 @@ def explain(step: PipStep, code: int, output: str, environment: Environment, log
             f"pip in {environment.prefix} is broken: {_last_error(output)}",
             f"make the environment anew: `rm -rf {environment.prefix} && python setup.py`",
         )
-    if "DO NOT MATCH THE HASHES" in output or "BadZipFile" in output or "is not a valid wheel" in output:
-        return InstallError(what, "a downloaded file is damaged", "`python -m pip cache purge`, then run again")
-    if "Permission denied" in output or "Errno 13" in output or "Read-only file system" in output:
+    if re.search("DO NOT MATCH THE HASHES|Hash mismatch|BadZipFile|is not a valid wheel|invalid zip", output, re.I):
+        return InstallError(what, "a downloaded file is damaged", f"`{clean}`, then run again")
+    if re.search("Permission denied|Errno 13|os error 13|Read-only file system", output):
         return InstallError(
             what, f"{environment.prefix} is not writable for you", "use an environment of your own: --venv DIR"
         )
-    missing = re.search(r"No matching distribution found for (\S+)", output)
+    missing = re.search(r"No matching distribution found for (\S+)|Because there is no version of (\S+)", output)
+    missing = missing or re.search(r"Because (\S+) was not found in the package registry", output)
     if missing:
         return InstallError(
             what,
-            f"the registry has no {missing.group(1)} for this Python and processor",
+            f"the registry has no {next(filter(None, missing.groups()))} for this Python and processor",
             "use Python 3.11-3.13 on x86_64, or check that pip's index is the ordinary one: `pip config list`",
         )
-    if "ResolutionImpossible" in output or "conflicting dependencies" in output:
+    if re.search("ResolutionImpossible|conflicting dependencies|No solution found", output):
         return InstallError(
             what,
             f"two packages want different versions: {_last_error(output)}",
@@ -146,7 +179,7 @@ def explain(step: PipStep, code: int, output: str, environment: Environment, log
 
 def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(ERROR|error|\w*Error)\b", line)]
+    errors = [line for line in lines if re.match(r"(ERROR|error|cause|\w*Error)\b", line)]
     return (errors or lines or ["no message"])[-1]
 
 
