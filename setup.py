@@ -3,6 +3,7 @@
   python setup.py              set up this machine; a second run only verifies
   python setup.py --check      verify only           --json      the report as JSON
   python setup.py --dry-run    say what would be done --help     everything else
+  python setup.py --deepspeed  build what --engine deepspeed needs, too
   python setup.py --run        set up, then train the embedded default
   python setup.py --test       set up with the test tools, then run the tests
 
@@ -32,7 +33,7 @@ def main():
             return job.exit_code
         if not job.options.check:
             job.install_packages()  # virtual environment, torch first, then all that depends on it
-            job.build_extensions()  # DeepSpeed's C++ extensions, so that the first training step does not wait
+            job.build_extensions()  # DeepSpeed's C++ extensions, where its engine is asked for
         job.verify()  # every part used once, for real
         job.report()  # table, logs/setup_report.json, what to fix
         job.follow_up()  # --shim, --test, --run

@@ -18,8 +18,6 @@ SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
 ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}
 """Whose tests wait for the drive as a run does; elsewhere nobody cuts the power, and waiting took an eighth."""
-TRACED_CASES = 2
-"""Of a test with many: the others run the same lines on other models or sizes, and tracing costs a third of a test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,17 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("no deadline")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """In xdist's processes pytest-cov 7.1 has measured since their start, and measures a second time from here on.
-
-    A test that is not to be traced (`no_cover`) ends the second only, and the first one goes on, for nobody.
-    """
-    plugin = session.config.pluginmanager.get_plugin("_cov")
-    if hasattr(session.config, "workerinput") and plugin is not None and plugin.cov_controller is not None:
-        plugin.cov_controller.cov.stop()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
@@ -78,11 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _choose(item: pytest.Function, case: int, all_cases: bool) -> None:
     """Leave out what is marked `more`, unless all are asked for; `case` counts the cases of one test from 1."""
     more = item.get_closest_marker("more")
-    is_more = more is not None and case > more.kwargs.get("after", 0)
-    if is_more and not all_cases:
+    if not all_cases and more is not None and case > more.kwargs.get("after", 0):
         item.add_marker(pytest.mark.skip(reason="more of what another test holds: run with --all"))
-    if is_more or (case > TRACED_CASES and item.get_closest_marker("cover_all") is None):
-        item.add_marker(pytest.mark.no_cover)
     if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
         item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 

@@ -1,19 +1,15 @@
-"""What the cases of inference share: a shape with random values, requests, a pass's time, one JSON line a case.
+"""What benchmarks of inference share: random values, prompts, the seconds of a pass, rates of the link and the drive.
 
-Weights are random: their values do not change the speed of a dense model, but guesses from random text are never
-right (guesses.py has a real model for them).
+Weights are random: their values do not change the speed of a dense model.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -94,17 +90,6 @@ def _repeated(value: torch.Tensor, length: int) -> torch.Tensor:
     return value.repeat(-(-length // len(value)), *(1 for _ in value.shape[1:]))[:length]
 
 
-def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
-    """A preset's shape with random values, packed if asked for."""
-    loaded = load_model(ModelSettings(preset=model, precision=precision, seq_length=2, quantize=quantize), lazy=True)
-    feed = RandomFeed(loaded.model, quantize)
-    loaded = replace(loaded, feed=feed, packed=feed.specs)
-    loaded.model.eval()
-    for parameter in loaded.model.parameters():
-        parameter.requires_grad_(False)
-    return FoundModel(loaded, Numbers(), model, frozenset(), None)
-
-
 def find_file(file: str, precision: str) -> FoundModel:
     """The model of a GGUF file without words."""
     settings = ModelSettings(model_name_or_path=file, precision=precision, seq_length=2)
@@ -113,12 +98,6 @@ def find_file(file: str, precision: str) -> FoundModel:
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
     return FoundModel(loaded, Numbers(), file, frozenset(), None)
-
-
-def opened_with(model: str, device: torch.device, share: HostShare | None = None, **settings: Any) -> OpenedModel:
-    """Our engine with these settings, of one process of several with `share`; what it says goes to stderr."""
-    found = find(model, "bf16" if device.type == "cuda" else "fp32", settings.get("quantize"))
-    return open_found_with(found, device, share, **{"context": 1024, **settings})
 
 
 def open_found_with(
@@ -139,46 +118,12 @@ def prompts(count: int, length: int, vocab: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in ids.tolist()]
 
 
-def run_requests(
-    opened: OpenedModel, asked: list[tuple[int, ...]], answer: int, temperature: float = 0.0
-) -> dict[str, Any]:
-    """Seconds and rates of answering all of them, and where the time went; at temperature 1 random weights write what
-    nobody guesses."""
-    engine, counts, small = opened.engine, opened.engine.counts, getattr(opened.engine.runner, "small", None)
-    sampling = Sampling(temperature=temperature, seed=1, max_tokens=answer, ignore_eos=True)
-    drafted, accepted, captured_s = counts.drafted, counts.accepted, 0.0 if small is None else small.capture_s
-    passes: list[tuple[int, int, float]] = []
-    """(number, tokens, seconds) of each."""
-    heard = engine.on_pass
-
-    def on_pass(works: Any, seconds: float) -> None:
-        passes.append((len(passes), counts.last_pass_rows, seconds))
-        heard(works, seconds)
-
-    engine.on_pass, began = on_pass, time.perf_counter()
-    answers = list(engine.generate(Request(f"{began}-{i}", ids, sampling) for i, ids in enumerate(asked)))
+def first_token_s(opened: OpenedModel, ids: tuple[int, ...]) -> float:
+    """Seconds from a prompt to the first token of its answer."""
+    sampling = Sampling(temperature=0.0, seed=1, max_tokens=1, ignore_eos=True)
+    (answer,) = opened.engine.generate([Request(f"{time.perf_counter()}", ids, sampling)])
     synchronise()
-    seconds, engine.on_pass = time.perf_counter() - began, heard
-    written, in_passes_s = sum(len(a.tokens) for a in answers), sum(s for _, _, s in passes)
-    first_s = [a.timings.first_token_s for a in answers]
-    after_s = [(a.timings.total_s - a.timings.first_token_s) / max(1, len(a.tokens) - 1) for a in answers]
-    return {
-        "s": seconds,
-        "tokens": written,
-        "begins": [chosen.token for chosen in answers[0].tokens[:32]],
-        "tokens_per_s": written / seconds,
-        "passes": len(passes),
-        "s_per_pass": seconds / max(1, len(passes)),
-        "first_token_s": median(first_s),
-        "s_per_token_after": median(after_s),
-        "cached_tokens": sum(a.timings.cached_tokens for a in answers),
-        "in_passes_s": in_passes_s,
-        "between_passes_s": seconds - in_passes_s,
-        "capture_s": None if small is None else small.capture_s - captured_s,
-        "slowest_passes": sorted(passes, key=lambda one: -one[2])[:6],
-        "guessed": counts.drafted - drafted,
-        "guessed_right": counts.accepted - accepted,
-    }
+    return answer.timings.first_token_s
 
 
 def decode_passes(
@@ -291,41 +236,3 @@ def device_of(cap_gib: float, *, dry_run: bool, index: int = 0) -> torch.device:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * GIB / total), device)
     return device
-
-
-class Cases:
-    """Runs cases one after another; each prints its line, and all go to a file as they come."""
-
-    def __init__(self, device: torch.device, out: Path | None) -> None:
-        self.device, self._out = device, out
-        self.link_gb_per_s = link_gb_per_s(device)
-        self.results: list[dict[str, Any]] = []
-        self._began = time.perf_counter()
-
-    def note(self, case: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run one; what fails is a line, too, and the others go on."""
-        began = time.perf_counter()
-        try:
-            found = run()
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
-        if self.device.type == "cuda":
-            found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
-            torch.cuda.reset_peak_memory_stats(self.device)
-        if found.get("travelling_gb"):
-            streamed = found.get("streamed_gb_per_s", found["weights_gb_per_s"])
-            found["link_share"] = streamed / self.link_gb_per_s
-        entry = {"case": case, "link_gb_per_s": self.link_gb_per_s, **found, "case_s": time.perf_counter() - began}
-        entry["since_start_s"] = time.perf_counter() - self._began
-        self.results.append(entry)
-        print(json.dumps(entry), flush=True)
-        if self._out is not None:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self.results, indent=1))
-        return entry
-
-    def free(self) -> None:
-        """Give back what the case before held."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

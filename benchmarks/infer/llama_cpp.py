@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import GIB, MIB, decode_passes, device_of, find_file, open_found_with, prompts, run_requests
+from common import GIB, MIB, decode_passes, device_of, find_file, first_token_s, open_found_with, prompts
 from random_gguf import TYPES, write_random
 
 CONTEXT_MIB = 500
@@ -85,7 +85,7 @@ def ours(args: argparse.Namespace) -> None:
             names = "s_per_pass", "fastest_s", "passes_s", "expert_hit_rate", "experts_gb", "cpu_questions", "cpu_s"
             row(case, passes["tokens_per_s"], **{name: passes[name] for name in (*names, "graphs", "capture_s")})
     for length in prefills if args.part == "prefill" else ():
-        times = [run_requests(opened, [ids], 1)["first_token_s"] for ids in prompts(3, length, vocab)]
+        times = [first_token_s(opened, ids) for ids in prompts(3, length, vocab)]
         row(f"prefill {length}", length / min(times[1:]), times_s=times)
     opened.close()
 

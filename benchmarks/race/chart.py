@@ -1,7 +1,7 @@
 """Bar chart and Markdown table of a race against rivals, from the raw results of `stream_race.py --group rivals`.
 
-    python benchmarks/race/chart.py benchmarks/results/rivals-*.json --picture docs/pictures/race.png
-    python benchmarks/race/chart.py benchmarks/results/rivals-*.json --table
+    python benchmarks/race/chart.py benchmarks/results/train-1.2b-16k.json --picture docs/pictures/race.png
+    python benchmarks/race/chart.py benchmarks/results/train-1.2b-16k.json --table
 
 One group of bars a file (a model and a number of tokens): ours, by itself and where steps clip and their updates wait,
 the best exact rival that fits the card, and the rival as most users run it. Exact: AdamW with fp32 masters and moments,
@@ -20,10 +20,8 @@ from typing import Any
 NOT_EXACT = {
     "zero2-bf16": "masters and moments in bf16",
     "torchao": "no masters, no clipping",
-    "zenflow": "most gradients late",
     "roundpipe-stale": "one step stale",
     "ours-split8": "8-bit moments",
-    "ours-fp24m8": "8-bit moments",
 }
 NAMES = {
     "ours-fp32": "outcore",
@@ -34,9 +32,6 @@ NAMES = {
     "zero2": "ZeRO-2, optimizer in RAM",
     "zero2-bf16": "ZeRO-2, bf16 states",
     "zero3": "ZeRO-3, optimizer in RAM",
-    "zero3-deepcompile": "ZeRO-3, DeepCompile",
-    "superoffload": "SuperOffload",
-    "zenflow": "ZenFlow",
     "fsdp2": "FSDP2, CPU offload",
     "trainstream": "TrainStream",
     "roundpipe": "RoundPipe",

@@ -2,13 +2,14 @@
 
     python benchmarks/race/drive_rate.py FOLDER [SECONDS]
 
-Through outcore's storage engine, O_DIRECT, blocks of 48 MiB, 16 of them under way (benchmarks/drives/storage_vs_fio.py
-has that engine beside fio). Drives behind a server's virtual disk change by a third within minutes, so benchmarks that
-compare drive bytes with this rate take it right before and right after each variant. Prints a line `RESULT {json}`.
+Through outcore's storage engine, O_DIRECT, blocks of 48 MiB, 16 of them under way. Drives behind a server's virtual
+disk change by a third within minutes, so benchmarks that compare drive bytes with this rate take it right before and
+right after each variant. Prints a line `RESULT {json}`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -102,5 +103,8 @@ def drive_seconds(moved: dict[str, float], rates: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    wanted_s = float(sys.argv[2]) if len(sys.argv) > 2 else SECONDS
-    print("RESULT " + json.dumps(mixed_rate(Path(sys.argv[1]), wanted_s)), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seconds", type=float, nargs="?", default=SECONDS)
+    wanted = parser.parse_args()
+    print("RESULT " + json.dumps(mixed_rate(wanted.folder, wanted.seconds)), flush=True)

@@ -1,7 +1,7 @@
 """What the children of `stream_race.py` share: shapes, tokens, the memory of this process, the result line.
 
 A child trains on random tokens with randomly filled weights: only speed and memory are compared here, losses are
-compared by `stream_exact.py` and `zero_stages.py`. Every child measures its own peak on the device as the driver sees
+compared by `stream_exact.py`. Every child measures its own peak on the device as the driver sees
 it (used minus what was used before the child touched the device), so it must be alone there.
 """
 
@@ -21,22 +21,16 @@ import torch
 
 SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vocabulary
     "tiny": (64, 3, 176, 4, 1, 320),
-    "0.1b": (768, 12, 2048, 12, 4, 32000),
-    "0.6b": (2048, 10, 5632, 16, 4, 32000),
     "1.2b": (2048, 24, 5632, 16, 4, 32000),
     "1.75b": (2560, 24, 6912, 20, 5, 32000),
     "2.8b": (3072, 26, 8448, 24, 6, 32000),
     "7b": (3584, 28, 18944, 28, 4, 152064),
     "8b": (4096, 32, 14336, 32, 8, 128256),
     "10b": (4096, 45, 14336, 32, 8, 32000),
-    "30b": (6656, 56, 17920, 52, 52, 32000),
-    "16k-layer": (16384, 1, 53248, 128, 8, 32000),
     "64k-layer": (65536, 1, 4096, 512, 8, 2048),
-    "tiny-layer": (256, 1, 832, 4, 1, 512),
 }
-"""Llama shapes, untied. 1.2b: 24 layers of 2048; 7b: Qwen2.5 7B's; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one
-of Llama 3.1 405B's layers, 3.2 B parameters; 64k-layer: two matrices of 65,536 x 65,536 and little else, 9.8 B
-parameters."""
+"""Llama shapes, untied. 1.2b: 24 layers of 2048; 7b: Qwen2.5 7B's; 8b: Llama 3 8B; 64k-layer:
+two matrices of 65,536 x 65,536 and little else, 9.8 B parameters."""
 FILL_VALUES, FILL_STEP = 1 << 27, 15_485_863
 """Random values in all, as a weight may be larger than the allocator's cap; how much further each matrix begins."""
 
@@ -67,20 +61,6 @@ def token_batches(options: dict[str, Any], device: str = "cpu") -> list[dict[str
     vocabulary = config_of(options["shape"], options["seq"]).vocab_size
     shape = (options["mb"], options["seq"])
     ids = [torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(options["gas"])]
-    return [{"input_ids": i, "labels": i.clone()} for i in ids]
-
-
-def learnable_batches(options: dict[str, Any], step: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches that no other step has: four of five tokens are what a fixed table says to the one before, so a
-    model learns the table and no batch by heart."""
-    vocabulary = min(4096, config_of(options["shape"], options["seq"]).vocab_size)
-    table = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(1 + step)
-    shape = (options["gas"], options["mb"], options["seq"])
-    ids = torch.randint(0, vocabulary, shape, generator=generator)
-    follows = torch.rand(shape, generator=generator) < 0.8
-    for at in range(1, options["seq"]):
-        ids[..., at] = torch.where(follows[..., at], table[ids[..., at - 1]], ids[..., at])
     return [{"input_ids": i, "labels": i.clone()} for i in ids]
 
 
@@ -226,20 +206,3 @@ def finish(result: dict[str, Any]) -> None:
         result.setdefault("torch_reserved_bytes", torch.cuda.max_memory_reserved())
     result |= {"rss": rss_bytes(), "time": time.time()}
     print("RESULT " + json.dumps(result), flush=True)
-
-
-def memory_rate_bytes_per_s(num_threads: int, numel: int = 1 << 24, rounds: int = 6) -> float:
-    """Rate of main memory as the CPU optimizer sees it, three streams read and one of them written: a += b * c over
-    `numel` elements a thread (16 bytes each), well above its share of the caches. torch's thread count is as before
-    afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        a, b, c = (torch.full((num_threads * numel,), 0.5) for _ in range(3))
-        a.addcmul_(b, c)
-        began_s = time.perf_counter()
-        for _ in range(rounds):
-            a.addcmul_(b, c)
-        return 16.0 * a.numel() * rounds / (time.perf_counter() - began_s)
-    finally:
-        torch.set_num_threads(before)

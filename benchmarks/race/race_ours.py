@@ -19,7 +19,6 @@ from race_common import (
     config_of,
     drive_bytes,
     finish,
-    kernels_of,
     rss_bytes,
     synchronize,
     token_batches,
@@ -95,14 +94,6 @@ def main() -> None:
         "init_s": init_s,
         **measured(engine, batches, options, watch),
     }
-    turns = {}
-    for name, turn in options.get("turns", {}).items():
-        use_idle_memory(engine, turn)
-        turns[name] = measured(engine, batches, options | {"warm": options["turn_warm"]}, watch)
-        print(name, json.dumps(turns[name]), flush=True)  # what was measured stays where time ends
-    result |= {"turns": turns} if turns else {}
-    if options.get("kernels"):
-        result["kernels"] = kernels_of(lambda: engine.train_step(batches, 1e-4), options["kernels"])
     if watch is not None:
         watch.stop()
     engine.close()
@@ -113,18 +104,6 @@ def main() -> None:
             result["torch_reserved_bytes"] = torch.cuda.max_memory_reserved()
         result["bare_s"] = bare_s(config_of(options["shape"], options["seq"]), *cut, device)
     finish(result)
-
-
-def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
-    """From the next step on; what stayed on the device goes home, and it is decided anew after two steps."""
-    residents = engine._parts.residents
-    engine._drain()
-    residents.forget()
-    residents._limit_bytes = turn.get("resident_bytes", 0)
-    residents._saved._limit_bytes = turn.get("saved_bytes", 0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def measured(
@@ -174,7 +153,6 @@ def measured(
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
         "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
-        "saved_layers": parts.schedule.saved.num_layers,
     }
 
 

@@ -34,8 +34,6 @@ from race_common import (
     SHAPES,
     cap_allocator,
     free_port,
-    learnable_batches,
-    memory_rate_bytes_per_s,
     synchronize,
     token_batches,
 )
@@ -46,7 +44,6 @@ from outcore.engine.base import TracePlan
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
 from outcore.engine.stream.settings import StreamSettings
-from outcore.machine import usable_cores
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
@@ -68,9 +65,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cap_gib", type=float, default=0.0, help="of each GPU")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--fresh", action="store_true", help="every step has tokens of its own: for losses of many steps"
-    )
     parser.add_argument("--settings", type=json.loads, default={}, help="of StreamSettings, as JSON")
     parser.add_argument("--tolerance", type=float, default=5e-3)
     parser.add_argument("--timeout_s", type=float, default=600.0)
@@ -136,19 +130,11 @@ def run_rank(options: argparse.Namespace) -> None:
     settings = StreamSettings(**{"step_tokens": tokens, "row_tokens": options.seq, **options.settings})
     engine = build_stream_engine(loaded, settings, device=device, place=RankPlace(rank, world_size, exchange))
     try:
-        steps = iter(range(options.warm + options.steps))
-
-        def train() -> Any:
-            step = next(steps)
-            return engine.train_step(
-                learnable_batches(told, step)[rank::world_size] if options.fresh else batches, 1e-4
-            )
-
-        losses = [train().loss for _ in range(options.warm)]
+        losses = [engine.train_step(batches, 1e-4).loss for _ in range(options.warm)]
         synchronize()
         begin_s, phases = time.perf_counter(), {}
         for _ in range(options.steps):
-            step = train()
+            step = engine.train_step(batches, 1e-4)
             losses.append(step.loss)
             for name, seconds in step.phase_s.items():
                 phases[name] = phases.get(name, 0.0) + seconds / options.steps
@@ -252,8 +238,7 @@ def main() -> int:
         return 0
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "case": options.case}
-    dram_gb_per_s = memory_rate_bytes_per_s(usable_cores(), 1 << 22) / 1e9
-    table |= {"tokens": options.micro_batches * options.mb * options.seq, "dram_gb_per_s": dram_gb_per_s, "runs": []}
+    table |= {"tokens": options.micro_batches * options.mb * options.seq, "runs": []}
     problems = []
     for world_size in options.ranks:
         found = run_ranks(world_size, options)

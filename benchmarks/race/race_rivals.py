@@ -3,13 +3,8 @@
 `system`, all with AdamW over every parameter and layers recomputed in the backward pass:
 
     zero2        DeepSpeed ZeRO-2, 16-bit weights on the GPU, optimizer in RAM (`offload_optimizer`)
-    zero2-resident  the same with the optimizer on the GPU, too: nothing is offloaded
     zero2-bf16   zero2 with masters and moments in bf16: not exact, the peer of our 8-bit moments
     zero3        DeepSpeed ZeRO-3, weights on the GPU, optimizer in RAM
-    zero3-deepcompile  the same, its engine compiled with DeepSpeed's own passes (DeepCompile)
-    superoffload  ZeRO-3 with a tenth of the optimizer on the GPU, updates in a process of their own
-    zenflow      ZeRO-2 that updates the gradients of the largest twentieth of columns on the GPU in each step, the rest
-                 every fourth: not exact
     fsdp2        torch's fully_shard with CPUOffloadPolicy: fp32 weights, gradients and states in RAM
     torchao      CPUOffloadOptimizer over bf16 weights without masters: not exact; it cannot clip
     trainstream  TrainStream's wrap(): fp32 states in RAM, weights as its planner places them
@@ -25,7 +20,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -117,25 +111,14 @@ def zero(options: dict[str, Any], device: str) -> Step:
     import deepspeed
 
     system = options["system"]
-    stage = 3 if system in ("zero3", "zero3-deepcompile", "superoffload") else 2
+    stage = 3 if system == "zero3" else 2
     section: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": int(5e7),
+        "offload_optimizer": {"device": "cpu", "pin_memory": device == "cuda"},
     }
-    adam: dict[str, Any] = {"lr": 1e-4}
-    if system == "zero2-resident":
-        adam |= {"torch_adam": True, "fused": device == "cuda"}  # DeepSpeed's own would be compiled first, for a minute
-    else:
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    if system == "superoffload":
-        section["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
-    if system == "zenflow":
-        section["zenflow"] = {
-            "topk_ratio": 0.05, "select_strategy": "step", "select_interval": 16, "update_interval": 4,
-            "overlap_step": True, "full_warm_up_rounds": 0,
-        }  # fmt: skip
     if stage == 3:
         section |= {"sub_group_size": int(3e7), "stage3_param_persistence_threshold": int(1e5)}
     bf16: dict[str, Any] = {"enabled": True}
@@ -145,19 +128,16 @@ def zero(options: dict[str, Any], device: str) -> Step:
         "train_micro_batch_size_per_gpu": options["mb"],
         "gradient_accumulation_steps": options["gas"],
         "bf16": bf16,
-        "optimizer": {"type": "AdamW", "params": adam},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "gradient_clipping": float(options["clip"]),
         "zero_optimization": section,
         "steps_per_print": 10**9,
-        "compile": {"deepcompile": system == "zero3-deepcompile"},
     }
     deepspeed.init_distributed()
     model = filled_model(options, torch.bfloat16, device)
     compile_layers(model, options)
     loss_of = Loss(model, options["chunked"])
     engine, *_ = deepspeed.initialize(model=loss_of, model_parameters=list(model.parameters()), config=settings)
-    if system == "zero3-deepcompile":
-        engine.compile()
     batches = token_batches(options, device)
 
     def step() -> float:
@@ -340,9 +320,7 @@ def roundpipe(options: dict[str, Any], device: str) -> Step:
 
 
 SYSTEMS: dict[str, Callable[[dict[str, Any], str], Step]] = {
-    **dict.fromkeys(
-        ("zero2", "zero2-resident", "zero2-bf16", "zero3", "zero3-deepcompile", "superoffload", "zenflow"), zero
-    ),
+    **dict.fromkeys(("zero2", "zero2-bf16", "zero3"), zero),
     "fsdp2": fsdp2,
     "torchao": torchao,
     "trainstream": trainstream,
@@ -374,9 +352,6 @@ def main() -> None:
         losses += [step() for _ in range(options["steps"])]
         synchronize()
         repeats.append((time.perf_counter() - start_s) / options["steps"])
-    rss = rss_bytes()
-    for worker in multiprocessing.active_children():  # what it shares with this process is counted here
-        rss["VmRSS"] += rss_bytes(str(worker.pid)).get("RssAnon", 0)
     finish(
         {
             "step_s": sorted(repeats)[len(repeats) // 2],
@@ -384,11 +359,9 @@ def main() -> None:
             "losses": losses,
             "init_s": init_s,
             "peak_vram_bytes": watch.stop() if watch is not None else None,
-            "rss_training": rss,
+            "rss_training": rss_bytes(),
         }
     )
-    for worker in multiprocessing.active_children():  # they hold this process' output open
-        worker.kill()
     os._exit(0)  # threads and process groups of theirs have nothing left to do
 
 

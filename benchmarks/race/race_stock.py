@@ -1,7 +1,6 @@
-"""Child of `stream_race.py`: stock DeepSpeed, or no offload at all, on one variant, given as JSON. See there.
+"""Child of `stream_race.py`: stock DeepSpeed on one variant, given as JSON. See there.
 
-`where`: cpu (states and parameters in RAM), optimizer-nvme, nvme (both), none (ZeRO-2 without offload), plain (torch:
-forward and backward of the same tokens, no optimizer, compiled or not: the pure compute time). `chunked_loss`: ours, in
+`where`: cpu (states and parameters in RAM), optimizer-nvme (states on the drive). `chunked_loss`: ours, in
 chunks of tokens, in place of transformers' own, which holds the logits of the whole micro-batch.
 """
 
@@ -28,38 +27,33 @@ from race_common import (
 
 def deepspeed_config(options: dict[str, Any]) -> dict[str, Any]:
     """Stock settings: those of the sweep over good general values."""
-    where = options["where"]
-    stage = 2 if where == "none" else 3
-    zero: dict[str, Any] = {
-        "stage": stage,
+    zero = {
+        "stage": 3,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": int(5e7),
+        "sub_group_size": int(options.get("sub_group", 1e8)),
+        "stage3_prefetch_bucket_size": int(options.get("prefetch", 5e7)),
+        "stage3_param_persistence_threshold": int(1e5),
+        "stage3_max_live_parameters": int(options.get("live", 3e8)),
+        "stage3_max_reuse_distance": int(options.get("live", 3e8)),
+        "offload_optimizer": {
+            "device": "cpu" if options["where"] == "cpu" else "nvme",
+            "pin_memory": True,
+            "nvme_path": options.get("nvme") or "",
+            "buffer_count": 12,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        },
+        "offload_param": {
+            "device": "cpu",
+            "pin_memory": True,
+            "nvme_path": options.get("nvme") or "",
+            "buffer_count": 24,
+            "buffer_size": options["largest_numel"] + 4096,
+            "max_in_cpu": int(1e8),
+        },
     }
-    if stage == 3:
-        zero |= {
-            "sub_group_size": int(options.get("sub_group", 1e8)),
-            "stage3_prefetch_bucket_size": int(options.get("prefetch", 5e7)),
-            "stage3_param_persistence_threshold": int(1e5),
-            "stage3_max_live_parameters": int(options.get("live", 3e8)),
-            "stage3_max_reuse_distance": int(options.get("live", 3e8)),
-            "offload_optimizer": {
-                "device": "cpu" if where == "cpu" else "nvme",
-                "pin_memory": True,
-                "nvme_path": options.get("nvme") or "",
-                "buffer_count": 12,
-                "pipeline_read": True,
-                "pipeline_write": True,
-            },
-            "offload_param": {
-                "device": "nvme" if where == "nvme" else "cpu",
-                "pin_memory": True,
-                "nvme_path": options.get("nvme") or "",
-                "buffer_count": 24,
-                "buffer_size": options["largest_numel"] + 4096,
-                "max_in_cpu": int(1e8),
-            },
-        }
     return {
         "train_micro_batch_size_per_gpu": options["mb"],
         "gradient_accumulation_steps": options["gas"],
@@ -90,13 +84,10 @@ def stock(options: dict[str, Any]) -> Any:
     options["largest_numel"] = max(config.vocab_size, config.intermediate_size) * config.hidden_size
     settings = deepspeed_config(options)
     deepspeed.init_distributed()
-    if options["where"] == "none":
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
-    else:
-        keep = HfDeepSpeedConfig(settings)  # must live until the model is made
-        with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = AutoModelForCausalLM.from_config(config)
-        del keep
+    keep = HfDeepSpeedConfig(settings)  # must live until the model is made
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = AutoModelForCausalLM.from_config(config)
+    del keep
     model.gradient_checkpointing_enable()
     model.config.use_cache = False
     module = model
@@ -120,29 +111,6 @@ def stock(options: dict[str, Any]) -> Any:
     return step
 
 
-def plain(options: dict[str, Any]) -> Any:
-    """Forward and backward with activation checkpointing and everything on the device; no optimizer."""
-    from transformers import AutoModelForCausalLM
-
-    config = config_of(options["shape"], options["seq"])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
-    if options.get("compile"):
-        for layer in model.model.layers:
-            layer.compile()
-    model.gradient_checkpointing_enable()
-    model.train()
-    batches = token_batches(options, "cuda")
-
-    def step() -> float:
-        model.zero_grad(set_to_none=False)
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-        return float(loss)
-
-    return step
-
-
 def main() -> None:
     """Warm up, then time steps."""
     options: dict[str, Any] = json.loads(sys.argv[1])
@@ -150,7 +118,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watch = DeviceWatch()
     cap_allocator(options.get("cap_gib", 0))
-    step = plain(options) if options["where"] == "plain" else stock(options)
+    step = stock(options)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     watch.restart()

@@ -1,31 +1,23 @@
-"""The streaming engine against stock DeepSpeed, no offload at all, and (where its folder is given) the prototype.
+"""The streaming engine against DeepSpeed's offload and other rivals: seconds a step, RAM, VRAM.
 
-    python benchmarks/race/stream_race.py --group ram --out race.json [--prototype FOLDER] [--nvme FOLDER] [--repeats 3]
-    python benchmarks/race/stream_race.py --group ram --shape tiny --only ours-fp32-clip     (dry run, CPU)
+    python benchmarks/race/stream_race.py --group rivals --out race.json [--nvme FOLDER] [--repeats 3]
+    python benchmarks/race/stream_race.py --group deepspeed --shape tiny --only ours-fp32-clip     (dry run, CPU)
 
 Each variant is a child process of its own on an otherwise idle GPU, with torch's allocator capped at --cap_gib (6.5, as
-on an 8 GB card; variants that hold everything on the GPU are not capped). Random tokens and weights. Timed from a
-moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
-device less what was used before. Ratios are to the best stock setting, or exact
-rival, so far in the run with the same clipping.
+on an 8 GB card). Random tokens and weights. Timed from a moment with nothing pending to the next such moment; the
+median of `repeats`. Peak VRAM is the driver's figure for the device less what was used before. Ratios are to the best
+exact rival so far in the run with the same clipping. TFLOPS are 6 operations for each parameter and token,
+recomputation not counted. Exit code 1 when a variant failed.
 
-Variants with something on NVMe clip exactly, but for `-noclip`. They come with the drive's mixed rate right before and
-right after (`drive_rate.py`), and with the share of the step that their drive bytes would take at the mean of the two.
+Variants with something on NVMe come with the drive's mixed rate right before and right after (`drive_rate.py`), and
+with the share of the step that their drive bytes would take at the mean of the two. Windows of ours with something on
+NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
-`-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM. Windows of ours
-with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
-
-Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, idle
-(ours without and with layers that stay, and with saved forwards, one engine after one compilation; a size a call,
-because graphs of one keep the memory that the next would use), float8
-(layers multiply 8 bits), muon (ours with either optimizer), mfu (Qwen2.5 7B's shape, 158 rows of 1,024 tokens,
---cap_gib 0: how much arithmetic a large GPU gives), long (ours on one row of 262,144 tokens, --limit_s 400),
-expectations (docs/expectations.md: --shape 0.1b, 524,288 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B
-under 2 GB; a layer of hidden size 65,536), rivals and
-rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). TFLOPS are 6
-operations for each parameter and token, recomputation not counted. Exit code 1
-when a variant failed.
+Groups: rivals and rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of
+`race_rivals.py`), deepspeed (its offload to RAM, in four micro-batches and in one), nvme (every byte of optimizer
+states on the drive), 8b (full training), tiles (10 B under 2 GB; a layer of hidden size 65,536), mfu (Qwen2.5 7B's
+shape, 158 rows of 1,024 tokens, --cap_gib 0: how much arithmetic a large GPU gives), long (one row of 262,144 tokens,
+--limit_s 400).
 """
 
 from __future__ import annotations
@@ -56,36 +48,20 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
         else:
             options |= {"warm": 1, "steps": args.nvme_steps, "repeats": 2}
     text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme)))
-    text = text.replace('"@half"', str(args.half_bytes)).replace('"@third"', str(args.half_bytes * 2 // 3))
-    text = text.replace('"@third8"', str(args.half_bytes * 2 // 9))  # 4 B instead of 12
     begin_s = time.perf_counter()
-    if variant["child"] == "prototype":
-        command = [sys.executable, "stream.py"]
-        env = {**os.environ, **{k: str(v) for k, v in variant["env"].items()}}
-        env |= {"KSO": "./k.so", "STEPS": str(2 + args.steps * args.repeats), "WARM": "2", "CAP": str(args.cap_gib)}
-        folder: Path = args.prototype
-    else:
-        command, env, folder = [sys.executable, str(HERE / variant["child"]), text], dict(os.environ), ROOT
-        env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
-        env |= {"PYTORCH_CUDA_ALLOC_CONF": variant["allocator"]} if "allocator" in variant else {}
+    command = [sys.executable, str(HERE / variant["child"]), text]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env |= {"PYTORCH_CUDA_ALLOC_CONF": variant["allocator"]} if "allocator" in variant else {}
     try:
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=args.limit_s)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=args.limit_s)
         text_out = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         said = b"".join(part for part in (error.stdout, error.stderr) if part).decode(errors="replace")
         return {"error": f"no end within {args.limit_s} s: {said[-3000:]}"}
-    lines = [line for line in text_out.splitlines() if line.startswith(("RESULT ", "RES "))]
+    lines = [line for line in text_out.splitlines() if line.startswith("RESULT ")]
     if not lines:
         return {"error": text_out[-2500:]}
     result = json.loads(lines[-1].split(" ", 1)[1])
-    if variant["child"] == "prototype":
-        result = {
-            "step_s": result["s_step"],
-            "losses": result["loss"],
-            "torch_peak_bytes": result["peak"] * 2**30,
-            "rss": {"VmRSS": result["rss"] * 2**30},
-            "raw": result,
-        }
     if "params" in result:
         tokens = variant["mb"] * variant["seq"] * variant["gas"]
         result["tflops_6n"] = 6 * result["params"] * tokens / result["step_s"] / 1e12
@@ -123,7 +99,7 @@ def row(name: str, result: dict[str, Any], best: float | None) -> str:
 def main() -> int:
     """Run a group's variants and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--group", default="ram")
+    parser.add_argument("--group", default="rivals")
     parser.add_argument("--only", help="comma-separated variants of the group")
     parser.add_argument("--skip", default="", help="comma-separated variants of the group")
     parser.add_argument("--shape", default="1.2b")
@@ -133,9 +109,7 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=5, help="after two steps ours decides what stays on the GPU")
     parser.add_argument("--nvme_steps", type=int, default=2, help="of a window of ours with something on NVMe")
     parser.add_argument("--cap_gib", type=float, default=6.5)
-    parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states: half of them")
     parser.add_argument("--nvme", type=Path)
-    parser.add_argument("--prototype", type=Path, help="folder with the prototype's stream.py and kernel.cpp")
     parser.add_argument("--limit_s", type=float, default=240)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -145,11 +119,6 @@ def main() -> int:
     chosen = {name: variant for name, variant in chosen.items() if name not in args.skip.split(",")}
     if args.nvme is None and any(variant.get("uses_nvme") for variant in chosen.values()):
         parser.error("these variants keep something on a drive: --nvme FOLDER says where")
-    if args.prototype is None:
-        chosen = {name: variant for name, variant in chosen.items() if variant["child"] != "prototype"}
-    elif not (args.prototype / "k.so").exists():
-        flags = "-O3 -march=native -ffast-math -mprefer-vector-width=512 -std=c++17 -shared -fPIC -pthread"
-        subprocess.run(["g++", *flags.split(), "kernel.cpp", "-o", "k.so"], cwd=args.prototype, check=True)
     if args.nvme:
         args.nvme.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -163,8 +132,6 @@ def main() -> int:
             results[name]["drive_rates_bytes_per_s"] = rates.after()
         bases = [r["step_s"] for n, r in results.items() if is_base(n, name) and "error" not in r]
         print(row(name, results[name], min(bases) if bases else None), flush=True)
-        for turn, found in results[name].get("turns", {}).items():
-            print(row(f"  {turn}", results[name] | found | {"tflops_6n": None}, None), flush=True)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "variants": chosen, "results": results}

@@ -5,7 +5,7 @@
     python benchmarks/zoo/zoo_run.py llama hy_v4           # these
     python benchmarks/zoo/zoo_table.py                     # docs/models.md and outcore's own table from the results
 
-Results: one record for each architecture in benchmarks/results/zoo.json, with a key of what it depends on. Each is
+Results: one record for each architecture in results/architectures.json, with a key of what it depends on. Each is
 tried in a process of its own (forked, so that torch is imported once) with a limit of time, because a model's own code
 may end or hang it. Exit code 1 when a record says crash or wrong.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
 LIMIT_S = 180.0
 DEPENDS_ON = ("outcore/model", "outcore/flow", "outcore/engine/stream", "benchmarks/zoo/zoo_trial.py")
 

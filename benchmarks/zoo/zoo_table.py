@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
 DOCS = ROOT / "docs" / "models.md"
 PACKAGED = ROOT / "outcore" / "engine" / "stream" / "check" / "architectures.json"
 BEGIN, END = "<!-- zoo: written by benchmarks/zoo/zoo_table.py -->", "<!-- zoo: end -->"

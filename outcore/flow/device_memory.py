@@ -2,9 +2,8 @@
 
 Units of different sizes come and go every few milliseconds. With fixed segments torch's allocator held a quarter more
 than was ever in use under streaming (M: 4.5 GiB for 3.6), and a third to a half more under DeepSpeed's ZeRO-3 (M: 2.9
-GB for 2.1, 4.1 for 2.6; benchmarks/results/plan_vs_measured-h200-before-calibration.json). Expandable segments map
-pages where they are needed (Linux with CUDA's virtual memory; elsewhere torch says so and goes on with fixed ones). A
-user's PYTORCH_CUDA_ALLOC_CONF is left alone."""
+GB for 2.1, 4.1 for 2.6, measured on an H200). Expandable segments map pages where they are needed (Linux with CUDA's
+virtual memory; elsewhere torch says so and goes on with fixed ones). A user's PYTORCH_CUDA_ALLOC_CONF is left alone."""
 
 from __future__ import annotations
 

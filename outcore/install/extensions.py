@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ extensions, built now so that training does not stall for minutes at its first step.
+"""DeepSpeed's C++ extensions, built where its engine is asked for, so that its first step does not stall for minutes.
 
 They are cached in the environment (`<prefix>/torch_extensions`), where DeepSpeed finds them through its own
 TORCH_EXTENSIONS_DIR; a key beside each says which Python, torch, DeepSpeed and CPU it was built for. Each is built by a
@@ -19,7 +19,7 @@ from pathlib import Path
 from outcore.common.files import read_object
 from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
-from outcore.install.pip import Stream
+from outcore.install.packages import Stream
 from outcore.install.progress import InstallProgress
 from outcore.machine import available_ram_bytes, detect_cpu, remove_stale_locks
 
@@ -125,6 +125,11 @@ def is_built(directory: Path, extension: Extension, key: Mapping[str, str]) -> b
     folder = directory / extension.name
     has_object = any(folder.glob(f"{extension.name}*.so"))
     return has_object and not (folder / "lock").exists() and read_object(folder / KEY_NAME) == dict(key)
+
+
+def any_was_built(directory: Path) -> bool:
+    """Whether somebody has asked for extensions before: those are built again when torch or the CPU changes."""
+    return any((directory / extension.name).is_dir() for extension in extensions_for("cpu"))
 
 
 def missing_prerequisite(extension: Extension, accelerator: str) -> str:

@@ -21,9 +21,9 @@ from outcore.common.quantities import format_gb, format_gib
 from outcore.install.browser import install_chromium
 from outcore.install.environment import Environment, find_environment, make_environment
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
-from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
-from outcore.install.options import SET_NAMES, parse_options
-from outcore.install.pip import Stream, install, stream_command
+from outcore.install.extensions import BuildResult, any_was_built, build_all, extension_environment, sanitise_arch_list
+from outcore.install.options import SET_NAMES, Options, asks_for_deepspeed, parse_options
+from outcore.install.packages import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
@@ -53,6 +53,11 @@ def call_to_its_end(command: Sequence[str], **options: Any) -> int:
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     return code
+
+
+def wants_extensions(options: Options, environ: Mapping[str, str]) -> bool:
+    """Whether DeepSpeed's extensions are built now, or kept up to date."""
+    return asks_for_deepspeed(options) or any_was_built(Path(environ["TORCH_EXTENSIONS_DIR"]))
 
 
 class InstallJob:
@@ -141,14 +146,15 @@ class InstallJob:
         """--dry-run: what would be installed and built. Nothing is touched."""
         environment, chosen = self.environment, self.chosen
         directory = Path(self._child_environment()["TORCH_EXTENSIONS_DIR"])
-        plan = make_plan(environment, chosen, self.repository, directory)
+        builds = wants_extensions(self.options, self._child_environment())
+        plan = make_plan(environment, chosen, self.repository, directory if builds else None)
         if self.options.json:
             print(json.dumps(plan, indent=2))
         else:
             print_plan(plan, self.progress)
 
     def install_packages(self) -> None:
-        """Environment and pip, when anything is missing; the stamp comes last."""
+        """Environment and packages, when anything is missing; the stamp comes last."""
         for name in OUTPUT_FOLDERS:
             (self.repository / name).mkdir(exist_ok=True)
         environment, chosen = self.environment, self.chosen
@@ -162,24 +168,30 @@ class InstallJob:
             environment.remove_stamp()
         make_environment(environment, self._execute)
         environ = self._child_environment(for_deepspeed=False)
-        log_path = self.repository / "logs" / "setup_pip.log"
+        log_path = self.repository / "logs" / "setup_packages.log"
         install(environment, chosen, self.repository, environ, self._stream, self.progress, log_path)
         unmet = environment.unmet_pins(chosen.pins)
         if unmet:
             names = ", ".join(f"{name} ({found or 'not there'})" for name, found in unmet.items())
             raise InstallError(
-                "pip ended well, yet not every pinned version is installed",
+                "the installer ended well, yet not every pinned version is installed",
                 names,
                 f"make the environment anew: `rm -rf {environment.prefix} && python setup.py`",
             )
         environment.write_stamp({"set": chosen.name, "torch": chosen.pins["torch"], "tests": self.options.test})
 
     def build_extensions(self) -> None:
-        """DeepSpeed's extensions, those that are not there yet."""
+        """DeepSpeed's extensions where its engine is asked for, or was before: a compiler takes minutes for them, and
+        our engine uses none."""
+        environ = self._child_environment()
         if "deepspeed" not in self.chosen.pins:
             return
+        Path(environ["TORCH_EXTENSIONS_DIR"]).mkdir(
+            parents=True, exist_ok=True
+        )  # where DeepSpeed would build by itself
+        if not wants_extensions(self.options, environ):
+            return
         log_path = self.repository / "logs" / "setup_build.log"
-        environ = self._child_environment()
         self.build_results = build_all(
             self.environment, self.chosen.accelerator, environ, self._stream, self.progress, log_path
         )
@@ -243,17 +255,13 @@ class InstallJob:
                 self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
-        """Traced only with --coverage: all tests must reach 80 % of the package then, a chosen part need not.
-
-        Without a GPU the suite runs in a process per core (at most `TEST_PROCESSES`): each takes a stretch
-        of it, and of another's when its own is done;
-        tests of a GPU measure its memory and must be alone on it."""
-        coverage = ["--cov=outcore", "--cov-report=term"] if self.options.coverage else []
-        if self.options.rest:
-            return [*coverage, *self.options.rest]
-        processes = min(TEST_PROCESSES, os.cpu_count() or 1) if self.chosen.name == "cpu" else 1
-        together = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
-        return [*coverage, *(["--cov-fail-under=80", "--all"] if coverage else []), *together]
+        """What was asked for. Without a GPU the whole suite, flags alone, runs in a process per core (at most
+        `TEST_PROCESSES`): each takes a stretch of it, and of another's when its own is done. Tests of a GPU measure its
+        memory and must be alone on it."""
+        rest = list(self.options.rest)
+        is_whole = all(word.startswith("-") for word in rest)
+        processes = min(TEST_PROCESSES, os.cpu_count() or 1) if is_whole and self.chosen.name == "cpu" else 1
+        return [*(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []), *rest]
 
     def _start(self, arguments: list[str]) -> int:
         sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 SET_NAMES = ("auto", "cpu", "cuda12", "cuda13", "windows")
@@ -22,8 +23,8 @@ class Options:
     """Set up, then train the embedded default (or with `rest` as flags)."""
     test: bool = False
     """Set up with the test tools, then run pytest with `rest`."""
-    coverage: bool = False
-    """Run all tests, traced: they must reach 80 % of the package's lines. Of a chosen part, trace only."""
+    deepspeed: bool = False
+    """Build DeepSpeed's extensions, which its engine needs and ours does not."""
     shim: bool = False
     """Write ~/.local/bin/deepspeed, which starts the environment's own."""
     venv: Path | None = None
@@ -46,7 +47,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--dry-run", action="store_true", help="print what would be installed and built, touch nothing")
     parser.add_argument("--run", action="store_true", help="set up, then train the embedded default")
     parser.add_argument("--test", action="store_true", help="set up with the test tools, then run the tests")
-    parser.add_argument("--coverage", action="store_true", help="with --test: run every test, trace lines reached")
+    parser.add_argument("--deepspeed", action="store_true", help="build what --engine deepspeed needs, for minutes")
     parser.add_argument("--shim", action="store_true", help="write ~/.local/bin/deepspeed, for every shell")
     parser.add_argument(
         "--venv", type=Path, metavar="DIR", help="environment to use or make (default: active, or .venv)"
@@ -59,10 +60,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         flags, rest = flags[:cut], flags[cut + 1 :]
     values = vars(parser.parse_args(flags))
     options = Options(**values, rest=tuple(rest))
-    if options.check and (options.run or options.test or options.shim or options.dry_run):
-        parser.error("--check only verifies: it does not go with --run, --test, --shim or --dry-run")
-    if options.coverage and not options.test:
-        parser.error("--coverage traces tests: give it with --test")
+    if options.check and (options.run or options.test or options.deepspeed or options.shim or options.dry_run):
+        parser.error("--check only verifies: it does not go with --run, --test, --deepspeed, --shim or --dry-run")
     if options.run and options.test:
         parser.error("--run and --test are two jobs: start them one after the other")
     if options.dry_run and (options.run or options.test or options.shim) and rest:
@@ -70,3 +69,10 @@ def parse_options(argv: Sequence[str]) -> Options:
     if rest and not (options.run or options.test):
         parser.error("arguments after -- go to pytest (--test) or train_model.py (--run): give one of the two")
     return options
+
+
+def asks_for_deepspeed(options: Options) -> bool:
+    """Whether what is started next runs DeepSpeed's engine: its tests, or a run that names it."""
+    words = options.rest if options.run else ()
+    names_it = any(pair == ("--engine", "deepspeed") for pair in pairwise(words)) or "--engine=deepspeed" in words
+    return options.deepspeed or options.test or names_it

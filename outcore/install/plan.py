@@ -8,7 +8,7 @@ from typing import Any
 from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.extensions import build_key, extensions_for, is_built
-from outcore.install.pip import pip_steps
+from outcore.install.packages import install_steps
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
 
@@ -23,12 +23,15 @@ What does all of it: Ubuntu under WSL2 with the NVIDIA driver of Windows (instal
 """
 
 
-def make_plan(environment: Environment, chosen: RequirementSet, repository: Path, extensions: Path) -> dict[str, Any]:
-    """The plan as plain data; `extensions` is the folder where built extensions would be."""
+def make_plan(
+    environment: Environment, chosen: RequirementSet, repository: Path, extensions: Path | None
+) -> dict[str, Any]:
+    """The plan as plain data; `extensions` is the folder where extensions would be built, None where none would."""
     why = environment.needs_install(chosen, repository)
     unmet = environment.unmet_pins(chosen.pins) if environment.exists else dict.fromkeys(chosen.pins, "")
-    commands = [["python", "-m", "pip", "install", *step.arguments] for step in pip_steps(chosen, repository)]
-    wanted = extensions_for(chosen.accelerator) if "deepspeed" in chosen.pins else ()
+    commands = [["uv", "pip", "install", *step.arguments] for step in install_steps(chosen, repository)]
+    is_asked = extensions is not None and "deepspeed" in chosen.pins
+    wanted = extensions_for(chosen.accelerator) if is_asked else ()
     key = build_key(environment, chosen.accelerator)
     return {
         "set": chosen.name,
@@ -37,8 +40,8 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
         "makes_environment": not environment.exists,
         "why_install": why,
         "packages": {name: {"wanted": chosen.pins[name], "found": unmet[name]} for name in sorted(unmet)},
-        "pip_commands": [" ".join(command) for command in commands] if why else [],
-        "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e, key)],
+        "commands": [" ".join(command) for command in commands] if why else [],
+        "extensions_to_build": [e.name for e in wanted if extensions and not is_built(extensions, e, key)],
         "needed_bytes": NEEDED_BYTES[chosen.name] if why and "torch" in unmet else 0,
     }
 
@@ -51,7 +54,7 @@ def print_plan(plan: dict[str, Any], progress: InstallProgress) -> None:
         progress.say(f"would install (because {plan['why_install']}){space}:")
         for name, entry in plan["packages"].items():
             progress.say(f"  {name} {entry['wanted']}" + (f" (there is {entry['found']})" if entry["found"] else ""))
-        for command in plan["pip_commands"]:
+        for command in plan["commands"]:
             progress.say(f"  $ {command}")
     progress.say(f"would build: {', '.join(plan['extensions_to_build']) or 'nothing'}")
     progress.say("dry run: nothing was changed")

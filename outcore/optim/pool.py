@@ -73,8 +73,8 @@ def default_num_threads(cores_left: int = 2) -> int:
 class OptimizerPool:
     """Threads that update chunks. Methods may be called from any thread.
 
-    - `num_threads`: workers (default: all cores but two). DRAM is saturated by fewer: `benchmarks/optim_rate.py`. On
-      Linux the extension's go behind other threads (a nice value higher by 5), which launch kernels and move bytes.
+    - `num_threads`: workers (default: all cores but two). DRAM is saturated by fewer. On Linux the extension's go
+      behind other threads (a nice value higher by 5), which launch kernels and move bytes.
     - `backend`: "auto", "extension", "torch", or an opened `Backend`.
     - `cpus`: one CPU number per worker to pin it to (extension only); default: the system's scheduler decides.
     - `task_numel`: elements per task, a multiple of 4096.

@@ -31,7 +31,7 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
     tensors = plan["expected_tensor_bytes"] - plan["staying_bytes"] or None
     gpu_peak = max(gpu_peaks) - found["staying_bytes"] if gpu_peaks else None
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
-    rss = max((point["rss_bytes"] for point in found["timeline"] if "rss_bytes" in point), default=None)
+    rss = found["rss_peak_bytes"]
     # Likewise RAM of updates ahead of the norm, which steps that clip do not take.
     planned_rss, rss = plan["expected_rss_bytes"] - plan["ahead_bytes"], rss and rss - found["ahead_bytes"]
     times = _times_s(found)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Level = Literal["ok", "note", "warning", "stop"]
 """note: could not be told, or worth knowing; warning: run with care; stop: do not start."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LEAST_DIFFERENCE = {"bytes": 200e6, "s": 0.05}
 """Below it a plan is not called wrong: generator states, log files, a process that was busy elsewhere."""
 

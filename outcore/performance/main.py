@@ -27,7 +27,6 @@ from outcore.performance.findings import Check, Findings
 from outcore.performance.health import before_the_trial, during_the_trial
 from outcore.performance.history import compared, last_report
 from outcore.performance.judge import judge
-from outcore.performance.page import render
 from outcore.performance.show import show
 from outcore.performance.steps import measured_steps, median_of
 from outcore.plan import MEASURED_PROFILE, differs
@@ -71,8 +70,7 @@ def run_test(config: TrainConfig, argv: Sequence[str], flags: list[str], root: P
         print(f"error: the report cannot be written: {error}. Name another folder with --report.", file=sys.stderr)
         return 2
     show(found)
-    for path in written:
-        print(f"report: {path}")
+    print(f"report: {written}")
     return found.verdict.exit_code
 
 
@@ -221,19 +219,17 @@ class PerformanceTest:
             "load_s": trial.get("load_s"),
             "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0)
             - trial["staying_bytes"],
-            "ram_rss_bytes": max((point.get("rss_bytes", 0) for point in trial["timeline"]), default=0)
-            - trial["ahead_bytes"],
+            "ram_rss_bytes": (trial["rss_peak_bytes"] or 0) - trial["ahead_bytes"],
         }
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def write(found: Findings, folder: Path) -> list[Path]:
-    """performance_report.json and .html. OSError when they cannot be written."""
+def write(found: Findings, folder: Path) -> Path:
+    """Path of performance_report.json, which has everything. OSError when it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    page, data = folder / "performance_report.html", folder / "performance_report.json"
-    write_atomic(data, json.dumps(found.to_dict(), indent=1, default=str))
-    write_atomic(page, render(found))
-    return [data, page]
+    path = folder / "performance_report.json"
+    write_atomic(path, json.dumps(found.to_dict(), indent=1, default=str))
+    return path
 
 
 def _with_module_path(root: Path) -> dict[str, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from outcore.common.quantities import format_gb, format_s
-from outcore.performance.findings import Findings
-from outcore.performance.page import amount
+from outcore.common.quantities import format_gb, format_gib, format_s
+from outcore.performance.findings import ComparedRow, Findings
 
 MARKS = {"ok": "ok", "note": "-", "warning": "WARN", "stop": "STOP"}
 COLORS = {"GO": "green", "GO WITH WARNINGS": "yellow", "NO-GO": "red"}
@@ -27,7 +26,7 @@ def show(found: Findings) -> None:
         for row in found.rows:
             error = "-" if row.error_pct is None else f"{row.error_pct:+.0f} %"
             style = "yellow" if row.is_off else ""
-            table.add_row(row.name, amount(row, row.planned), amount(row, row.measured), error, style=style)
+            table.add_row(row.name, _amount(row, row.planned), _amount(row, row.measured), error, style=style)
         console.print(table)
     run = found.projection
     if run is not None:
@@ -37,6 +36,17 @@ def show(found: Findings) -> None:
             f"({run.rating_words})."
         )
     console.print(f"Compared with: {found.compared_with}.")
+    for worse in found.regressions:
+        console.print(f"- {worse.name}: {worse.before:.4g} before, {worse.now:.4g} now", style="yellow")
     console.print(f"\n[bold {COLORS[found.verdict.word]}]{found.verdict.word}[/]")
     for reason in found.verdict.reasons:
         console.print(f"- {reason}", markup=False)
+
+
+def _amount(row: ComparedRow, value: float | None) -> str:
+    """A figure with its unit."""
+    if value is None:
+        return "-"
+    if row.unit == "s":
+        return format_s(value)
+    return format_gb(value) if row.name.startswith(("drive", "checkpoint")) else format_gib(value)

@@ -2,12 +2,7 @@
 
 Runs as a process of its own (`python -m outcore.performance.trial RESULT STEPS SECONDS SAVE_BYTES -- FLAGS`), so that
 a run which runs out of memory or is killed leaves the test standing. Everything comes from the main job; only what
-follows its assembly is another goal.
-
-Timeline: what every tier holds within a step, looked at some fifty times a second by a thread.
-
-Cheap readings only: the allocator's own counters, /proc/self/statm, the block device's counters. Cost per look about
-50 us of a thread that sleeps otherwise."""
+follows its assembly is another goal."""
 
 from __future__ import annotations
 
@@ -24,33 +19,21 @@ import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.engine.base import WARM_UP_STEPS
-from outcore.monitor.sensors import BlockDevice
 from outcore.train.run import Ready, Trainer, main
 
 INTERVAL_S = 0.02
-MOST_POINTS = 4000
-"""After that the newest points are left out: a minute and more, far beyond the steps that are drawn."""
+EVAL_MICRO_BATCHES = 4
 
 
-class Timeline:
-    """Records while it is open. `drive`: a path on the drive to watch."""
+class RssWatch:
+    """Looks at this process's resident memory while it is open: `peak_bytes`, None where /proc does not tell it."""
 
-    def __init__(self, drive: Path | str) -> None:
-        self.points: list[dict[str, float]] = []
-        self.marks: list[float] = []
-        """When a step ended."""
-        self._cuda = torch.cuda.is_available()
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="outcore-timeline", daemon=True)
-        self._start_s = 0.0
-        try:
-            self._device: BlockDevice | None = BlockDevice(drive)
-        except (OSError, ValueError):  # no block device under it (a network or memory file system)
-            self._device = None
+        self._thread = threading.Thread(target=self._run, name="outcore-rss", daemon=True)
 
-    def __enter__(self) -> Timeline:
-        self._start_s = time.perf_counter()
+    def __enter__(self) -> RssWatch:
         self._thread.start()
         return self
 
@@ -58,33 +41,13 @@ class Timeline:
         self._over.set()
         self._thread.join(timeout=2.0)
 
-    def mark(self) -> None:
-        """A step has ended."""
-        self.marks.append(time.perf_counter() - self._start_s)
-
     def _run(self) -> None:
-        while not self._over.wait(INTERVAL_S) and len(self.points) < MOST_POINTS:
-            self.points.append(self._look())
-
-    def _look(self) -> dict[str, float]:
-        point: dict[str, float] = {"t_s": time.perf_counter() - self._start_s}
-        if self._cuda:
-            point["gpu_tensors_bytes"] = torch.cuda.memory_allocated()
-            point["gpu_reserved_bytes"] = torch.cuda.memory_reserved()
-        try:
-            point["rss_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * self._page_bytes
-        except OSError:  # not Linux
-            pass
-        if self._device is not None:
+        while not self._over.wait(INTERVAL_S):
             try:
-                counters = self._device.read()
-                point["drive_read_bytes"], point["drive_write_bytes"] = counters.read_bytes, counters.write_bytes
-            except (OSError, ValueError):
-                self._device = None
-        return point
-
-
-EVAL_MICRO_BATCHES = 4
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+            except OSError:  # not Linux
+                return
+            self.peak_bytes = max(self.peak_bytes or 0, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 class TrialRun:
@@ -113,9 +76,8 @@ class TrialRun:
             "forecast": forecast.to_dict() if forecast else None,
             "forecast_problem": forecast.problem if forecast else "",
             "state_bytes": parts.engine.facts().state_bytes,
-            "watched_drive": str(context.decided.nvme_path or context.folder.checkpoints),
         }
-        found |= self._steps(trainer, found["watched_drive"])
+        found |= self._steps(trainer)
         facts = parts.engine.facts()
         found |= {"staying_bytes": facts.staying_bytes, "ahead_bytes": facts.ahead_bytes}
         found["eval"] = self._evaluation(trainer)
@@ -127,20 +89,19 @@ class TrialRun:
         self.result.write_text(json.dumps(found, default=str), encoding="utf-8")
         return 0
 
-    def _steps(self, trainer: Trainer, drive: str) -> dict[str, Any]:
-        """Warm-up first (compilation, first touches), then steps with the timeline open."""
+    def _steps(self, trainer: Trainer) -> dict[str, Any]:
+        """Warm-up first (compilation, first touches), then steps that are watched."""
         batches, began_s = iter(trainer.parts.stream), time.perf_counter()
         for _ in range(self.warm_steps):
             trainer.train_one(batches)
-        with Timeline(drive) as timeline:
+        with RssWatch() as rss:
             for _ in range(self.steps):
                 trainer.train_one(batches)
-                timeline.mark()
                 if time.perf_counter() - began_s > self.limit_s:
                     break
         lines = trainer.parts.folder.metrics.read_text(encoding="utf-8").splitlines()
         records = [record for line in lines if "event" not in (record := json.loads(line))]
-        return {"steps": records, "warm_steps": self.warm_steps, "timeline": timeline.points, "marks_s": timeline.marks}
+        return {"steps": records, "warm_steps": self.warm_steps, "rss_peak_bytes": rss.peak_bytes}
 
     def _evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
         """Seconds of a whole evaluation, by a few of its micro-batches."""

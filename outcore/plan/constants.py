@@ -3,13 +3,11 @@
 Measured means: on a server with one H200 (989 TFLOPS dense bf16, PCIe 5.0 x16 at 55 GB/s, STREAM triad 180 GB/s, drive
 3.4-4.8 GB/s mixed), Llama of 1.21 B parameters (hidden 2048, 24 layers, vocabulary 32,000), sequences of 1,024, unless
 said otherwise. "Prototype" is a throw-away layer-streaming trainer that was raced there against stock DeepSpeed 0.19.8.
-(R) are the twelve runs of benchmarks/results/plan_vs_measured-h200-before-calibration.json, on another server of that
-kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed); (S) the eleven of
-plan_vs_measured-h200-second.json, after which the constants were set once more; (H) some of these with one setting
-changed: plan_vs_measured-h200-host.json; (T) the twelve of plan_vs_measured-h200-third.json, the first with the host's
-own rate beside them; (E) eager layers with and without CUDA graphs in one call, 16,384 tokens a step in micro-batches
-of 4,096: stream_race-h200-eager-graphs.json; (M) six runs before all of these. What was measured there and is scaled
-to another machine is a forecast, and shown as one."""
+(R) are twelve runs of November 2026 before any constant was fitted, on another server of that kind (784 TFLOPS of
+matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed); (S) eleven more, after which the constants were set once
+more; (H) some of these with one setting changed; (T) twelve more, the first with the host's own rate; (E) eager layers
+with and without CUDA graphs in one call, 16,384 tokens a step in micro-batches of 4,096; (M) six runs before all of
+these. What was measured there and is scaled to another machine is a forecast, and shown as one."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ whatever the format of the states."""
 
 GPU_CONTEXT_BYTES, GPU_CONTEXT_SHARE = int(0.59 * GIB), 0.0016
 """CUDA context and libraries: so much on any card, and of its memory. Measured (M) on an H200 of 140 GiB: 0.87-0.89 GB
-that the driver counts and the allocator does not, in six runs (benchmarks/plan/plan_vs_measured.py). Smaller cards are
+that the driver counts and the allocator does not, in six runs. Smaller cards are
 scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
 GPU_SPARE_BYTES = int(0.15 * GIB)
-"""What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB
-(benchmarks/results/stream_race-h200-before-graphs.json), 0.01 (R), 0.08 (H); DeepSpeed below ZeRO-3 0.17 (S)."""
+"""What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB,
+0.01 (R), 0.08 (H); DeepSpeed below ZeRO-3 0.17 (S)."""
 ZERO3_SPARE_SHARE = 0.82
 """Spare share of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
 0.86 with 0.4 B parameters (S), 1.06 of 1.13 with 1.2 B (H)."""
@@ -139,7 +137,7 @@ STREAM_HOST_LAYERS_PER_UNIT = 0.16
 EAGER_SLOWDOWN = 1.5
 """Eager against compiled layers, on the GPU. Prototype, measured: 0.482 s against 0.324 s a step. The engine with
 graphs: 0.484 s in both passes (E) against 0.330 compiled, on another machine of the kind
-(stream_race-h200-ram.json)."""
+(train-1.2b-16k-h200.json)."""
 DRAM_SHARE = 0.78
 """Share of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
 measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""

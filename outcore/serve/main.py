@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SWITCH_S = 5e-4
 """How long one thread may hold Python: each write to a client lets it go, and would wait ten times as long (Python's
 own 5 ms) for the engine's thread to give it back."""
-NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "python_multipart")
 
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:

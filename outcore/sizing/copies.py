@@ -16,7 +16,7 @@ DRAM_PASSES = 3
 
 MOST_COPY_THREADS = 3 * PAGEABLE_SLOTS // 4
 """A quarter of the slots is on its way while the others are filled: with 16 slots 12 threads reached 35.4 GB/s, 16
-threads 27.2 (one H100, 32 cores, a third of DRAM 35.8; benchmarks/results/pageable-h100-32cores.json)."""
+threads 27.2 (one H100, 32 cores, a third of DRAM 35.8)."""
 
 
 def copy_threads(cores: int) -> int:

@@ -16,7 +16,7 @@ LIVE_NUMEL = 500_000_000
 """1 GB of 16-bit weights kept on the GPU between uses."""
 RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES = 24, int(3.9 * GB)
 """Stock DeepSpeed with everything in RAM (16 would do), and what it takes beside. Measured, resident: 32.6 GB at 1.21 B
-parameters, 71 GB at 2.83 B, and 33.8-34.1 GB with llama-1b (benchmarks/results/engines-h200-1gpu.json): the line gives
+parameters, 71 GB at 2.83 B, and 33.8-34.1 GB with llama-1b: the line gives
 32.9, 71.8 and 33.6 GB."""
 NVME_RAM_BYTES_PER_PARAM = 6
 """RAM with the optimizer (or all) on NVMe, swap buffers not counted: 16-bit parameters and gradients and a copy of the

@@ -16,8 +16,7 @@ SLOT_BYTES, NUM_SLOTS = 16 * MIB, 4
 """Slots of each of the two lanes: 16 MiB reach 99 % of a link's rate."""
 PAGEABLE_SLOTS = 16
 """Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
-10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
-(benchmarks/drives/pageable.py)."""
+10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself."""
 LANE_BYTES = 2 * NUM_SLOTS * SLOT_BYTES
 WEIGHT_READ_AHEAD_BYTES = 512 * MIB
 """Pinned slots through which parameters on NVMe are read ahead of their use."""

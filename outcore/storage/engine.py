@@ -61,7 +61,7 @@ DRIVE_ACCESS = DriveAccess()
 def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
     """An engine by name: "posix", "kvikio", or "auto".
 
-    "auto" takes posix: it moves what fio moves (benchmarks/drives/storage_vs_fio.py), needs no package and no GPU, and
+    "auto" takes posix: it moves what fio moves, needs no package and no GPU, and
     reads straight into pinned memory. kvikio is for a proven direct path to device memory, or where a measurement
     favours it.
 

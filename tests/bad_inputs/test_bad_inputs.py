@@ -40,7 +40,6 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.more(after=60)
-@pytest.mark.cover_all
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.id, marks=pytest.mark.more if case.program == TWO_HOSTS else ()) for case in CASES],

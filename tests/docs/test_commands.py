@@ -17,6 +17,7 @@ ELSEWHERE = {
     "--num_gpus", "--hostfile", "--num_nodes", "--include", "--exclude", "--master_addr", "--node_rank",  # deepspeed
     "--model_args", "--tasks",  # lm_eval
     "--logdir",  # tensorboard
+    "--cov",  # pytest-cov
     "--bf16",  # other trainers
     "--install", "--shutdown",  # wsl.exe
     "--write",  # the script of the table of bad inputs
@@ -35,7 +36,6 @@ def test_the_pages_have_commands() -> None:
     assert {line.split()[1] for line in found if line.startswith("outcore ")} >= set(COMMANDS) - {"score"}
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("line", lines())
 def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)

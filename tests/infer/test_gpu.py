@@ -150,8 +150,7 @@ def test_guesses_go_through_graphs(wide_folder):
 
 
 def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
-    """Weights and pages come over the link, each row's pages a few at a time; benchmarks/infer/long_context.py does the
-    same with 100,000 tokens of an 8 B shape."""
+    """Weights and pages come over the link, each row's pages a few at a time."""
     save_tiny_model(tmp_path, positions=4096)
     monkeypatch.setattr("outcore.infer.attention.paged.AttentionLimits", lambda: AttentionLimits(gathered=1 << 16))
     prompt = tuple((7 * i + i // 3) % 270 for i in range(3000))

@@ -138,6 +138,26 @@ def test_set_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rows[-1].part == "deepspeed" and not rows[-1].holds and "WSL2" in rows[-1].fix
 
 
+def test_deepspeed_is_not_tried_before_its_extensions_are_asked_for(tmp_path, monkeypatch) -> None:
+    started: list[str] = []
+
+    class Probe:
+        def __init__(self, command, environ, results, cwd) -> None:
+            started.append(command[3])
+
+        def finish(self):
+            return {part: fine(part) for part in (*PACKAGE_PARTS, "deepspeed")}, ""
+
+    monkeypatch.setattr(doctor, "RunningProbe", Probe)
+    environment, environ = fake_environment(tmp_path, CPU.pins), {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    row = probe_rows(environment, CPU, REPOSITORY, environ, tmp_path)[-1]
+    assert started == ["packages"] and row.holds and CPU.pins["deepspeed"] in row.found
+    assert "python setup.py --deepspeed" in row.fix
+    failed = [BuildResult("cpu_adam", False, "no C++ compiler")]
+    rows = {row.part: row for row in probe_rows(environment, CPU, REPOSITORY, environ, tmp_path, failed)}
+    assert started[1:] == ["packages", "deepspeed"] and not rows["cpu_adam"].holds
+
+
 def test_the_cpu_optimizer_is_built_ahead_or_torch_is_named() -> None:
     built = doctor.optimizer_row({"CPU optimizer": fine("CPU optimizer")}, "")
     assert built.status == "OK" and built.found.startswith("built: ")
@@ -165,8 +185,9 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             stopped.append(1)
 
     monkeypatch.setattr(doctor, "RunningProbe", Probe)
+    environment, asked = fake_environment(tmp_path), [BuildResult("cpu_adam", True)]
     with pytest.raises(KeyboardInterrupt):
-        probe_rows(fake_environment(tmp_path), CPU, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, tmp_path)
+        probe_rows(environment, CPU, REPOSITORY, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, tmp_path, asked)
     assert stopped == [1, 1]
 
 

@@ -107,9 +107,9 @@ def test_first_run_installs_and_stamps_last(repository: Path) -> None:
         for name, version in read_pins(repository / "requirements/cpu.txt").items():
             add_package(environment, name, version)
 
-    stream = FakeStream((0, ""), (0, ""), (0, ""), last_pip, (0, ""))
+    stream = FakeStream(*[(0, "")] * 5, last_pip, (0, ""))
     assert run(make_job(repository, stream=stream)) == 0
-    assert len(stream.commands) == 5 and stamps == [False]
+    assert len(stream.commands) == 7 and stamps == [False]
     assert environment.read_stamp() == {"set": "cpu", "torch": "2.13.0", "tests": False}
 
 
@@ -125,7 +125,7 @@ def test_failed_pip_leaves_no_ok(repository: Path, capsys: pytest.CaptureFixture
     installed(repository)
     run(make_job(repository))
     (repository / ".venv/lib/python3.11/site-packages/rich-15.0.0.dist-info/METADATA").unlink()
-    stream = FakeStream((1, "Temporary failure in name resolution"))
+    stream = FakeStream((0, ""), (0, ""), (1, "Temporary failure in name resolution"))
     assert run(make_job(repository, stream=stream)) == 3
     assert not (repository / ".venv/outcore-setup.json").exists()
     assert saved(repository)["ok"] is False and "cannot be reached" in saved(repository)["error"]
@@ -217,7 +217,9 @@ def test_dry_run_touches_nothing(repository: Path, capsys: pytest.CaptureFixture
     assert run(make_job(repository, "--dry-run", which=gpu_machine())) == 0
     said = capsys.readouterr().out
     assert "cupy-cuda13x 14.2.0" in said and "torch==2.13.0" in said and "16.00 GB" in said
-    assert "would build: cpu_adam, pin_memory, async_io" in said and "nothing was changed" in said
+    assert "would build: nothing" in said and "nothing was changed" in said
+    assert run(make_job(repository, "--dry-run", "--deepspeed", which=gpu_machine())) == 0
+    assert "would build: cpu_adam, pin_memory, async_io" in capsys.readouterr().out
     assert sorted(repository.rglob("*")) == before
 
 
@@ -252,7 +254,7 @@ class Calls:
         return self.code
 
 
-def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_are_started(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(repository, tests=True)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     calls = Calls(code=5)
@@ -266,12 +268,9 @@ def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: 
     assert run(make_job(repository, "--test", "--json", "--", "-k", "one", call=calls)) == 0
     assert calls.commands == [["-m", "pytest", "-k", "one"]]
     assert calls.more[0]["stdout"] is sys.stderr
-    traced = ["-m", "pytest", "--cov=outcore", "--cov-report=term"]
-    whole = ["--cov-fail-under=80", "--all", "-n", "3", "--dist", "worksteal"]
-    for rest, expected in (([], whole), (["-k", "a"], ["-k", "a"])):
-        calls = Calls()
-        assert run(make_job(repository, "--test", "--coverage", *(["--", *rest] if rest else []), call=calls)) == 0
-        assert calls.commands == [[*traced, *expected]]
+    calls = Calls()
+    assert run(make_job(repository, "--test", "--", "--all", call=calls)) == 0
+    assert calls.commands == [["-m", "pytest", "-n", "3", "--dist", "worksteal", "--all"]]
 
 
 def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +287,22 @@ def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str
     (repository / "train_model.py").unlink()
     assert run(make_job(repository, "--run", call=calls)) == 3
     assert "clone is incomplete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "builds"), [
+    ([], False), (["--run"], False), (["--run", "--", "--engine", "stream"], False),
+    (["--deepspeed"], True), (["--test"], True), (["--run", "--", "--engine", "deepspeed"], True),
+    (["--run", "--", "--engine=deepspeed"], True),
+])  # fmt: skip
+def test_extensions_of_deepspeed_are_built_when_its_engine_is_asked_for(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], builds: bool
+) -> None:
+    installed(repository, tests=True)
+    built: list[object] = []
+    monkeypatch.setattr(job_module, "build_all", lambda *arguments: built.append(arguments) or ())
+    assert run(make_job(repository, *flags, call=Calls())) == 0 and bool(built) == builds
+    (repository / ".venv/torch_extensions/cpu_adam").mkdir(parents=True)
+    assert run(make_job(repository, *flags, call=Calls())) == 0 and built, "what was asked for once is kept up to date"
 
 
 def test_shim_is_written_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_options() -> None:
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--check", "--run"], "only verifies"), (["--check", "--dry-run"], "only verifies"),
-    (["--run", "--test"], "two jobs"), (["--run", "--coverage"], "with --test"), (["--", "x"], "arguments after --"),
+    (["--run", "--test"], "two jobs"), (["--", "x"], "arguments after --"),
     (["--dry-run", "--test", "--", "x"], "runs nothing"), (["--set", "rocm"], "invalid choice"),
     (["--chekc"], "unrecognized"),
 ])  # fmt: skip

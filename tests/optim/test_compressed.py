@@ -17,7 +17,6 @@ from tests.optim.cases import SIZES, all_variants, awkward, extension, from_bits
 
 PLAIN = (FP32, SPLIT)
 KINDS = ("zeros", "normal", "some escapes", "anything")
-pytestmark = pytest.mark.no_cover
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -93,7 +93,6 @@ class Pasted:
         assert pasted.time.step_s == pytest.approx(planned.time.step_s, rel=0.02), line
 
 
-@pytest.mark.no_cover
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize("examples", [2, 8, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_pasted_command_plans_to_the_same(monkeypatch, capsys, examples):

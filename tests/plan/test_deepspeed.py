@@ -35,9 +35,9 @@ MEASURED_ON = server(host_layer_s=0.0031)
     (("infinity", "nvme", "nvme"), 1, 15.99, 3.747, 20.64), (("none", "none", "none"), 4, 0.484, 24.79, 2.68),
 ])  # fmt: skip
 def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss_gb):
-    """benchmarks/results/engines-h200-1gpu*.json and zero_stages-h200-1gpu-infinity.json: stock DeepSpeed.
+    """Stock DeepSpeed on an H200.
 
-    They ran when autograd held two gradients of the head; where states are offloaded that was not the peak: the norm of
+    Autograd held two gradients of the head then; where states are offloaded that was not the peak: the norm of
     the tied weight's gradient is.
     """
     p = planned("llama-1b", *layout, 4, accumulation, on=MEASURED_ON, packed_attention="masks")
@@ -52,7 +52,7 @@ def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss
 @pytest.mark.parametrize(("rows", "tensors"), [(4, 3_747_276_288), (8, 3_743_546_112), (16, 5_129_775_616)])
 @pytest.mark.parametrize(("stage", "home"), [("zero3", "cpu"), ("infinity", "nvme")])
 def test_measured_tensors_of_llama_1b(stage, home, rows, tensors):
-    """benchmarks/results/zero_stages-h200-1gpu.json, two_gpus-h200.json ("one") and infinity_staged-h200.json."""
+    """Peaks of torch's allocator on an H200."""
     p = planned("llama-1b", stage, home, home, rows, 1, on=server())
     assert p.tensor_bytes == pytest.approx(tensors, rel=0.02)
 

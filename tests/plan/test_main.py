@@ -20,7 +20,6 @@ LAPTOP = ["--machine", "rtx4070-laptop"]
 
 
 @pytest.mark.more
-@pytest.mark.no_cover
 def test_the_guide_in_the_docs_is_what_the_planner_says():
     assert guide_state(ROOT / "docs" / "planning.md").is_current, "run: outcore plan --guide"
 

@@ -11,10 +11,8 @@ from tests.forked import ROOT
 
 @pytest.mark.slow
 def test_two_hundred_streams():
-    script = ROOT / "benchmarks/infer/serve_load.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--streams", "200", "--seconds", "60"], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-m", "tests.serve.load", "--streams", "200", "--seconds", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["errors"] == 0 and found["places_not_given_back"] == 0 and found["left_in_the_middle"] > 0

@@ -16,7 +16,7 @@ from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, ever
 from tests.waiting import until
 
 built, build, faulty = fixtures
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.more(after=2)

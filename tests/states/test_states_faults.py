@@ -20,7 +20,7 @@ from tests.refused import failing, refused
 from tests.states.training import IMMEDIATE, TINY, assert_same, batches_of, everything, fixtures, trained
 
 built, build, faulty = fixtures
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.more(after=4)

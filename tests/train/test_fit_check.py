@@ -19,7 +19,6 @@ from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
 from tests.train.test_forecast import SHAPE
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 
 
 def _little_ram(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The forecast of a run: of what was really chosen, on the machine as it is, and never a reason to stop."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,27 +166,3 @@ def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPa
     for forecast in (late, early):
         assert forecast.plan is None and forecast.to_dict() is None and forecast.header() is None
         assert "no forecast for this run" in forecast.problem and "no such thing" in forecast.problem
-
-
-def test_benchmark_tables(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "plan"))
-    sys.modules.pop("plan_table", None)
-    from plan_runs import DEFAULT, RUNS, config_of  # pyright: ignore[reportMissingImports]
-    from plan_table import compare, markdown  # pyright: ignore[reportMissingImports]
-
-    assert len(DEFAULT) >= 8 and {RUNS[n].shape for n in DEFAULT} >= {"0.1b", "2.9b"}
-    assert json.dumps(config_of("1.3b-tied"))
-    p = plan_of(SHAPE, server(), StreamSettings())
-    forecast = p.to_dict()
-    measured = {
-        "driver_vram_bytes": forecast["expected_vram_bytes"] / 1.25, "allocator_peak_bytes": None,
-        "rss_bytes": forecast["expected_rss_bytes"], "step_s": p.time.step_s * 2, "drive_read_bytes": 10,
-        "drive_write_bytes": 0, "phase_s": {},
-    }  # fmt: skip
-    row = compare({"name": "x", "forecast": forecast, "measured": measured})
-    assert row["vram_driver_bytes"]["error_pct"] == pytest.approx(25) and row["step_s"]["error_pct"] == pytest.approx(
-        -50
-    )
-    assert row["rss_bytes"]["error_pct"] == 0 and row["drive_read_bytes"]["measured"] is None
-    table = markdown([row])
-    assert "**+25 %**" in table and "**-50 %**" in table and "| worst | 25 % | - | 0 % | - | - | 50 % |" in table

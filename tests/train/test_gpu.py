@@ -10,7 +10,7 @@ from outcore.flow.tiles import free_device_bytes
 from tests.train.jobs import fixtures, flags
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = [pytest.mark.gpu, pytest.mark.no_cover]
+pytestmark = pytest.mark.gpu
 
 
 def test_free_memory_is_told_for_a_device_with_and_without_its_number() -> None:

@@ -18,7 +18,6 @@ from outcore.engine.stream.rng import seed_of
 from tests.train.jobs import ENGINES, fixtures, flags, metrics, same, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 KINDS: dict[str, Any] = {"stream": StreamEngine, "deepspeed": DeepSpeedEngine}
 BOTH = ["stream", pytest.param("deepspeed", marks=pytest.mark.slow)]
 LR = 1e-2

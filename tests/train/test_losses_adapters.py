@@ -12,7 +12,6 @@ from outcore.train.run import main
 from tests.train.jobs import ENGINES, fixtures, flags, metrics, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 
 
 @pytest.mark.parametrize("engine", ["stream", pytest.param("deepspeed", marks=pytest.mark.slow)])

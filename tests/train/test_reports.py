@@ -11,7 +11,6 @@ from outcore.train.run import main
 from tests.train.jobs import fixtures, flags
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 MLFLOW = """
 import json, pathlib
 LOG = pathlib.Path(__file__).with_name("calls.jsonl")

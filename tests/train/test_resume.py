@@ -24,7 +24,6 @@ from tests.train.jobs import (
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.no_cover
 DEEPSPEED_SLOWLY = ["stream", pytest.param("deepspeed", marks=SLOW)]
 """What the trainer does, whichever engine it drives."""
 

@@ -161,7 +161,6 @@ def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str
         assert torch.equal(value.detach(), state[f"model:{name}"]), name
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("first", "second"), [("deepspeed", "stream"), ("stream", "deepspeed")])
 def test_engines_agree_and_resume_each_others_checkpoints(tmp_path, corpus, straight_by, first, second):
     """The same losses from the start, and from the other engine's checkpoint of step 4."""

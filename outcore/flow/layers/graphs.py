@@ -8,7 +8,7 @@ results for good, in a pool that all of them share (they never run at the same t
 come before the first capture only, and what they needed goes back then, so the device does not hold it twice. Calls
 that take the device longer than `GRAPH_LONG_S` gain nothing, unless the host takes half as long to launch them, so they
 stay as they are, at no memory, and so does all when the device is rather full. Measured side by side with eager layers
-(H200, 1.2 B parameters, 16,384 tokens a step, benchmarks/results/stream_race-h200-eager-graphs.json): 0.803 s a step
+(H200, 1.2 B parameters, 16,384 tokens a step): 0.803 s a step
 without, 0.497 s with graphs, which take 0.698 GB of the device. By their sizes: inputs and results, nine tensors of a
 micro-batch's hidden states, 0.151; cuBLAS's workspaces of the two threads that launch, 0.067; and intermediate results,
 0.479, which the head cannot use for its logits.

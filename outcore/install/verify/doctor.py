@@ -102,7 +102,7 @@ def probe_rows(
     offload_path: Path,
     build_results: Sequence[BuildResult] = (),
 ) -> list[ReportRow]:
-    """Start both probes, wait for both, make rows."""
+    """Start the probes, wait for them, make rows. DeepSpeed is tried where its extensions are built or were to be."""
     directory = Path(environ["TORCH_EXTENSIONS_DIR"])
     accelerator = chosen.accelerator
     with_deepspeed = "deepspeed" in chosen.pins
@@ -116,7 +116,8 @@ def probe_rows(
                 [python, "-m", PROBE, "packages", str(packages_file), accelerator], environ, packages_file, repository
             )
         ]
-        if with_deepspeed:
+        tries_deepspeed = with_deepspeed and bool(built or build_results)
+        if tries_deepspeed:
             where = offload_path if offload_path.is_dir() else repository
             command = [python, "-m", PROBE, "deepspeed", str(deepspeed_file), accelerator, ",".join(built), str(where)]
             children.append(RunningProbe(command, environ, deepspeed_file, repository))
@@ -128,9 +129,11 @@ def probe_rows(
             raise
     rows = package_rows(outcomes[0][0], outcomes[0][1], environment, chosen)
     rows.append(optimizer_row(outcomes[0][0], outcomes[0][1]))
-    if with_deepspeed:
+    if tries_deepspeed:
         rows += deepspeed_rows(outcomes[1][0], outcomes[1][1], environment, chosen)
         rows += extension_rows(outcomes[1][0], outcomes[1][1], chosen, built, build_results, directory)
+    elif with_deepspeed:
+        rows.append(untried_row(environment, chosen))
     else:
         rows.append(
             ReportRow(
@@ -175,6 +178,18 @@ def deepspeed_rows(
     wrong = version if version.split("+")[0] != chosen.pins["deepspeed"] else None
     needed = chosen_needed("deepspeed", chosen) + ", one right optimizer step"
     return [_row("deepspeed", findings.get("deepspeed"), needed, True, ended, wrong)]
+
+
+def untried_row(environment: Environment, chosen: RequirementSet) -> ReportRow:
+    """DeepSpeed where its extensions were never asked for: there, and all that our engine wants of it."""
+    package = environment.installed().get("deepspeed")
+    found = (
+        f"{package.version if package else 'nothing'} installed; extensions are not built, only its engine needs them"
+    )
+    needed = chosen_needed("deepspeed", chosen)
+    return ReportRow(
+        "deepspeed", found, needed, DEGRADED, False, "`python setup.py --deepspeed` for --engine deepspeed"
+    )
 
 
 def extension_rows(

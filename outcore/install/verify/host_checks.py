@@ -189,7 +189,7 @@ def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
         return libaio_fix()
     if "nvcc" in reason:
         return nvcc_fix(chosen) + ", then `python setup.py`"
-    return "`python setup.py` builds it; logs/setup_build.log has the compiler's words"
+    return "`python setup.py --deepspeed` builds it; logs/setup_build.log has the compiler's words"
 
 
 def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> ReportRow:

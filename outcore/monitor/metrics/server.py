@@ -1,23 +1,24 @@
 """MetricsServer: the latest figures of a run for Prometheus, at http://HOST:PORT/metrics.
 
-Standard library only, one daemon thread; asked for by --metrics_port and bound to the loopback address unless told
-otherwise (it has no password). It takes the same calls as a logger. A port that is taken is said once; the run goes on.
+prometheus-client serves them from a daemon thread; asked for by --metrics_port and bound to the loopback address unless
+told otherwise (it has no password). It takes the same calls as a logger. A port that is taken is said once; the run
+goes on.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from outcore.monitor.sensors import describe
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Metrics whose values only grow over a run; all others are gauges. Summed here from the figures per step.
 _SUMMED = ("nvme_read_bytes", "nvme_write_bytes")
-_LABELS = {"phase_s": "phase"}
 _HELP = {
     "step": "Optimizer steps done.",
     "loss": "Training loss of the last step, nats per token.",
@@ -34,7 +35,7 @@ _HELP = {
 }
 
 
-class MetricsServer:
+class MetricsServer(Collector):
     """Serves the run's figures.
 
     Args:
@@ -54,19 +55,19 @@ class MetricsServer:
         self._lock = threading.Lock()
         self._figures: dict[str, Any] = {}
         self._run = run
-        self._server: _Server | None = None
+        self._server: Any = None
         self.port = port
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         try:
-            self._server = _Server((host, port), _Handler)
+            self._server, _ = start_http_server(port, host, registry)
         except OSError as error:
             say(
                 f"No metrics are served: {host}:{port} cannot be opened ({error.strerror or describe(error)}). Another "
                 "program may use the port: choose another --metrics_port. Training goes on."
             )
             return
-        self._server.render = self.render
-        self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="outcore-metrics", daemon=True).start()
+        self.port = int(self._server.server_port)
         is_local = host in ("127.0.0.1", "localhost", "::1")
         reach = "" if is_local else " (anyone who reaches this address can read it)"
         say(f"Metrics for Prometheus: http://{host}:{self.port}/metrics{reach}")
@@ -84,18 +85,20 @@ class MetricsServer:
                 self._figures[f"{name}_total"] = self._figures.get(f"{name}_total", 0) + (record.get(name) or 0)
             self._figures.update({name: value for name, value in record.items() if name not in _SUMMED})
 
-    def render(self) -> str:
-        """Prometheus' text format, version 0.0.4; figures that are not known are left out."""
+    def collect(self) -> Iterator[Metric]:
+        """Figures for one answer; those that are not known are left out."""
         with self._lock:
             figures = dict(self._figures)
-        lines: list[str] = []
         for name, value in figures.items():
-            samples = _samples(name, value, self._run)
-            if samples:
-                kind = "counter" if name.endswith("_total") else "gauge"
-                help_text = _HELP.get(name, f"{name} of the metrics line.")
-                lines += [f"# HELP outcore_{name} {help_text}", f"# TYPE outcore_{name} {kind}", *samples]
-        return "\n".join(lines) + "\n"
+            samples = _samples(name, value)
+            if not samples:
+                continue
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            keys = tuple(samples[0][0])
+            metric = kind(f"outcore_{name}", _HELP.get(name, f"{name} of the metrics line."), labels=("run", *keys))
+            for labels, number in samples:
+                metric.add_metric((self._run, *labels.values()), number)
+            yield metric
 
     def close(self) -> None:
         """Stop serving; may be called twice."""
@@ -105,48 +108,13 @@ class MetricsServer:
             server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    render: Callable[[], str]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server  # type: ignore[assignment]
-    timeout = 10
-
-    def do_GET(self) -> None:
-        if self.path.split("?")[0] not in ("/", "/metrics"):
-            self.send_error(404, "see /metrics")
-            return
-        body = self.server.render().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: requests every few seconds would drown the run's own lines."""
-
-
-def _samples(name: str, value: Any, run: str) -> list[str]:
-    labels = {"run": run} if run else {}
+def _samples(name: str, value: Any) -> list[tuple[dict[str, str], float]]:
+    """(labels beside the run's, number) of one figure."""
     if name == "throttle" and isinstance(value, list):
-        return [_sample(name, {**labels, "reason": str(reason)}, 1) for reason in value]
-    if isinstance(value, dict) and name in _LABELS:
-        numbers = {key: number for key, number in value.items() if _is_number(number)}
-        return [_sample(name, {**labels, _LABELS[name]: key}, number) for key, number in numbers.items()]
-    return [_sample(name, labels, value)] if _is_number(value) else []
-
-
-def _sample(name: str, labels: dict[str, str], value: Any) -> str:
-    text = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
-    number = "NaN" if math.isnan(value) else ("+Inf" if value == math.inf else "-Inf" if value == -math.inf else value)
-    return f"outcore_{name}{{{text}}} {number}" if text else f"outcore_{name} {number}"
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return [({"reason": str(reason)}, 1) for reason in value]
+    if name == "phase_s" and isinstance(value, dict):
+        return [({"phase": phase}, number) for phase, number in value.items() if _is_number(number)]
+    return [({}, value)] if _is_number(value) else []
 
 
 def _is_number(value: Any) -> bool:

@@ -115,7 +115,7 @@ inline int start_thread(pthread_t* thread, void* (*body)(void*), void* argument)
 }
 
 // Lets the process's other threads go first where there are more of them than cores: those that launch kernels and move
-// bytes need little time, but at once. Measured on two cores beside two workers (benchmarks/launches_beside_optimizer.py):
+// bytes need little time, but at once. Measured on two cores beside two workers:
 // launches of a layer take 1.26 times what they take alone, without this 1.51 times; updates are 6 % slower. Linux only,
 // where nice values belong to threads; elsewhere they are the process's and stay as they are.
 inline void go_behind_others() {

@@ -21,8 +21,7 @@ from outcore.sizing.shape import ModelShape
 
 COMPILED_SHARE = 0.23
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what a call of a compiled
-layer outside a CUDA graph takes, attention included: 0.9 to 1.5 ms where that took 3.7 to 6.5, on an H100's host
-(benchmarks/infer/forecast.py, infer-forecast-packed-h100-fifth.json)."""
+layer outside a CUDA graph takes, attention included: 0.9 to 1.5 ms where that took 3.7 to 6.5, on an H100's host."""
 ARRIVAL_SHARE = 0.1
 """Share for a layer that travels, once a pass: 0.45 ms for queueing its copies and what waits for them, there."""
 EXPAND_SHARE = 0.04
@@ -41,7 +40,7 @@ PACK_SHARE = 0.12
 was rounded by itself, in 24 launches; 14 since (their time is assumed)."""
 KEY_S = 17.5e-9
 """Seconds of a layer's attention for each token that a row sees, where few rows have a CUDA graph: one block of threads
-walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100 (infer-long-whole-h100.json)."""
+walks along a key head. Measured with one row over 100,000 tokens of 8 B on an H100."""
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
 """Python and launches of one eager layer's call on a CPU, and of each answer's attention in it. Measured with tiny
 layers on one core of an EPYC (Zen 3) at 2 to 16 layers and 1 to 32 answers: 1.6 to 8.6 ms a pass."""
@@ -54,7 +53,7 @@ answers of 8 B in bf16 on an H100, 0.60 by two of 32 B in q4_k with other work b
 PRODUCTS_S = 7 * 4e-6
 """What a layer's seven products with packed weights as they are take longer than the largest of them, byte for byte, on
 which a byte's seconds are measured: passes of eight tokens of 3 B took 4.4 ms beside the choice of tokens, 28 layers,
-on an H100 (benchmarks/infer/forecast.py, four runs)."""
+on an H100, four runs."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 

@@ -25,7 +25,7 @@ SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 EXPECTED_LOWER_PCT = 30.0
 LANE_FROM_BYTES = MIB
 """Smaller ones take the plain path: a lane's turns of threads cost 0.5-1 ms, plain reads of 4 to 256 KiB 0.14-0.45 ms
-(benchmarks/results/lane_kinds-h100.json). Layers are larger."""
+(one H100). Layers are larger."""
 SEEN_FROM_PCT = 25.0
 """'About 30 %' counts as seen from a quarter on."""
 

@@ -127,8 +127,7 @@ class RamHome:
 class HostCopier:
     """Copies between CPU tensors on `num_threads` threads (started at the first copy). `at_once`: copies that are under
     way together; threads share one only where there are fewer. A piece costs the interpreter's lock, which launches
-    need: in pieces of 2 MiB 16 threads reached 18.8 GB/s on a host whose memory gave them 53, eight 26.6
-    (benchmarks/results/pageable-h100-32cores-pieces.json)."""
+    need: in pieces of 2 MiB 16 threads reached 18.8 GB/s on a host whose memory gave them 53, eight 26.6."""
 
     def __init__(self, num_threads: int | None = None, name: str = "lane", at_once: int = 1) -> None:
         self.num_threads = num_threads or copy_threads(usable_cores())

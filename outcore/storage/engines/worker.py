@@ -8,7 +8,7 @@ pieces end; when none does for a while the drive hangs, and its threads are left
 
 Python is no bottleneck for the requests of this project (1 MiB and more): preadv and pwritev release the GIL, and a
 piece of 8 MiB takes milliseconds against some fifty microseconds of Python. Measured on a 2-core machine with a virtual
-drive: 4, 8 and 16 threads with 8 MiB pieces move what fio moves with libaio (benchmarks/drives/storage_vs_fio.py).
+drive: 4, 8 and 16 threads with 8 MiB pieces move what fio moves with libaio.
 Eight threads are the default because a drive of several GB/s wants some 64 MiB in flight; more threads help no drive
 here.
 

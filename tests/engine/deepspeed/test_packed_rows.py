@@ -13,7 +13,6 @@ from outcore.model.packed.borders import PACKED_ATTENTION
 from tests.engine.staged.jobs import TINY, job, passed, run_jobs
 from tests.flow.models import tiny_loaded
 
-pytestmark = pytest.mark.no_cover
 MASKS = {**TINY, "attn_implementation": "sdpa"}
 GO = [["train", 3], ["eval"]]
 CASES: dict[str, dict[str, Any]] = {

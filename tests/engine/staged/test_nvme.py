@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.staged.jobs import TINY, job, passed, run_jobs, same
 
-pytestmark = pytest.mark.no_cover
 SLOW = pytest.mark.slow
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
 """Sub-groups and persistence to the measure of the tiny model."""

@@ -24,7 +24,7 @@ from tests.refused import refused
 built, drive = with_drive
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LAYERS = 6
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

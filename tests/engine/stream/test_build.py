@@ -15,7 +15,7 @@ from tests.waiting import until
 TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=4096, weight_read_ahead_bytes=64 * 1024)
 EVERYTHING = {"max_grad_norm": 0.0, "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
 """On a drive."""
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Broken(Exception):

@@ -31,7 +31,7 @@ OVERRIDES = {
 }  # fmt: skip
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0)
 ATTENTION_LORA = replace(LORA, target_modules=("q_proj", "v_proj"))
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ LR = 1e-2
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "print_blob": True}
 FAST = {**SLOW, "derandomize": True, "phases": (Phase.explicit, Phase.generate)}
 """Shrinking a failure would take minutes: run the slow test of the same name for a small example."""
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ FIELDS = {
     "num_key_value_heads": 2, "vocab_size": 300,
 }  # fmt: skip
 MIXTURE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 300}
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ CASES = {
 
 
 @pytest.mark.more(after=2)
-@pytest.mark.no_cover
 @pytest.mark.parametrize("model_type", list(CASES))
 def test_training_is_the_same_bit_for_bit(model_type):
     found = [
@@ -107,7 +106,6 @@ def test_layers_get_borders_for_packed_rows_only():
     assert units.record(DeviceBatch(many, CPU)).calls[0].kwargs["attention_mask"].shape == (1, 1, 300, 300)
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

@@ -104,7 +104,6 @@ def assert_compiled_equals_eager(loaded) -> CompiledLayers:
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 def test_the_usual_shape_keeps_code_of_its_own():
     """After rows of other lengths, for which code for any length is made."""
     loaded = tiny_loaded("llama")

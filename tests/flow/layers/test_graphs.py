@@ -237,7 +237,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.more(after=1)
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("device", "compile", "family"), [
     pytest.param("cpu", "on", "llama", marks=pytest.mark.slow), *(("cpu", "off", family) for family in FAMILIES),
     pytest.param("cuda", "on", "llama", marks=pytest.mark.gpu),

@@ -19,7 +19,7 @@ from tests.refused import refused
 
 (built,) = fixtures
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -60,7 +60,6 @@ def gradients_of(engine, batches):
 
 
 @pytest.mark.more(after=3)
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("model", "count"), [
     *((model, 3) for model in FAMILIES if model != "qwen3"), pytest.param("qwen3", 3, marks=pytest.mark.slow),
     ("llama", 1), ("llama", 2),
@@ -94,7 +93,6 @@ def test_frozen_weights_of_a_model_and_experts_without_a_token_in_tiles(build, m
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("model", ["qwen3", "gpt2"])
 def test_bf16_gradients_in_tiles_are_as_close_to_fp32_as_whole_ones(build, model):
     """Sums over tiles are made in fp32 and rounded once, so tiling must not add to the error of bf16."""
@@ -128,7 +126,6 @@ def test_training_in_tiles_ends_in_the_same_states(build, model, changes):
     assert engines[1].sample([3, 4, 5], 4, None) == engines[0].sample([3, 4, 5], 4, None)
 
 
-@pytest.mark.no_cover
 def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
     """bf16 with dropout: the same tiles give the same bits, wherever activations wait and however small the slots."""
     expected = None
@@ -139,7 +136,6 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
         assert same(found, expected)
 
 
-@pytest.mark.no_cover
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "max_grad_norm"), [("gpt2", 0.5), pytest.param("mixtral", 0.0, marks=pytest.mark.slow)]
@@ -281,7 +277,6 @@ def test_of_chunks_the_last_one_sends_the_sum_home(build):
     assert sent[1] - sent[0] == 4 * sum(4 * slot.numel for slot in slots) > 0
 
 
-@pytest.mark.no_cover
 def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
     engine = build("gpt2", replace(TILED, device_bytes=60_000), dropout=0.3)

@@ -48,7 +48,7 @@ class DeviceStreams(LateStreams):
         event.synchronize()
 
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

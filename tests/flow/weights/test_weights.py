@@ -66,7 +66,6 @@ def test_the_budget_is_kept_and_spread_evenly_over_the_layers():
 
 
 @pytest.mark.more
-@pytest.mark.no_cover
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_where_the_base_lives(build, drive, model):
     expected = run(build(model=model))

@@ -15,7 +15,7 @@ built, drive = with_drive
 TINY = replace(TINY_SETTINGS, slot_bytes=16384, chunk_numel=8192, max_grad_norm=0.5)
 TINY = replace(TINY, weight_read_ahead_bytes=128 * 1024, state_ring_bytes=MIB, optimizer_backend="auto")
 NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -111,7 +111,6 @@ def test_what_an_update_wrote_is_not_read_again(build, tmp_path, monkeypatch, ma
 
 
 @pytest.mark.more
-@pytest.mark.no_cover
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_resumed_in_another_residency(build, tmp_path, states):
     first = build(states=states, **NOTHING_IN_RAM)

@@ -20,7 +20,6 @@ from outcore.sizing.tiles import Holding, Model, TilingWork, UnitSize, choose_ho
 from tests.flow.models import tiny_loaded
 from tests.plan.fakes import server
 
-pytestmark = pytest.mark.no_cover
 SLOW = pytest.mark.slow
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 

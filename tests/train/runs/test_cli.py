@@ -9,7 +9,6 @@ from outcore.runs import RunLock
 from tests.train.jobs import fixtures, flags, same, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 
 
 def test_runs_are_listed_and_deleted_after_a_question(tmp_path, corpus, monkeypatch, capsys):

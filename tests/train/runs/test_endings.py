@@ -20,7 +20,6 @@ from tests.engine.stream.runs.job import stream_settings
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env, metrics, same, states
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 RUN = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "0", "--save_total_limit", "9"]
 
 

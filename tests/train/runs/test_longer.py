@@ -17,7 +17,6 @@ from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 CONSTANT = ["--lr_scheduler_type", "constant", "--precision", "fp32"]
 
 

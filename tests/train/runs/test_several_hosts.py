@@ -13,7 +13,7 @@ from outcore.train.run import main
 from tests.train.jobs import REPOSITORY, corpus, engine_of, flags, fresh_env, metrics
 
 (corpus,) = (corpus,)
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]
+pytestmark = pytest.mark.slow
 NAMES, ADDRESSES = ("outcore-a", "outcore-b"), ("10.213.7.1", "10.213.7.2")
 
 

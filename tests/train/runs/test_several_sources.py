@@ -16,7 +16,6 @@ from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics, same, states
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 
 
 @pytest.fixture(scope="module")

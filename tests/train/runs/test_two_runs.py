@@ -26,7 +26,6 @@ from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
 from tests.waiting import until
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 TRAIN = REPOSITORY / "train_model.py"
 OFTEN = [1, pytest.param(100, marks=pytest.mark.slow)]
 

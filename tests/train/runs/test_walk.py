@@ -50,7 +50,6 @@ def _write_data(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 def test_a_stranger_walks_through_the_whole_example(tmp_path: Path, straight: Path) -> None:
     commands, python = _example()
     assert [shlex.split(line)[1] for line in commands] == ["train", "train", "train", "export"]

@@ -23,7 +23,7 @@ from tests.flow.models import TINY_SETTINGS, needs, plain_batch, tiny_loaded
 from tests.refused import refused
 
 LORA = LoraSettings(r=4, alpha=8, target_modules=("q_proj", "experts"))
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+pytestmark = pytest.mark.usefixtures("one_thread")
 MIXTURES = [pytest.param(name, marks=needs(name)) for name in ("qwen3_moe", "mixtral", "gpt_oss")]
 
 

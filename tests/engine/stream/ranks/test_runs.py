@@ -13,7 +13,7 @@ from tests.forked import start_script
 from tests.train.jobs import REPOSITORY, corpus, engine_of, flags, fresh_env, metrics
 
 (corpus,) = (corpus,)
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]
+pytestmark = pytest.mark.slow
 
 
 def start_ranks(argv: list[str], logs: list[Path]) -> list:

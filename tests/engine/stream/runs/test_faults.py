@@ -35,7 +35,6 @@ from tests.storage.faulty import FaultyEngine
 
 RUN = ["--max_steps", "4", "--save_steps", "2", "--save_total_limit", "9", "--no_export"]
 FAILS_AFTER = 2
-pytestmark = pytest.mark.no_cover
 
 
 @pytest.fixture(scope="session")

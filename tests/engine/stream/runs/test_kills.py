@@ -68,7 +68,6 @@ def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, r
 
 
 @pytest.mark.more
-@pytest.mark.no_cover
 @pytest.mark.parametrize("kill", [("shard", 3, "half split", "NVMe"), ("kept weights", 4, "NVMe", "lending")])
 def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
     """In a save, and when new parameters wait where their gradient was and the drive has not got them yet."""
@@ -76,7 +75,6 @@ def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Pa
 
 
 @pytest.mark.more
-@pytest.mark.no_cover
 @pytest.mark.parametrize("moment", ["drive write", pytest.param("kept weights", marks=pytest.mark.slow)])
 def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path, moment: str) -> None:
     """Without clipping, layers are updated and written to the drive while the backward pass goes on."""

@@ -294,7 +294,7 @@ def test_none_stay_unless_told_where_there_is_no_gpu(build):
     ids=["16k", "4k", "computes"],
 )
 def test_all_idle_memory_is_taken_only_where_the_forecast_gains(build, seconds, stays):
-    """Phases of 1.2 B on an H100 at two sizes, clipped (results/rivals-h100-*.json), and of a GPU that never waits."""
+    """Phases of 1.2 B on an H100 at two sizes, clipped, and of a GPU that never waits."""
     phase_s = dict(zip(("forward", "backward", "optimizer", "stall_optimizer", "stall_pcie"), seconds, strict=True))
     engine = build("llama", HOLDING)
     residents = parts_of(engine).residents
