@@ -21,7 +21,7 @@ def test_two_hundred_streams():
 
 @pytest.mark.slow
 def test_three_hundred_slow_clients_hold_up_nobody():
-    script = ROOT / "benchmarks/infer/serve_load.py"
+    script = ROOT / "tests/serve/load.py"
     asked = [sys.executable, str(script), "--streams", "20", "--slow", "300", "--seconds", "40"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
     found = json.loads(done.stdout.splitlines()[-1])
