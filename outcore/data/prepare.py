@@ -272,6 +272,7 @@ def _summary(
         loss_tokens_range=dict(meta["loss_tokens_range"]),
         unused_columns=dict(meta["unused_columns"]),
         notices=dict(meta["notices"]),
+        end_tokens=list(meta["end_tokens"]),
         notes=notes,
     )
 

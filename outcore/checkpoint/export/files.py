@@ -35,7 +35,7 @@ from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, 
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
 from outcore.model.adapters import settle_trained_modules
-from outcore.model.facts import adapter_name, model_class_of
+from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +304,8 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
             network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
         settle_trained_modules(network)
         tokenizer = AutoTokenizer.from_pretrained(adapter)
+        read_end_tokens(network.get_base_model(), adapter)
+        set_end_tokens(network.get_base_model(), tokenizer, ())
         export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

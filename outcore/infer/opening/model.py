@@ -21,7 +21,7 @@ from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import add_to_products
-from outcore.model.facts import checkpoint_name
+from outcore.model.facts import checkpoint_name, end_ids, read_end_tokens
 from outcore.model.forward import unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
@@ -142,6 +142,9 @@ def open_model(
         )
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
+    for folder in (place.checkpoint, place.adapter):
+        if folder is not None:
+            read_end_tokens(unwrap(loaded.model), folder / EXPORT if (folder / EXPORT).is_dir() else folder)
     loaded.model.eval()
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
@@ -156,8 +159,7 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer, by the model's generation config, its tokenizer and its chat template."""
     found: set[int] = set()
     for holder in (getattr(unwrap(model), "generation_config", None), getattr(unwrap(model), "config", None)):
-        ids = getattr(holder, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids} if isinstance(ids, int) else set()
+        found |= {*end_ids(getattr(holder, "eos_token_id", None))}
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     template = str(getattr(tokenizer, "chat_template", None) or "")

@@ -1,6 +1,7 @@
 """What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
 
 from outcore.model.facts.config_key import ConfigKey
+from outcore.model.facts.ends import end_ids, read_end_tokens, set_end_tokens
 from outcore.model.facts.facts import (
     ModelFacts,
     language_config,
