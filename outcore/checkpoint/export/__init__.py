@@ -1,6 +1,7 @@
 """A model as others load it: safetensors shards, configuration, tokenizer; from an engine or from a checkpoint."""
 
 from outcore.checkpoint.export.files import (
+    FOLDER,
     configured,
     export_checkpoint,
     has_adapter,

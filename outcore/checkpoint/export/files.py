@@ -30,6 +30,7 @@ from torch import nn
 from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space, list_checkpoints
 from outcore.checkpoint.manifest import ExportRefused
+from outcore.checkpoint.materials import base_material, check_material
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
@@ -298,6 +299,7 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
         if not base:
             raise CheckpointError(f"{checkpoint.path}: its base was made from scratch, so there is none to merge into.")
         config = AutoConfig.from_pretrained(base)
+        check_material(checkpoint, "base", base_material(base, getattr(config, "_commit_hash", None)))
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with warnings.catch_warnings():  # an attribute's old name, which peft asks for
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import export_checkpoint, model_folder
+from outcore.checkpoint.materials import base_material, check_material
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
@@ -178,7 +179,9 @@ def _checkpoint_place(path: Path) -> ModelPlace:
         raise ValueError(str(error)) from error
     files = checkpoint / EXPORT
     if (files / ADAPTER).is_file():
-        packed = open_checkpoint(found).trainer_state()["fingerprint"].get("quantize")
+        opened = open_checkpoint(found)
+        check_material(opened, "base", base_material(_base_of(files)))
+        packed = opened.trainer_state()["fingerprint"].get("quantize")
         return replace(
             _adapter_place(files),
             words=f"{_base_of(files)} with the adapter of {checkpoint}",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from outcore import __version__
 from outcore.checkpoint import Checkpoint, model_fingerprint
+from outcore.checkpoint.materials import Material
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
@@ -52,6 +53,8 @@ class RunContext:
     is_main: bool
     changes: tuple[str, ...] = ()
     """What a resumed run does otherwise than before, on purpose."""
+    made_of: Mapping[str, Material] = field(default_factory=dict)
+    """The run's tokenizer, and the base below an adapter."""
     forecast: Forecast | None = None
     """What the planner says of this run, once its engine is there."""
 
@@ -160,6 +163,7 @@ class RunContext:
             tokenizer=tokenizer,
             fingerprint=fingerprint,
             settings=self.changeable,
+            made_of={kind: asdict(material) for kind, material in self.made_of.items()},
         )
 
     def _best(self) -> BestSoFar | None:
