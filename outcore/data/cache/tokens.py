@@ -25,6 +25,7 @@ from outcore.common.quantities import counted, format_count
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.cache.batches import Batch, RowPiece, Whole, batches_of, encode_in_order
+from outcore.data.cache.checked import CheckedArray
 from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.cache.lock import open_or_build
 from outcore.data.rows import ChatExample, shaped_records
@@ -53,10 +54,7 @@ class TokenCache:
     arrays: Arrays
     key: str
     hit: bool
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return self.arrays["tokens"]
+    tokens: CheckedArray
 
     @property
     def offsets(self) -> np.ndarray:
@@ -116,7 +114,7 @@ def open_token_cache(
         say=say,
         what=f"the tokens of {source.name}",
     )
-    return TokenCache(arrays, key, hit)
+    return TokenCache(arrays, key, hit, arrays.checked("tokens"))
 
 
 def cache_folder(settings: DataSettings) -> Path:
