@@ -120,7 +120,7 @@ class RunContext:
         metrics = None
         if is_main:
             header = self._header(engine, sampler, end_tokens)
-            metrics = MetricsLog(folder.metrics, resume_step=resume_step)
+            metrics = MetricsLog(folder.metrics, resume_step=resume_step, say=say)
             opened.callback(metrics.close)
             if metrics.damaged_lines:
                 say(
