@@ -2,10 +2,13 @@
 
 from outcore.checkpoint.export.files import (
     FOLDER,
+    base_of,
     configured,
     export_checkpoint,
     has_adapter,
     how_to_load,
+    is_adapter,
+    merge_adapter,
     merge_checkpoint,
     model_folder,
     save_export_files,

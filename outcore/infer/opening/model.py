@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
-from outcore.checkpoint.export import export_checkpoint, model_folder
+from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
 from outcore.checkpoint.materials import base_material, check_material
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
@@ -208,10 +208,10 @@ def _adapter_place(path: Path) -> ModelPlace:
 
 
 def _base_of(path: Path) -> str:
-    base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = base_of(path)
     if not base:
         raise ValueError(f"{path / ADAPTER} names no base model. Name the base, and this folder with --adapter.")
-    return str(base)
+    return base
 
 
 def _check_adapter(folder: Path) -> None:
