@@ -2,7 +2,7 @@
 interrupted.
 
     outcore export my-run                  the best checkpoint where the run kept one, else the newest
-    outcore export my-run --merge          with LoRA: the base with the adapter in it
+    outcore export my-run --merge          with LoRA: the base with the adapter in it; also of an exported adapter
     outcore export my-run/step-00000100    that one
     outcore export my-run --gguf q4_k      final_model/my-run, or the folder of another model, as one file for llama.cpp
 """
@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint, model_folder
+from outcore.checkpoint.export import (
+    export_checkpoint,
+    has_adapter,
+    how_to_load,
+    is_adapter,
+    merge_adapter,
+    merge_checkpoint,
+    model_folder,
+)
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
 from outcore.common.output import tell_error
@@ -37,6 +45,11 @@ def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint
     return open_checkpoint(path / step_folder(best))
 
 
+def _has_adapter_alone(run: Path, root: Path) -> bool:
+    """True for an exported adapter's folder, and for a run that kept no checkpoint beside its exported adapter."""
+    return not list_checkpoints(root / run) and is_adapter(model_folder(run))
+
+
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args = export_flags().parse_args(argv)
@@ -55,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.overwrite:
             raise ValueError("--overwrite goes with --gguf; no folder is replaced: give another with --out.")
+        if args.merge and _has_adapter_alone(args.run, args.checkpoint_dir or Path("checkpoints")):
+            adapter = model_folder(args.run)
+            folder = merge_adapter(adapter, args.out or Path("final_model") / f"{adapter.absolute().name}-merged")
+            print(f"the adapter {adapter}, merged: {folder}  ({how_to_load(folder)})")
+            return 0
         checkpoint = find_checkpoint(args.run, args.checkpoint_dir or Path("checkpoints"), last=args.last)
         run = checkpoint.path.absolute().parent.name
         merged = "-merged" if args.merge else ""

@@ -78,6 +78,7 @@ def _summed(summaries: list[DataSummary], train: MixedRows, names: list[str], ev
         summaries[0],
         **sums,
         notices=dict(notices),
+        end_tokens=sorted({token for summary in summaries for token in summary.end_tokens}),
         unused_columns=dict(unused),
         loss_shares=[sum(tenth) for tenth in zip(*(summary.loss_shares for summary in summaries), strict=True)],
         loss_tokens_range={

@@ -224,9 +224,10 @@ def _dataset(
     content = [cache.arrays.checksums["tokens"], *(layout.checksums[name] for name in names)]
     return RowDataset(
         tokens=cache.tokens,
-        starts=layout[f"{part}_starts"],
-        lengths=layout[f"{part}_lengths"],
-        row_ends=layout[f"{part}_row_ends"],
+        # In RAM, a few bytes a row: a map would follow whatever becomes of the file while the run goes on.
+        starts=np.array(layout[f"{part}_starts"]),
+        lengths=np.array(layout[f"{part}_lengths"]),
+        row_ends=np.array(layout[f"{part}_row_ends"]),
         seq_length=settings.seq_length,
         kind=kind,
         pad_token_id=pad_token_id,
@@ -272,6 +273,7 @@ def _summary(
         loss_tokens_range=dict(meta["loss_tokens_range"]),
         unused_columns=dict(meta["unused_columns"]),
         notices=dict(meta["notices"]),
+        end_tokens=list(meta["end_tokens"]),
         notes=notes,
     )
 

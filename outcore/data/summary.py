@@ -42,6 +42,8 @@ class DataSummary:
     """Column -> rows in which it holds something that is not read."""
     notices: dict[str, int] = field(default_factory=dict)
     """What else of the rows is not used, or was added, in words -> in how many rows."""
+    end_tokens: list[int] = field(default_factory=list)
+    """Tokens that conversations, answers and rows of tokens end with."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -112,4 +114,5 @@ class DataSummary:
             "dropped_documents": self.dropped_documents,
             "unused_columns": self.unused_columns,
             "notices": self.notices,
+            "end_tokens": self.end_tokens,
         }

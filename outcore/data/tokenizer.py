@@ -217,7 +217,12 @@ def _load_trained(path: Path, say: Callable[[str], None]) -> Any | None:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of what decides the token ids: the whole fast tokenizer or the vocabulary, special tokens, chat template."""
+    """Hash of what decides a document's tokens: those of its text and the chat template."""
+    return digest_of([type(tokenizer).__name__, ids_hash(tokenizer), tokenizer.chat_template])
+
+
+def ids_hash(tokenizer: Any) -> str:
+    """Hash of what decides the token ids of a text: the whole fast tokenizer or the vocabulary, and special tokens."""
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         content.pop("truncation", None)  # set by the last call, not part of the tokenizer
@@ -225,4 +230,4 @@ def tokenizer_hash(tokenizer: Any) -> str:
     else:
         content = dict(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return digest_of([type(tokenizer).__name__, content, special, tokenizer.chat_template])
+    return digest_of([content, special])

@@ -304,6 +304,7 @@ class Trainer:
             "world_size": p.engine.world_size,
             "fingerprint": p.fingerprint,
             "settings": p.settings,
+            "made_of": p.made_of,
         }
 
     def resume(self, checkpoint: Checkpoint) -> None:

@@ -82,6 +82,8 @@ class TrainerParts:
     fingerprint: dict[str, Any]
     settings: dict[str, Any]
     """Saved with a checkpoint to tell what a resumed run has changed."""
+    made_of: dict[str, Any]
+    """Saved with a checkpoint to know its tokenizer and its base again."""
     warnings: Any
     """Turns a step's metrics into words for people, each once (`outcore.monitor.watches.run_warnings`)."""
     watches: tuple[Any, ...] = ()

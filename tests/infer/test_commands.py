@@ -278,6 +278,46 @@ def test_score(tiny_folder, tmp_path, capsys):
     assert summary["texts"] == 2 and summary["tokens"] == sum(len(line["token_logprobs"]) for line in lines)
 
 
+def test_a_completion_is_scored_behind_its_prompt(tiny_folder, tmp_path, capsys):
+    """As it bears loss in training: the prompt is read and not counted, a number is text."""
+    folder, model, tokenizer = tiny_folder
+    rows = [{"prompt": "The quick", "completion": " brown fox"}, {"question": 1, "prompt": "The dog is", "answer": 4}]
+    rows += [{"prompt": "The lazy dog"}, {"prompt": "The lazy", "completion": None, "id": 7}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["score", str(folder), *SMALL, "--input", str(tmp_path / "t.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    assert cli.main([*given, "--token_logprobs"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    for line, (asked, told) in zip(lines[:2], [("The quick", " brown fox"), ("The dog is", "4")], strict=True):
+        before = tokenizer(asked)["input_ids"]
+        after = tokenizer(told, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*before, *after]])).logits[0].log_softmax(-1)
+        expected = [float(logits[len(before) - 1 + i, token]) for i, token in enumerate(after)]
+        assert line["token_logprobs"] == pytest.approx(expected, abs=1e-4) and line["tokens"] == len(after)
+    assert [line["tokens"] for line in lines[2:]] == [
+        len(tokenizer(row["prompt"])["input_ids"]) - 1 for row in rows[2:]
+    ]
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tokens"] == sum(line["tokens"] for line in lines)
+    assert "fields that are not read: 'question' (1 line), 'id' (1 line)" in said.err
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"text": "a", "prompt": "b"}, "has text and prompt, of which one would not count"),
+    ({"text": "a", "completion": "b"}, "has text and completion, of which one"),
+    ({"text": "a", "prompt": "b", "completion": "c"}, "has text and prompt and completion, of which one"),
+    ({"prompt": "a", "completion": "b", "answer": "c"}, "has prompt and completion and answer, of which one"),
+    ({"prompt": "a", "completion": ["b"]}, '"completion" should be text, found list'),
+    ({"prompt": "a", "completion": ""}, 'its "completion" is empty'),
+    ({"text": ["a"]}, '"text" should be text, found list'), ({"question": "a", "answer": "b"}, 'has no "text"'),
+    ({"messages": []}, 'has no "text"'), ([1], "is no JSON object or text"),
+])  # fmt: skip
+def test_a_line_of_which_a_part_would_not_count_is_not_scored(tiny_folder, tmp_path, capsys, row, words):
+    (tmp_path / "t.jsonl").write_text(f'"The dog"\n{json.dumps(row)}\n')
+    assert cli.main(["score", str(tiny_folder[0]), *SMALL, "--input", str(tmp_path / "t.jsonl")]) == 2
+    assert f"line 2: {words}" in capsys.readouterr().err
+
+
 def test_what_cannot_be_scored_is_refused_before_anything_is(tiny_folder, tmp_path, capsys):
     source, output = tmp_path / "t.txt", tmp_path / "o.jsonl"
     given = ["score", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output"]

@@ -30,12 +30,13 @@ from torch import nn
 from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space, list_checkpoints
 from outcore.checkpoint.manifest import ExportRefused
+from outcore.checkpoint.materials import base_material, check_material
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
-from outcore.common.listing import write_checksums
+from outcore.common.listing import damaged_weights, write_checksums
 from outcore.model.adapters import settle_trained_modules
-from outcore.model.facts import adapter_name, model_class_of
+from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,7 @@ def configured(name: str) -> str:
     steps = list_checkpoints(folder)
     inside = next((path / FOLDER for path in (folder, *reversed(steps)) if (path / FOLDER).is_dir()), folder)
     if (inside / ADAPTER).is_file():
-        with file_errors("reading the adapter's configuration", inside / ADAPTER):
-            return str(
-                json.loads((inside / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path") or inside
-            )
+        return base_of(inside) or str(inside)
     return str(inside)
 
 
@@ -91,8 +89,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 
     A LoRA checkpoint gives its adapter in peft's format. ExportRefused where `target` is there, CheckpointError when it
     cannot be exported or the drive is too full; `target` appears only when it is whole."""
-    if target.exists():
-        raise ExportRefused(f"{target}: exists already. Give another folder with --out, or remove it.")
+    _check_free(target)
     files = checkpoint.path / FOLDER
     names = checkpoint.files(f"{FOLDER}/")
     if not names and not checkpoint.files("model-"):
@@ -282,29 +279,56 @@ def has_adapter(checkpoint: Checkpoint) -> bool:
 
 def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     """The whole model with the adapter in it, in `target`, which must not exist yet. ExportRefused where it does or
-    there is no adapter, CheckpointError where there is no base to merge it into."""
+    there is no adapter, CheckpointError where there is no base to merge it into, or another one."""
     if not has_adapter(checkpoint):
         raise ExportRefused(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
-    if target.exists():
-        raise ExportRefused(f"{target}: exists already. Give another folder with --out, or remove it.")
-    from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
+    base = base_of(checkpoint.path / FOLDER)
+    if base:
+        check_material(checkpoint, "base", base_material(base))
+    _check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        adapter = export_checkpoint(checkpoint, aside / "adapter")
-        base = json.loads((adapter / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base:
-            raise CheckpointError(f"{checkpoint.path}: its base was made from scratch, so there is none to merge into.")
-        config = AutoConfig.from_pretrained(base)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with warnings.catch_warnings():  # an attribute's old name, which peft asks for
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
-        settle_trained_modules(network)
-        tokenizer = AutoTokenizer.from_pretrained(adapter)
-        export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
+        return merge_adapter(export_checkpoint(checkpoint, aside / "adapter"), target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def merge_adapter(adapter: Path, target: Path) -> Path:
+    """Merge an exported adapter, in peft's format, into its base as `merge_checkpoint` does."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    _check_free(target)
+    if damaged := damaged_weights(adapter)[0]:
+        raise CheckpointError(f"{damaged[0]} Export the adapter again.")
+    base = base_of(adapter)
+    if not base:
+        raise CheckpointError(f"{adapter}: its base was made from scratch, so there is none to merge into.")
+    config = AutoConfig.from_pretrained(base)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with warnings.catch_warnings():  # an attribute's old name, which peft asks for
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
+    settle_trained_modules(network)
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    read_end_tokens(network.get_base_model(), adapter)
+    set_end_tokens(network.get_base_model(), tokenizer, ())
+    export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
     return target
+
+
+def is_adapter(folder: Path) -> bool:
+    """True for a folder with an exported adapter alone."""
+    return (folder / ADAPTER).is_file() and not list_checkpoints(folder)
+
+
+def base_of(adapter: Path) -> str:
+    """Name of an adapter's base; '' where it was made from scratch."""
+    with file_errors("reading the adapter's configuration", adapter / ADAPTER):
+        return json.loads((adapter / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+
+
+def _check_free(target: Path) -> None:
+    if target.exists():
+        raise ExportRefused(f"{target}: exists already. Give another folder with --out, or remove it.")

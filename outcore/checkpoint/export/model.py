@@ -169,6 +169,11 @@ def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
     if untied:
         written.tie_word_embeddings = written.get_text_config().tie_word_embeddings = False
     written.save_pretrained(str(folder))
+    write_generation_config(folder, network)
+
+
+def write_generation_config(folder: Path, network: Any) -> None:
+    """generation_config.json, which says among others what ends an answer; nothing of a model that has none."""
     generation = getattr(network, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(str(folder))
@@ -186,6 +191,7 @@ def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) 
     if rank == 0:
         known = {path: write_shard(path, plans, lambda name: weight_of(names[name]))}
         network.peft_config["default"].save_pretrained(str(folder))
+        write_generation_config(folder, network.get_base_model())
         return known
     for param in names.values():
         weight_of(param)

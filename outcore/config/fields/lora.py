@@ -30,5 +30,7 @@ class LoraFields:
     """How adapters start: kaiming (peft's default) or gaussian; either way the model starts as the base."""
     quantize: Literal["none", "nf4", "int8"] = setting("none", common=True)
     """Keep the frozen base in 4 (nf4) or 8 bits (int8), in RAM, on NVMe and on the way to the GPU. QLoRA."""
+    base_hash: Literal["sampled", "whole"] = "sampled"
+    """How a resumed run knows its base again: by samples of each tensor, or by every byte (minutes for a large one)."""
     lora_export: Literal["merged", "adapter"] = "merged"
     """Export the merged model, or the adapter alone."""

@@ -1,8 +1,9 @@
 """A folder of arrays, written atomically and opened memory-mapped: the form of every cache of this room.
 
 Written aside, fsynced, renamed into place, the manifest last. The manifest has each array's type, length and a
-CRC-32 per 16 MiB block. On opening, sizes are always compared, and checksums of all blocks up to 1 GiB, above that
-of 64 blocks spread evenly (first and last included), so that opening a cache of any size takes about a second at most.
+CRC-32 per 16 MiB block; a file beside the array has one per 16 KiB, for whoever reads it piece by piece (`checked`). On
+opening, sizes are always compared, and checksums of all blocks up to 1 GiB, above that of 64 blocks spread evenly
+(first and last included), so that opening a cache of any size takes about a second at most.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,7 @@ from outcore.common import describe_errno, fsync_folder, system_number
 from outcore.common.listing import CHECKSUM, checksum_of
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.data.basis import CacheError
+from outcore.data.cache.checked import PIECE_BYTES, CheckedArray, Sums
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 16 * MIB
@@ -35,16 +37,13 @@ class DamagedArrays(Exception):
     """The folder is incomplete or its bytes are not what was written; the caller rebuilds it."""
 
 
-@dataclass
 class ArrayWriter:
-    """Appends to one array file; knows its length and block checksums."""
+    """Appends to one array file; knows its length and checksums."""
 
-    path: Path
-    dtype: np.dtype[Any]
-    file: IO[bytes]
-    length: int = 0
-    checksums: list[int] = field(default_factory=list)
-    _in_block_bytes: int = 0
+    def __init__(self, path: Path, dtype: np.dtype[Any], file: IO[bytes]) -> None:
+        self.path, self.dtype, self.file = path, dtype, file
+        self.length = 0
+        self.blocks, self.pieces = Sums(BLOCK_BYTES), Sums(PIECE_BYTES)
 
     def append(self, values: np.ndarray) -> None:
         """Appends a 1-D array; CacheError when the drive is full."""
@@ -54,28 +53,19 @@ class ArrayWriter:
         with explained(self.path.parent):
             self.file.write(data)
         self.length += len(values)
-        while len(data):
-            if self._in_block_bytes == 0:
-                self.checksums.append(0)
-            taken = min(len(data), BLOCK_BYTES - self._in_block_bytes)
-            self.checksums[-1] = zlib.crc32(data[:taken], self.checksums[-1])
-            self._in_block_bytes = (self._in_block_bytes + taken) % BLOCK_BYTES
-            data = data[taken:]
+        self.blocks.add(data)
+        self.pieces.add(data)
 
     def truncate(self, length: int) -> None:
         """Takes back what was appended beyond `length` (a document whose file turned out damaged half-way)."""
+        kept_bytes = length * self.dtype.itemsize
         with explained(self.path.parent):
             self.file.flush()
-            os.truncate(self.path, length * self.dtype.itemsize)
-            self.file.seek(length * self.dtype.itemsize)
+            os.truncate(self.path, kept_bytes)
+            self.file.seek(kept_bytes)
         self.length = length
-        kept = length * self.dtype.itemsize
-        self.checksums = self.checksums[: kept // BLOCK_BYTES]
-        self._in_block_bytes = kept % BLOCK_BYTES
-        if self._in_block_bytes:
-            with open(self.path, "rb") as again:
-                again.seek(kept - self._in_block_bytes)
-                self.checksums.append(zlib.crc32(again.read(self._in_block_bytes)))
+        self.blocks.truncate(self.path, kept_bytes)
+        self.pieces.truncate(self.path, kept_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,9 +77,16 @@ class Arrays:
     meta: Mapping[str, Any]
     checksums: Mapping[str, Any]
     """Length and block checksums of each array: its content in short."""
+    pieces: Mapping[str, np.ndarray]
+    """Checksum of each 16 KiB of each array."""
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
+
+    def checked(self, name: str) -> CheckedArray:
+        """An array for reading throughout a run."""
+        array = self.arrays[name]
+        return CheckedArray(self.path / f"{name}.bin", array.dtype, len(array), self.pieces[name])
 
 
 @contextlib.contextmanager
@@ -163,7 +160,17 @@ class ArraysWriter:
             for name, writer in self._writers.items():
                 writer.file.flush()
                 os.fsync(writer.file.fileno())
-                listing[name] = {"dtype": writer.dtype.str, "length": writer.length, "crc32": writer.checksums}
+                pieces = np.asarray(writer.pieces.values, "<u4").tobytes()
+                with open(self.aside / f"{name}.crc", "wb") as file:
+                    file.write(pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                listing[name] = {
+                    "dtype": writer.dtype.str,
+                    "length": writer.length,
+                    "crc32": list(writer.blocks.values),
+                    "pieces_crc32": zlib.crc32(pieces),
+                }
             self._open_files.close()
             with open(self.aside / MANIFEST, "w", encoding="utf-8") as file:
                 body = json.loads(json.dumps({"arrays": listing, "block_bytes": BLOCK_BYTES, "meta": dict(meta)}))
@@ -188,7 +195,8 @@ def open_arrays(path: Path) -> Arrays:
         listing, block_bytes = manifest["arrays"], int(manifest["block_bytes"])
         arrays = {name: _open_array(path / f"{name}.bin", entry, block_bytes) for name, entry in listing.items()}
         checksums = {name: [entry["length"], entry["crc32"]] for name, entry in listing.items()}
-        return Arrays(path, arrays, manifest["meta"], checksums)
+        pieces = {name: _open_pieces(path / f"{name}.crc", entry) for name, entry in listing.items()}
+        return Arrays(path, arrays, manifest["meta"], checksums, pieces)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EIO, errno.ENOTDIR, errno.EISDIR):
             raise DamagedArrays(f"{path}: {describe_errno(error.errno)}") from error
@@ -219,6 +227,13 @@ def _open_array(path: Path, entry: Mapping[str, Any], block_bytes: int) -> np.nd
             if zlib.crc32(file.read(block_bytes)) != checksums[block]:
                 raise DamagedArrays(f"{path}: block {block} has changed since it was written")
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
+
+
+def _open_pieces(path: Path, entry: Mapping[str, Any]) -> np.ndarray:
+    data = path.read_bytes()
+    if zlib.crc32(data) != entry["pieces_crc32"]:
+        raise DamagedArrays(f"{path}: has changed since it was written")
+    return np.frombuffer(data, "<u4")
 
 
 def _existing(path: Path) -> Path:

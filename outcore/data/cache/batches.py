@@ -20,6 +20,7 @@ from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair, i
 
 BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512
+NUMBERS = "numbers and booleans in column {column!r} are written as text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,20 @@ def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Bat
     """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
     items: list[RowPiece | Whole | BadRow] = []
     unused: Counter[str] = Counter()
+    notices: Counter[str] = Counter()
     chars = 0
     for record, shape in records:
         if isinstance(record, Record):
             unused.update(shape.unused(record.row))
+            notices.update(NUMBERS.format(column=column) for column in shape.numbers(record.row))
         for item in _items_of(record, shape):
             items.append(item)
             chars += _chars(item)
             if chars >= BATCH_CHARS or len(items) >= BATCH_ITEMS:
-                yield Batch(items, unused_columns=unused)
-                items, unused, chars = [], Counter(), 0
+                yield Batch(items, notices=notices, unused_columns=unused)
+                items, unused, notices, chars = [], Counter(), Counter(), 0
     if items:
-        yield Batch(items, unused_columns=unused)
+        yield Batch(items, notices=notices, unused_columns=unused)
 
 
 def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[RowPiece | Whole | BadRow]:

@@ -102,6 +102,27 @@ class DocumentEncoder:
         before = np.asarray([] if begin is None else [begin], dtype=np.uint32)
         return before, np.asarray([self.end_token_id()], dtype=np.uint32)
 
+    @cached_property
+    def _ends(self) -> dict[bool, frozenset[int]]:
+        """Tokens that may end what is trained: of a conversation every added token, of other rows special ones."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        return {False: frozenset(special), True: frozenset({*special, *added})}
+
+    def answer_end(self, tokens: np.ndarray, is_chat: bool) -> tuple[int, bool] | None:
+        """The token by which a document's last trained words end, and whether it ends the document as well; None where
+        an ordinary piece does. White space behind it does not count."""
+        for position in reversed(np.flatnonzero(carries_loss(tokens)).tolist()):
+            token = int(tokens[position])
+            if token in self._ends[is_chat] and self._says([token]):
+                return token, not self._says(token_ids(tokens[position + 1 :]).tolist())
+            if self._says([token]):
+                return None
+        return None
+
+    def _says(self, ids: list[int]) -> bool:
+        return bool(ids) and bool(str(self.tokenizer.decode(ids, skip_special_tokens=False)).strip())
+
     def encode_pieces(self, pieces: list[str]) -> list[np.ndarray]:
         """Token ids of each piece, without special tokens; one call, parallel inside for fast tokenizers."""
         if not pieces:

@@ -25,12 +25,13 @@ from outcore.common.quantities import counted, format_count
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.cache.batches import Batch, RowPiece, Whole, batches_of, encode_in_order
+from outcore.data.cache.checked import CheckedArray
 from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.cache.lock import open_or_build
 from outcore.data.rows import ChatExample, shaped_records
 from outcore.data.sources import BadRow, BadRows, Source, translate
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
 TELL_EVERY_S = 10.0
 LOSS_SHARES = 10
@@ -53,10 +54,7 @@ class TokenCache:
     arrays: Arrays
     key: str
     hit: bool
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return self.arrays["tokens"]
+    tokens: CheckedArray
 
     @property
     def offsets(self) -> np.ndarray:
@@ -116,7 +114,7 @@ def open_token_cache(
         say=say,
         what=f"the tokens of {source.name}",
     )
-    return TokenCache(arrays, key, hit)
+    return TokenCache(arrays, key, hit, arrays.checked("tokens"))
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -174,6 +172,7 @@ def _build(
         "bad_row_examples": bad_rows.examples,
         "unused_columns": dict(documents.unused_columns.most_common()),
         "notices": dict(documents.notices.most_common()),
+        "end_tokens": documents.end_tokens,
         "loss_share_counts": documents.loss_shares,
         "loss_tokens_range": {"least": documents.loss_least, "most": documents.loss_most},
         "source": source.name,
@@ -191,6 +190,7 @@ class _Documents:
         self.offsets: ArrayWriter = writer.array("offsets", np.int64)
         self.first_loss: ArrayWriter = writer.array("first_loss", np.int64)
         self.is_text: ArrayWriter = writer.array("is_text", np.uint8)
+        self.encoder = encoder
         self.before, self.after = encoder.edges
         self.bad_rows, self.limit = bad_rows, limit
         self.count = self.empty = self.loss_tokens = self.max_token_id = 0
@@ -198,6 +198,7 @@ class _Documents:
         self.shape_firsts: dict[str, int] = {}
         self.loss_least, self.loss_most = sys.maxsize, 0
         self._text: list[int] = []
+        self._answer_ends: set[tuple[int, bool]] = set()
         self.notices: Counter[str] = Counter()
         self.unused_columns: Counter[str] = Counter()
         self.loss_shares = [0] * LOSS_SHARES
@@ -214,6 +215,13 @@ class _Documents:
         return self.count >= self.limit.rows and (
             not self.limit.packed or self._row_tokens >= self.limit.rows * self.limit.seq_length
         )
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that the model learns to end its answers with: those at the end of documents, where any are. Inside a
+        conversation some templates end a turn otherwise than at its end."""
+        last = {token for token, ends_document in self._answer_ends if ends_document}
+        return sorted(last or {token for token, _ in self._answer_ends})
 
     def add(self, batch: Batch) -> None:
         self.notices.update(batch.notices)
@@ -233,7 +241,10 @@ class _Documents:
                 self.empty += 1
             else:
                 assert isinstance(item, Whole)
-                self.conversations += isinstance(item.example, ChatExample)
+                is_chat = isinstance(item.example, ChatExample)
+                self.conversations += is_chat
+                if end := self.encoder.answer_end(encoded, is_chat):
+                    self._answer_ends.add(end)
                 has_loss = carries_loss(encoded)
                 self.tokens.append(encoded)
                 self._text.append(0)

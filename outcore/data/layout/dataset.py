@@ -2,7 +2,7 @@
 
 Packed rows have T = seq_length, positions restarting at 0 in every document, no attention mask; what a row has left at
 its end is one more document, of padding tokens without loss. Rows that are not packed are padded on the right to the
-longest of the micro-batch (a multiple of 8) with an attention mask. Reading a row touches its pages of the map only."""
+longest of the micro-batch (a multiple of 8) with an attention mask. Reading a row reads its pieces of the array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.data.cache import carries_loss, token_ids
+from outcore.data.cache import CheckedArray, carries_loss, token_ids
 
 IGNORE_INDEX = -100
 """transformers' and torch's label that carries no loss."""
@@ -26,7 +26,7 @@ MicroBatch = dict[str, torch.Tensor]
 class RowDataset:
     """Rows over a token array. `kind`: "packed", "padded" or "seq2seq"."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | CheckedArray
     starts: np.ndarray
     lengths: np.ndarray
     row_ends: np.ndarray

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outcore.data.cache import carries_loss
+from outcore.data.cache import CheckedArray, carries_loss
 from outcore.data.layout.permutation import Permutation
 
 BUFFER_SEGMENTS = 65536
@@ -67,14 +67,14 @@ def _pack_buffer(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 
 class Documents(Protocol):
     """What of a token cache the layout reads."""
 
     @property
-    def tokens(self) -> np.ndarray: ...
+    def tokens(self) -> np.ndarray | CheckedArray: ...
     @property
     def offsets(self) -> np.ndarray: ...
     @property
@@ -153,7 +153,7 @@ def supervised_segments(
     return replace(ends.take(kept), truncated=int((is_long & kept).sum()), dropped=int((~kept).sum()))
 
 
-def _with_loss(tokens: np.ndarray, segments: Segments, only: np.ndarray) -> np.ndarray:
+def _with_loss(tokens: np.ndarray | CheckedArray, segments: Segments, only: np.ndarray) -> np.ndarray:
     """True for segments that have a token to learn behind their first one; those not in `only` are known to have."""
     kept = np.ones(len(segments), dtype=bool)
     for i in np.flatnonzero(only):

@@ -6,6 +6,7 @@ keeps out of the loss (`weight: 0`, `train: false`)."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,16 @@ def message_list(value: Any) -> list[Any] | None:
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         return value if {"role", "from"} & set(value[0]) else None
     return None
+
+
+def is_number(value: Any) -> bool:
+    """True for a number or a boolean, which an answer may be; not for a table's NaN, which says that there is none."""
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def as_text(value: Any) -> Any:
+    """A number or a boolean as JSON spells it; anything else as it is."""
+    return json.dumps(value) if is_number(value) else value
 
 
 def read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], frozenset[int]]:
@@ -128,8 +139,7 @@ def _is_trained(message: Mapping[str, Any], role: str, where: str) -> bool:
 
 
 def _content(value: Any, where: str) -> str:
-    if value is None:
-        return ""
+    value = "" if value is None else as_text(value)
     if isinstance(value, str):
         return value
     if isinstance(value, list):

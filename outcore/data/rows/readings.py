@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.data.basis import common_beginning, shorten
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
-from outcore.data.rows.messages import message_list, read_messages, read_tools, read_variables, says_something
+from outcore.data.rows.messages import as_text, message_list, read_messages, read_tools, read_variables, says_something
 from outcore.data.sources import RowError
 
 Row = Mapping[str, Any]
@@ -20,7 +20,7 @@ NO_LABEL = -100
 
 def text(row: Row, columns: Columns) -> TextExample:
     """Plain text."""
-    return TextExample(_text(row, columns[0]))
+    return TextExample(_text(row, columns[0], takes_numbers=False))
 
 
 def conversation(row: Row, columns: Columns) -> ChatExample:
@@ -134,8 +134,8 @@ def _chat(row: Row, messages: list[dict[str, Any]], untrained: frozenset[int]) -
 
 
 def _system(row: Row) -> dict[str, Any] | None:
-    value = row.get("system")
-    return {"role": "system", "content": value} if isinstance(value, str) and value.strip() else None
+    words = "" if row.get("system") is None else _text(row, "system")
+    return {"role": "system", "content": words} if words.strip() else None
 
 
 def _history(row: Row) -> list[tuple[str, str]]:
@@ -174,8 +174,9 @@ def _wrong_label(labels: Sequence[int], ids: Sequence[int]) -> int | None:
     return next((i for i, (label, token) in enumerate(zip(labels, ids)) if label not in (NO_LABEL, token)), None)
 
 
-def _text(row: Row, column: str) -> str:
-    value = row[column]
+def _text(row: Row, column: str, *, takes_numbers: bool = True) -> str:
+    """A question, an answer or what belongs to one, which may be a number. RowError for what is no text."""
+    value = as_text(row[column]) if takes_numbers else row[column]
     if not isinstance(value, str):
         found = "nothing (null)" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
         raise RowError(f"column {column!r} should hold text, found {found}")

@@ -1,14 +1,15 @@
-"""Shapes of rows: one table of what each is known by, what is asked, what carries loss; and how the first rows choose.
+"""Shapes of rows: one table of what each is known by, what is asked, what carries loss; and how columns choose.
 
-Columns named in the settings decide; otherwise the first rows' column names and the types of their values do. Every
-other row must have the shape of the first: one that has not is a bad row, with the reason. A column that a shape does
-not use is counted and named, never dropped without a word.
+Columns named in the settings decide; otherwise the names of all columns of the file do, whatever row they stand in, and
+then their values. Every row must have the shape of its file: one that has not is a bad row, with the reason. A question
+is never trained as plain text because its answer was no text. A column that a shape does not use is counted and named,
+never dropped without a word.
 
 A source's rows with the shape of the file that they stand in: the files of one folder may be of different shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from outcore.data.basis import DataError, DataSettings, nearest
 from outcore.data.rows import readings
 from outcore.data.rows.examples import Example
-from outcore.data.rows.messages import message_list
+from outcore.data.rows.messages import is_number, message_list
 from outcore.data.sources import BadRow, Record, RowError, Source
 
 TEXT_COLUMNS = ("text", "content", "document", "body", "raw_content", "markdown", "code")
@@ -27,8 +28,13 @@ COMPLETION_COLUMNS = ("completion", "response", "output", "solution", "answer", 
 SOURCE_PARTNERS = ("target",)
 """`source` is a prompt beside these only; elsewhere it names where a row comes from."""
 ANSWERS_TO_INSTRUCTION = ("output", "response", "completion", "answer")
+KNOWN_COLUMNS = frozenset(
+    {*TEXT_COLUMNS, *CONVERSATION_COLUMNS, *PROMPT_COLUMNS, *COMPLETION_COLUMNS, "instruction", "rejected", "input_ids"}
+)
+"""Columns that decide about the shape."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 PLACEHOLDERS = ("<image>", "<audio>", "<video>", "<|image|>", "<|image_pad|>")
+TEXT_EXTRAS = ("input", "context", "system")
 _CHAT_EXTRAS = ("tools", "functions", "chat_template_kwargs")
 
 
@@ -102,6 +108,16 @@ class Shape:
             if column not in self.columns and column not in self.kind.extras and value not in (None, "", [], {}):
                 yield column
 
+    def numbers(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """Columns whose numbers and booleans the row's example has as text."""
+        if self.format in ("text", "tokens"):
+            return
+        for column in (*self.columns, *(extra for extra in TEXT_EXTRAS if extra in self.kind.extras)):
+            value = row.get(column)
+            messages = message_list(value) or ()
+            if is_number(value) or any(is_number(m.get("content", m.get("value"))) for m in messages):
+                yield column
+
     def _check_media(self, row: Mapping[str, Any]) -> None:
         for column in MEDIA_COLUMNS:
             if column in self.columns or row.get(column) in (None, "", [], {}):
@@ -114,10 +130,14 @@ class Shape:
                 )
 
 
-def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name: str) -> Shape:
-    """The shape that the first rows show; DataError when a named column is missing or no shape fits."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    first = {column: next((row[column] for row in rows if row.get(column) is not None), None) for column in columns}
+def detect_shape(
+    rows: Iterable[Mapping[str, Any]], settings: DataSettings, name: str, *, fixed_columns: bool = False
+) -> Shape:
+    """The shape of a file's rows, all of them; DataError when a named column is missing or no shape fits.
+
+    `fixed_columns`: every row has the same ones, so not all rows need be looked at."""
+    seen = _seen(rows, fixed_columns)
+    columns = list(seen)
     if settings.text_column:
         return Shape("text", (_existing(settings.text_column, columns, "text_column", name),))
     if settings.prompt_column and settings.completion_column:
@@ -127,16 +147,16 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
         )
     if settings.messages_column:
         _existing(settings.messages_column, columns, "messages_column", name)
-    found = _found(first, columns, settings.messages_column)
+    found = _found(seen, settings)
     if settings.format == "auto" and found:
         return next(iter(found.values()))
     if settings.format in found:
         return found[settings.format]
-    if first.get("text") is not None and settings.format in ("auto", "text"):
-        raise DataError(f"{name}: column 'text' should hold text, found {type(first['text']).__name__}.")
+    if seen.get("text") is not None and settings.format in ("auto", "text"):
+        raise DataError(f"{name}: column 'text' should hold text, found {type(seen['text']).__name__}.")
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
-    small = {column.lower(): value for column, value in first.items()}
-    known = next(iter(_found(small, list(small), None).values()), None) if small.keys() != first.keys() else None
+    small = {column.lower(): value for column, value in seen.items()}
+    known = next(iter(_found(small, settings).values()), None) if small.keys() != seen.keys() else None
     hint = f" In small letters they would be read as {known}." if known else ""
     raise DataError(
         f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}.{hint} Name them with text_column, with "
@@ -146,45 +166,84 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
     )
 
 
-def _found(first: Mapping[str, Any], columns: Sequence[str], messages_column: str | None) -> dict[str, Shape]:
-    """The shapes that fit, in the order in which auto prefers them."""
+NOTHING, ODD, NUMBER, TEXTUAL, TALK = range(5)
+"""What a value says of its column, the more the higher: nothing (null); neither text nor number; ...; messages."""
+
+
+def _seen(rows: Iterable[Mapping[str, Any]], fixed_columns: bool) -> dict[str, Any]:
+    """Every column, and the value of it that says most."""
+    seen: dict[str, Any] = {}
+    said: dict[str, int] = {}
+    for row in rows:
+        for column, value in row.items():
+            if (says := _says(value)) > said.get(column, -1):
+                seen[column], said[column] = value, says
+        if fixed_columns and all(says >= TEXTUAL for column, says in said.items() if column in KNOWN_COLUMNS):
+            break
+    return seen
+
+
+def _says(value: Any) -> int:
+    if value is None or (isinstance(value, float) and value != value):  # NaN: a table's way to leave a number out
+        return NOTHING
+    if isinstance(value, str):
+        return TALK if _is_talk(value) else TEXTUAL
+    if isinstance(value, list):
+        return TALK if _is_talk(value) else ODD
+    return NUMBER if is_number(value) else ODD
+
+
+def _found(seen: Mapping[str, Any], settings: DataSettings) -> dict[str, Shape]:
+    """The shapes that fit, in the order in which auto prefers them: first those whose values fit as well; last those
+    known by their names only, whose odd values are bad rows."""
     found: dict[str, Shape] = {}
-    if first.get("input_ids") is not None:  # also one that is no list: its rows say so, and digits are not read as text
+    if seen.get("input_ids") is not None:  # also one that is no list: its rows say so, and digits are not read as text
         found["tokens"] = Shape("tokens", ("input_ids",))
-    conversation = messages_column or next((c for c in CONVERSATION_COLUMNS if _is_talk(first.get(c))), None)
+    named = [c for c in CONVERSATION_COLUMNS if c in seen]
+    conversation = settings.messages_column or next((c for c in named if _says(seen[c]) == TALK), None)
     if conversation:
-        messages = message_list(first[conversation]) or []
+        messages = message_list(seen[conversation]) or []
         is_sharegpt = bool(messages) and "from" in messages[0] and "role" not in messages[0]
         name = "sharegpt" if is_sharegpt else "messages"
         found[name] = Shape(name, (conversation,))
-    answer = next((c for c in ANSWERS_TO_INSTRUCTION if isinstance(first.get(c), str)), None)
-    if isinstance(first.get("instruction"), str) and answer:
-        found["alpaca"] = Shape("alpaca", ("instruction", answer))
-    if pair := _pair(first):
-        found["prompt_completion"] = Shape("prompt_completion", pair)
-    if _is_prompt(first.get("chosen")) and _is_prompt(first.get("rejected")):
-        found["preference"] = Shape("preference", ("chosen", "rejected"))
-    text = next((column for column in TEXT_COLUMNS if isinstance(first.get(column), str)), None)
-    if text is None:
-        texts = [column for column in columns if isinstance(first[column], str)]
-        text = texts[0] if len(texts) == 1 and not conversation else None
+    for least in (TEXTUAL, NUMBER):
+        _add_pairs(found, seen, TEXTUAL, least)
+    text = next((column for column in TEXT_COLUMNS if isinstance(seen.get(column), str)), None)
     if text:
         found["text"] = Shape("text", (text,))
+    _add_pairs(found, seen, NOTHING, NOTHING)
+    if named and not conversation:
+        found.setdefault("messages", Shape("messages", (named[0],)))
+    texts = [column for column, value in seen.items() if isinstance(value, str)]
+    if len(texts) == 1 and not conversation:
+        # A question beside columns that are not known: its answer may be one of them, so a person has to say.
+        is_question = texts[0].lower() in ("instruction", *PROMPT_COLUMNS) and len(seen) > 1
+        if settings.format == "text" or not is_question:
+            found.setdefault("text", Shape("text", (texts[0],)))
     return found
 
 
-def _pair(first: Mapping[str, Any]) -> tuple[str, str] | None:
+def _add_pairs(found: dict[str, Shape], seen: Mapping[str, Any], asked: int, told: int) -> None:
+    """Add what has a question and an answer, in columns whose values say at least so much."""
+    fits = {least: {c for c, value in seen.items() if _says(value) >= least} for least in (asked, told)}
+    if "instruction" in fits[asked] and (answer := _first(ANSWERS_TO_INSTRUCTION, fits[told])):
+        found.setdefault("alpaca", Shape("alpaca", ("instruction", answer)))
     for prompt in PROMPT_COLUMNS:
-        if not _is_prompt(first.get(prompt)):
+        is_source = prompt == "source"
+        if is_source and told < TEXTUAL:  # also the names of where a row comes from, and of its label
             continue
-        partners = SOURCE_PARTNERS if prompt == "source" else COMPLETION_COLUMNS
-        for completion in partners:
-            if _is_prompt(first.get(completion)):
-                return prompt, completion
-    return None
+        completion = _first(SOURCE_PARTNERS if is_source else COMPLETION_COLUMNS, fits[told])
+        if prompt in fits[asked] and completion:
+            found.setdefault("prompt_completion", Shape("prompt_completion", (prompt, completion)))
+    if {"chosen", "rejected"} <= fits[told]:
+        found.setdefault("preference", Shape("preference", ("chosen", "rejected")))
 
 
-def _existing(column: str, columns: Sequence[str], setting: str, name: str) -> str:
+def _first(names: Iterable[str], among: set[str]) -> str | None:
+    return next((name for name in names if name in among), None)
+
+
+def _existing(column: str, columns: Collection[str], setting: str, name: str) -> str:
     if column not in columns:
         raise DataError(
             f"{name} has no column {column!r} ({setting}){nearest(column, columns)}; it has: "
@@ -198,36 +257,28 @@ def _is_talk(value: Any) -> bool:
     return message_list(value) is not None or (isinstance(value, str) and value.lstrip().startswith(("[{", "[ {")))
 
 
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or message_list(value) is not None
-
-
-DETECT_ROWS = 16
 TEXT = Shape("text", ("text",))
 
 
 def shaped_records(source: Source, settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
-    """Every record with the shape that the first rows of its file show.
+    """Every record with the shape of its file, whose columns are looked at first, in a reading of their own.
 
     Raises DataError when a file's rows have no known shape, or settings name columns of a text that has none."""
     if source.is_text:
         _check_text(source, settings)
         return ((record, TEXT) for record in source.records())
-    return _by_file(source.records(), settings)
+    return _by_file(source, settings)
 
 
-def _by_file(records: Iterable[Record | BadRow], settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
-    for name, group in groupby(records, key=lambda record: record.where.path):
-        head: list[Record | BadRow] = []
-        rows = 0
-        for record in group:
-            head.append(record)
-            rows += isinstance(record, Record)
-            if rows and len(head) >= DETECT_ROWS:
-                break
-        usable = [record.row for record in head if isinstance(record, Record)]
-        shape = detect_shape(usable, settings, name) if usable else TEXT
-        yield from ((record, shape) for record in chain(head, group))
+def _by_file(source: Source, settings: DataSettings) -> Iterator[tuple[Record | BadRow, Shape]]:
+    for name, group in groupby(source.records(), key=lambda record: record.where.path):
+        records, fixed_columns = source.again(name)
+        rows = (record.row for record in records if isinstance(record, Record))
+        first = next(rows, None)
+        shape = TEXT
+        if first is not None:
+            shape = detect_shape(chain([first], rows), settings, name, fixed_columns=fixed_columns)
+        yield from ((record, shape) for record in group)
 
 
 def _check_text(source: Source, settings: DataSettings) -> None:

@@ -87,6 +87,9 @@ class EmbeddedSource:
                 continue  # deliberately undecodable samples of the library, not a fault of the reader's
             yield Record(where, {"text": text})
 
+    def again(self, place: str) -> tuple[Iterator[Record | BadRow], bool]:
+        return self.records(), True
+
     def notes(self) -> list[str]:
         version = ".".join(map(str, sys.version_info[:3]))
         return [f"built-in text: {len(self.files)} source files of Python {version}'s standard library"]

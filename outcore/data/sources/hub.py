@@ -7,6 +7,7 @@ becomes one error that names what works without a network."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from outcore.data.sources.paths import LOCAL_ALTERNATIVES
 from outcore.data.sources.records import BadRow, Record, Where, without_filled_nulls
 
 STREAM_ABOVE_SHARE_OF_RAM = 0.25
+STREAM_LOOK_ROWS = 16
+"""Rows of a stream that tell its shape: each is read over the network."""
 
 
 class HubSource:
@@ -73,6 +76,9 @@ class HubSource:
         except (OSError, RuntimeError) as error:
             raise _explain(error, self.name, self.dataset_id) from error
 
+    def again(self, place: str) -> tuple[Iterator[Record | BadRow], bool]:
+        return islice(self.records(), STREAM_LOOK_ROWS if self.streaming else None), True
+
     def notes(self) -> list[str]:
         return list(self._say)
 
@@ -103,6 +109,9 @@ class SavedDatasetSource:
     def records(self) -> Iterator[Record | BadRow]:
         for number, row in enumerate(self._dataset, start=1):
             yield Record(Where(self.name, "row", number), without_filled_nulls(row))
+
+    def again(self, place: str) -> tuple[Iterator[Record | BadRow], bool]:
+        return self.records(), True
 
     def notes(self) -> list[str]:
         return []

@@ -276,6 +276,10 @@ READERS: dict[str, Callable[[Path], RowsOf]] = {
 }
 
 
+TABLES = (".csv", ".tsv", ".parquet")
+"""Files in which every row has the same columns."""
+
+
 def _not_an_object(value: Any) -> str:
     return f"expected an object with named columns, found {type(value).__name__}: {shorten(repr(value), 60)}"
 

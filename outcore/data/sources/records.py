@@ -104,6 +104,11 @@ class Source(Protocol):
 
     def records(self) -> Iterator[Record | BadRow]: ...
 
+    def again(self, place: str) -> tuple[Iterator[Record | BadRow], bool]:
+        """(records of the file at this place once more, whether all of them have the same columns); of a stream the
+        first ones."""
+        ...
+
     def notes(self) -> list[str]:
         """What a person should know about how the data was understood."""
         ...

@@ -21,7 +21,7 @@ from outcore.data.sources.paths import (
     missing_file_error,
     translate,
 )
-from outcore.data.sources.readers import READERS, read_text
+from outcore.data.sources.readers import READERS, TABLES, read_text
 from outcore.data.sources.records import BadRow, Record, Source
 from outcore.data.sources.textfile import plain_suffix
 
@@ -58,6 +58,11 @@ class FilesSource:
     def records(self) -> Iterator[Record | BadRow]:
         for path in self.files:
             yield from (read_text if self.is_text else READERS[plain_suffix(path)])(path)
+
+    def again(self, place: str) -> tuple[Iterator[Record | BadRow], bool]:
+        path = Path(place) if Path(place) in self.files else Path(place.rpartition(" [")[0])  # an object's list of rows
+        suffix = plain_suffix(path)
+        return READERS[suffix](path), suffix in TABLES
 
     def notes(self) -> list[str]:
         return list(self._notes)

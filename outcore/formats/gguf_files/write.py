@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from outcore.formats.gguf_files.rules import GgufRefused, architecture_of, gguf_
 from outcore.formats.gguf_files.tokens import add_tokenizer
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
+from outcore.model.facts import end_ids
 
 ENDS = ("token_embd.weight", "output.weight")
 """Kept in more bits in a q4_k file: errors in them reach every token."""
@@ -139,3 +141,14 @@ def _add_facts(writer: Any, config: Any, kind: str, folder: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, folder, config.vocab_size)
+    _add_end_tokens(writer, folder)
+
+
+def _add_end_tokens(writer: Any, folder: Path) -> None:
+    """What ends an answer beside the tokenizer's EOS: such a file has two more places for it."""
+    file = folder / "generation_config.json"
+    ends = end_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")) if file.is_file() else []
+    own = writer.kv_data[0].get("tokenizer.ggml.eos_token_id")
+    others = [token for token in ends if own is None or token != own.value]
+    for add, token in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
+        add(token)

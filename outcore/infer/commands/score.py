@@ -1,4 +1,8 @@
-"""`outcore score MODEL --input texts.jsonl`: how likely texts are to the model, and its perplexity over all of them."""
+"""`outcore score MODEL --input texts.jsonl`: how likely texts are to the model, and its perplexity over all of them.
+
+{"text": "..."}  or  {"prompt": "..."}      all of it
+{"prompt": "...", "completion": "..."}      the completion behind the prompt; also answer, response, ... as in training
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +18,9 @@ from typing import Any
 
 from outcore.common.files import json_of, replacing
 from outcore.common.output import say, tell_error
+from outcore.common.quantities import counted
 from outcore.config.commands import score_flags
+from outcore.data.rows import COMPLETION_COLUMNS, as_text
 from outcore.infer.commands.options import check_output, settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
@@ -38,22 +45,28 @@ def _score(args: argparse.Namespace) -> int:
         raise ValueError(f"--input {args.input} is no file.")
     if args.output is not None:
         check_output(args.output, args.input)
-    texts = list(_texts(args.input))
+    unread: Counter[str] = Counter()
+    texts = list(_texts(args.input, unread))
     if not texts:
         raise ValueError(f"--input {args.input} has no texts.")
+    if unread:
+        named = [f"{name!r} ({counted(count, 'line')})" for name, count in unread.items()]
+        say(f"fields that are not read: {', '.join(named)}")
     opened = open_engine(args.model, settings_of(args).for_scoring(), say)
     told = against_plan(opened)
     total, count = 0.0, 0
     try:
         prompts = Prompts(opened.found.tokenizer)
-        ids = [prompts.of_text(text) for text in texts]
+        ids, firsts = _tokens(texts, prompts)
         opened.engine.check_texts(ids)  # all of them, before hours of work
+        first_of = iter(firsts)
         with nullcontext() if args.output is None else replacing(args.output) as file:
             for group in _groups(ids):
                 began = time.perf_counter()
                 scores = opened.engine.score(group)
                 told.scored([len(ids) for ids in group], time.perf_counter() - began)
-                for logprobs in scores:
+                for of_text in scores:
+                    logprobs = of_text[next(first_of) :]
                     total, count = total + sum(logprobs), count + len(logprobs)
                     if file is not None:
                         file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)).encode() + b"\n")
@@ -79,7 +92,22 @@ def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
     return found | ({"token_logprobs": logprobs} if with_tokens else {})
 
 
-def _texts(path: Path) -> Iterator[str]:
+def _tokens(texts: list[tuple[str, str]], prompts: Prompts) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Tokens of each (prompt, text), and the number of the first whose score counts; the first token has none."""
+    ids, firsts = [], []
+    for asked, told in texts:
+        if not asked:
+            ids.append(prompts.of_text(told))
+            firsts.append(0)
+            continue
+        before = prompts.of_text(asked)
+        ids.append((*before, *prompts.tokenizer(told, add_special_tokens=False)["input_ids"]))
+        firsts.append(len(before) - 1)
+    return ids, firsts
+
+
+def _texts(path: Path, unread: Counter[str]) -> Iterator[tuple[str, str]]:
+    """(what stands before it, the text that is scored) of each line. `unread` counts fields that are not read."""
     is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
@@ -88,16 +116,39 @@ def _texts(path: Path) -> Iterator[str]:
             if any("\ud800" <= letter <= "\udfff" for letter in line):
                 raise ValueError(f"{path}, line {number}: is no UTF-8. Save the file as UTF-8.")
             if not is_json:
-                yield line.rstrip("\n")
+                yield "", line.rstrip("\n")
                 continue
             try:
                 entry = json_of(line)
-                text = entry if isinstance(entry, str) else entry.get("text", entry.get("prompt"))
-            except (ValueError, AttributeError):
-                raise ValueError(f"{path}, line {number}: is no JSON object or text.") from None
-            if not isinstance(text, str):
-                raise ValueError(f'{path}, line {number}: has no "text".')
-            yield text
+            except ValueError:
+                entry = None
+            if isinstance(entry, str):
+                yield "", entry
+            elif isinstance(entry, dict):
+                yield _parts_of(entry, f"{path}, line {number}", unread)
+            else:
+                raise ValueError(f"{path}, line {number}: is no JSON object or text.")
+
+
+def _parts_of(entry: dict[str, Any], where: str, unread: Counter[str]) -> tuple[str, str]:
+    """(prompt or '', text) of one line; ValueError for one of which a part would not count."""
+    said = {name: as_text(value) for name, value in entry.items() if value is not None}
+    asked = [name for name in ("text", "prompt") if name in said]
+    told = [name for name in COMPLETION_COLUMNS if name in said and (asked == ["prompt"] or name == "completion")]
+    if not asked:
+        raise ValueError(f'{where}: has no "text".')
+    if len(asked) + len(told) > 2 or (told and asked == ["text"]) or len(asked) > 1:
+        raise ValueError(
+            f'{where}: has {" and ".join(asked + told)}, of which one would not count. A line has "text", or "prompt" '
+            'with or without one "completion".'
+        )
+    for name in asked + told:
+        if not isinstance(said[name], str):
+            raise ValueError(f'{where}: "{name}" should be text, found {type(said[name]).__name__}.')
+    if told and not said[told[0]]:
+        raise ValueError(f'{where}: its "{told[0]}" is empty: there is nothing to score.')
+    unread.update(name for name in said if name not in asked + told)
+    return (said[asked[0]], said[told[0]]) if told else ("", said[asked[0]])
 
 
 def _groups(ids: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:

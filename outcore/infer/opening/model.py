@@ -16,12 +16,13 @@ import torch
 from safetensors import safe_open
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
-from outcore.checkpoint.export import export_checkpoint, model_folder
+from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
+from outcore.checkpoint.materials import base_material, check_material
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import add_to_products
-from outcore.model.facts import checkpoint_name
+from outcore.model.facts import checkpoint_name, end_ids, read_end_tokens
 from outcore.model.forward import unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
@@ -142,6 +143,9 @@ def open_model(
         )
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
+    for folder in (place.checkpoint, place.adapter):
+        if folder is not None:
+            read_end_tokens(unwrap(loaded.model), folder / EXPORT if (folder / EXPORT).is_dir() else folder)
     loaded.model.eval()
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
@@ -156,8 +160,7 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer, by the model's generation config, its tokenizer and its chat template."""
     found: set[int] = set()
     for holder in (getattr(unwrap(model), "generation_config", None), getattr(unwrap(model), "config", None)):
-        ids = getattr(holder, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids} if isinstance(ids, int) else set()
+        found |= {*end_ids(getattr(holder, "eos_token_id", None))}
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -176,7 +179,9 @@ def _checkpoint_place(path: Path) -> ModelPlace:
         raise ValueError(str(error)) from error
     files = checkpoint / EXPORT
     if (files / ADAPTER).is_file():
-        packed = open_checkpoint(found).trainer_state()["fingerprint"].get("quantize")
+        opened = open_checkpoint(found)
+        check_material(opened, "base", base_material(_base_of(files)))
+        packed = opened.trainer_state()["fingerprint"].get("quantize")
         return replace(
             _adapter_place(files),
             words=f"{_base_of(files)} with the adapter of {checkpoint}",
@@ -203,10 +208,10 @@ def _adapter_place(path: Path) -> ModelPlace:
 
 
 def _base_of(path: Path) -> str:
-    base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = base_of(path)
     if not base:
         raise ValueError(f"{path / ADAPTER} names no base model. Name the base, and this folder with --adapter.")
-    return str(base)
+    return base
 
 
 def _check_adapter(folder: Path) -> None:

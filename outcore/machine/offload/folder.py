@@ -235,12 +235,16 @@ def _remove_folders(created: list[Path]) -> None:
 
 @contextlib.contextmanager
 def temporary_file(folder: Path) -> Iterator[Path]:
-    """An empty file in `folder` that is removed again whatever happens."""
+    """An empty file in `folder` that is removed again whatever happens, a kill included where open files have a path of
+    their own (Linux): there it has lost its name before anything is written to it."""
     fd, name = tempfile.mkstemp(prefix=_TEST_PREFIX, dir=folder)
-    os.close(fd)
+    opened = Path(f"/proc/self/fd/{fd}")
     try:
-        yield Path(name)
+        if opened.exists():
+            os.unlink(name)
+        yield opened if opened.exists() else Path(name)
     finally:
+        os.close(fd)
         Path(name).unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 from outcore.model.facts.config_key import ConfigKey
 from outcore.model.facts.decay import undecayed
+from outcore.model.facts.ends import end_ids, read_end_tokens, set_end_tokens
 from outcore.model.facts.facts import (
     ModelFacts,
     language_config,

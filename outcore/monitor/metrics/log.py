@@ -16,10 +16,12 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outcore.common import fsync_folder, replacing
+from outcore.common import fsync_folder, replacing, write_atomic
 from outcore.common.classes import Closing
 from outcore.monitor.sensors import describe
 
@@ -58,14 +60,21 @@ class MetricsLog(Closing):
         resume_step: None for a new run (an older file of that name is kept beside as metrics.1.jsonl, .2, ...);
             a step number to go on after it: lines of later steps are dropped.
         fsync_interval_s: at most so many seconds of lines can be lost to a power cut (kill -9 loses none).
+        say: hears that the file was removed under the run, and put back.
 
     Raises:
         MetricsLogError: the file cannot be opened or rewritten."""
 
     def __init__(
-        self, path: Path | str, *, resume_step: int | None = None, fsync_interval_s: float = FSYNC_INTERVAL_S
+        self,
+        path: Path | str,
+        *,
+        resume_step: int | None = None,
+        fsync_interval_s: float = FSYNC_INTERVAL_S,
+        say: Callable[[str], None] = lambda words: None,
     ) -> None:
         self.path = Path(path)
+        self._say = say
         self.kept_path: Path | None = None
         """Path where an older run's file went, if there was one."""
         self.dropped_lines = 0
@@ -139,9 +148,27 @@ class MetricsLog(Closing):
     def sync(self) -> None:
         """Bring every line so far to the drive, before a checkpoint of their step is announced. MetricsLogError."""
         try:
+            self._put_back()
             os.fsync(self._fd)
         except OSError as error:
             raise MetricsLogError(self.path, "sync", error) from error
+
+    def _put_back(self) -> None:
+        """Write the file anew where it was removed, or moved away, since: the open file has every line so far."""
+        mine = os.fstat(self._fd)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), mine):
+                return
+        lines = os.pread(self._fd, mine.st_size, 0)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_older()  # somebody else's, if there is one
+        write_atomic(self.path, lines)
+        os.close(self._fd)
+        self._open()
+        self._say(
+            f"WARNING: {self.path} was removed or replaced while the run writes it: every line of it is there again. "
+            "What else its folder held (plan.json, TensorBoard's files) is not"
+        )
 
     def close(self) -> None:
         """Sync and close; later calls do nothing."""
@@ -162,6 +189,7 @@ class MetricsLog(Closing):
         try:
             if self._fd < 0:
                 raise OSError(errno.EBADF, "the log is closed")
+            self._put_back()
             written = os.write(self._fd, line)
             while written < len(line):  # near a full disk the kernel takes a part; the next write tells why
                 written += os.write(self._fd, line[written:])

@@ -16,7 +16,7 @@ from outcore.engine.decide import choose_engine
 from outcore.model import ModelSettings, resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.runs import TakenRun, default_name, take_run_together
-from outcore.train.changes import changed_by_version, settle_changes
+from outcore.train.changes import changed_by_version, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
@@ -74,7 +74,8 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
         job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
     taken = _take(job, settings)
     job.phase = "preparing tokenizer and data"
-    planned = Planned(job, settings, model, taken.folder.name)
+    planned = Planned(job, settings, model, taken.folder.name, taken.checkpoint)
+    made_of = settle_materials(config, model, planned.tokenizer, taken.checkpoint, job.say)
     decision = planned.decide(taken.checkpoint)
     planned.check(decision)
     check_drives(config, taken.folder, planned.forecast(decision).plan, job.device.precision)
@@ -95,7 +96,7 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     steps = context.length.total_steps - (taken.checkpoint.step if taken.checkpoint else 0)
     if words := forecast.problem or forecast.of_steps(steps):
         job.say(words)
-    return _ready(job, replace(context, decided=decision, forecast=forecast), engine)
+    return _ready(job, replace(context, decided=decision, forecast=forecast, made_of=made_of), engine)
 
 
 def _take(job: RunJob, settings: RunSettings) -> TakenRun:

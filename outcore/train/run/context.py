@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from outcore import __version__
 from outcore.checkpoint import Checkpoint, model_fingerprint
+from outcore.checkpoint.materials import Material
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
+from outcore.model.facts import set_end_tokens
+from outcore.model.forward import unwrap
 from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
@@ -51,6 +54,8 @@ class RunContext:
     is_main: bool
     changes: tuple[str, ...] = ()
     """What a resumed run does otherwise than before, on purpose."""
+    made_of: Mapping[str, Material] = field(default_factory=dict)
+    """The run's tokenizer, and the base below an adapter."""
     forecast: Forecast | None = None
     """What the planner says of this run, once its engine is there."""
 
@@ -96,6 +101,7 @@ class RunContext:
         stream = BatchStream(
             self.data.train, micro, engine.rank, engine.world_size, seed=config.seed, group_rows=group_rows
         )
+        end_tokens = self._set_end_tokens(engine, say)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
         if (model := model_fingerprint(engine.loaded.config)) is not None:
             fingerprint["model"] = model
@@ -114,8 +120,8 @@ class RunContext:
             loggers.add("metrics server", MetricsServer(config.metrics_port, run=folder.name, say=say))
         metrics = None
         if is_main:
-            header = self._header(engine, sampler)
-            metrics = MetricsLog(folder.metrics, resume_step=resume_step)
+            header = self._header(engine, sampler, end_tokens)
+            metrics = MetricsLog(folder.metrics, resume_step=resume_step, say=say)
             opened.callback(metrics.close)
             if metrics.damaged_lines:
                 say(
@@ -158,6 +164,7 @@ class RunContext:
             tokenizer=tokenizer,
             fingerprint=fingerprint,
             settings=self.changeable,
+            made_of={kind: asdict(material) for kind, material in self.made_of.items()},
         )
 
     def _best(self) -> BestSoFar | None:
@@ -181,7 +188,16 @@ class RunContext:
             return False
         return True
 
-    def _header(self, engine: Engine, sampler: Sampler) -> dict[str, Any]:
+    def _set_end_tokens(self, engine: Engine, say: Callable[[str], None]) -> list[int]:
+        """Have the exported model stop where the data's answers end; said where that is not where its text ends."""
+        trained, own = self.data.summary.end_tokens, self.tokenizer.eos_token_id
+        found = set_end_tokens(unwrap(engine.loaded.model), self.tokenizer, trained)
+        if found and set(trained) - {own}:
+            words = [f"{self.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in found]
+            say(f"answers end with {' or '.join(words)}: the exported generation_config.json says so")
+        return found
+
+    def _header(self, engine: Engine, sampler: Sampler, end_tokens: list[int]) -> dict[str, Any]:
         """Line 0 of metrics.jsonl."""
         import deepspeed
         import transformers
@@ -197,7 +213,7 @@ class RunContext:
                 **sampler.describe(),
                 "links": self._links(),
             },
-            "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts)},
+            "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts), "end_tokens": end_tokens},
             "data": self.data.summary.header(),
             "plan": {
                 "total_steps": self.length.total_steps,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from outcore.checkpoint import Checkpoint
 from outcore.config import ConfigError, TrainConfig, is_tiny
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture, weighted_source
 from outcore.data.chat import read_template
 from outcore.data.look import data_settings_of
 from outcore.model import LoadedModel, ModelSettings, max_positions, resolve_source
 from outcore.model.trial import check_abilities, check_token_ids, embedding_rows
+from outcore.train.changes import kept_tokenizer
 from outcore.train.configure.rooms import DEFAULT_SEQ_LENGTH, TINY_SEQ_LENGTH, model_settings_of
 
 Say = Callable[[str], None]
@@ -26,11 +28,13 @@ def default_seq_length(config: TrainConfig, precision: str) -> int:
     return min(DEFAULT_SEQ_LENGTH, limit or DEFAULT_SEQ_LENGTH)
 
 
-def load_tokenizer(config: TrainConfig, settings: ModelSettings, say: Say) -> Any:
-    """The model's tokenizer, the one that was named, or one trained on the data."""
+def load_tokenizer(config: TrainConfig, settings: ModelSettings, say: Say, checkpoint: Checkpoint | None = None) -> Any:
+    """The tokenizer that was named, the model's, the one of the checkpoint from which the run goes on, or one trained
+    on the data."""
+    kept = kept_tokenizer(config, checkpoint)
     tokenizer = load_or_train_tokenizer(
         data_settings_of(config, settings.seq_length, "auto"),
-        config.tokenizer_name_or_path or settings.model_name_or_path,
+        str(kept) if kept else config.tokenizer_name_or_path or settings.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
         say=say,
     )

@@ -42,6 +42,8 @@ def train_to_end(ready: Ready) -> int:
             saved = f"not saved ({trainer.unsaved_because})"
         job.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
         return stop.exit_code
+    if parts.metrics is not None:
+        parts.metrics.sync()  # whose folder is told to the user below: it has to be there
     trainer.plot()
     if context.forecast and job.is_main:
         is_ahead = parts.engine.facts().ahead_bytes > 0

@@ -24,7 +24,14 @@ from outcore.train.run.telling import tell_at_exit
 class Planned:
     """The engine's decision and the forecast of it, on one host and for one model."""
 
-    def __init__(self, job: RunJob, settings: RunSettings, model: ModelSettings, name: str) -> None:
+    def __init__(
+        self,
+        job: RunJob,
+        settings: RunSettings,
+        model: ModelSettings,
+        name: str,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self.job, self.settings, self.model = job, settings, model
         self.host = Host(
             job.device.has_cuda,
@@ -35,7 +42,7 @@ class Planned:
             write_combined_measured() if job.device.has_cuda else None,
         )
         with file_errors("preparing the tokenizer", job.config.data_cache_dir):
-            self.tokenizer = load_tokenizer(job.config, model, job.say)
+            self.tokenizer = load_tokenizer(job.config, model, job.say, checkpoint)
         num_gpus = settings.world_size
         self.forecaster = Forecaster(model, self.tokenizer, has_cuda=self.host.has_cuda, num_gpus=num_gpus)
 

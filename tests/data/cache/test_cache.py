@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ import pytest
 import outcore.data.cache.arrays as arrays_module
 from outcore.data import CacheError, DataError, DataSettings, prepare_data
 from outcore.data.cache.arrays import ArraysWriter, DamagedArrays, open_arrays
+from outcore.data.cache.checked import DamagedCache
 from outcore.data.cache.lock import build_lock
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
+from tests.refused import refused
 
 
 def write(path: Path, **values) -> None:
@@ -86,6 +89,49 @@ def test_damage_is_found(tmp_path: Path, damage: str):
     DAMAGES[damage](tmp_path / "x")
     with pytest.raises(DamagedArrays):
         open_arrays(tmp_path / "x")
+
+
+DAMAGED_UNDER_A_RUN = {
+    "zeroed": lambda file: patch(file, 70_000, bytes(64)),
+    "one bit": lambda file: patch(file, 70_000, bytes([file.read_bytes()[70_000] ^ 1])),
+    "cut short": lambda file: os.truncate(file, 70_000),
+}
+
+
+def patch(file: Path, at: int, data: bytes) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        opened.write(data)
+
+
+@pytest.mark.parametrize("damage", DAMAGED_UNDER_A_RUN)
+def test_damage_under_a_run_is_an_error_where_it_is_read_and_nowhere_else(tmp_path: Path, damage: str):
+    """Never other values, and no signal that ends the process."""
+    values = np.arange(1, 40_001, dtype=np.uint32)  # 160,000 bytes: ten pieces; damage in the fifth
+    write(tmp_path / "x", a=values)
+    checked = open_arrays(tmp_path / "x").checked("a")
+    assert checked[17_500] == 17_501 and checked[9:9].tolist() == []
+    assert np.array_equal(checked[4090:4110], values[4090:4110]) and np.array_equal(np.asarray(checked), values)
+    DAMAGED_UNDER_A_RUN[damage](tmp_path / "x/a.bin")
+    assert np.array_equal(checked[10:16_000], values[10:16_000])
+    words = r"a\.bin: bytes 65,536 and on have changed.*--resume_from_checkpoint"
+    refused(DamagedCache, words, lambda: checked[17_490:17_510])
+    refused(DamagedCache, words, lambda: checked[16_000:20_481])
+    if damage != "cut short":
+        assert np.array_equal(checked[20_480:], values[20_480:])
+
+
+def test_a_cache_that_is_removed_is_read_to_the_end(tmp_path: Path):
+    write(tmp_path / "x", a=np.arange(40_000))
+    checked = open_arrays(tmp_path / "x").checked("a")
+    shutil.rmtree(tmp_path / "x")
+    assert checked[39_999] == 39_999
+
+
+def test_checksums_of_pieces_that_are_damaged_are_found_on_opening(tmp_path: Path):
+    write(tmp_path / "x", a=np.arange(1000))
+    flip(tmp_path / "x/a.crc")
+    refused(DamagedArrays, r"a\.crc: has changed", lambda: open_arrays(tmp_path / "x"))
 
 
 def test_large_arrays_are_verified_by_sample(tmp_path: Path, monkeypatch):

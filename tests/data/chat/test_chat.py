@@ -166,7 +166,7 @@ def talk(*messages, **more):
     ("messages", talk({"role": "user"}), "message 1 of 'messages' has no 'content'"),
     ("messages", talk({"role": "robot", "content": "x"}), "unknown role 'robot'"),
     ("messages", talk({"role": "user", "content": "x"}), "no assistant message"),
-    ("messages", talk({"role": "user", "content": 3}), "should be text, found int"),
+    ("messages", talk({"role": "user", "content": {"a": 3}}), "should be text, found dict"),
     ("messages", talk({"role": "user", "content": [{"type": "image"}]}), "a part that is not text"),
     ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "unknown role 'alien'"),
 ])  # fmt: skip

@@ -5,6 +5,7 @@ import errno
 import os
 import resource
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from outcore.engine.deepspeed import offload
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
 from outcore.machine import LinkRates, detect_machine, drive_of, memlock_limit_bytes
 from outcore.machine.offload import folder as nvme
+from outcore.machine.offload import temporary_file
 from outcore.plan.run import drive_performance, write_combined_measured
 from outcore.staging import drive_speed
 from tests.refused import failing, refused
@@ -272,3 +274,14 @@ def test_write_combined_memory_is_judged_by_a_fresh_profile_of_this_machine(tmp_
     assert judged(1.04, now_s=path.stat().st_mtime + 40 * 86400.0) is None, "too old"
     assert judged(1.04, here=dataclasses.replace(here, cpu_name="another")) is None
     assert write_combined_measured(measured=tmp_path / "none", here=here) is None
+
+
+def test_a_kill_leaves_no_test_file(tmp_path: Path) -> None:
+    """Whoever tests or measures a folder does it in such a file, which may have a GiB."""
+    if not (child := os.fork()):
+        with temporary_file(tmp_path) as file:
+            file.write_bytes(b"x" * 5000)
+            assert file.read_bytes() == b"x" * 5000
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
