@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outcore.common.words import did_you_mean
-from outcore.model.facts import gguf_header, language_config
+from outcore.model.facts import gguf_config_fields, gguf_header, language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings
 
@@ -181,8 +181,8 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
 
 @cache
 def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
-    """The configuration that transformers reads from the file's header (some seconds, so once for a file as it is),
-    with a `quantization_config` that names the type that most of its weights have, and those of embedding and head."""
+    """The configuration that the file's header tells, with a `quantization_config` that names the type that most of its
+    weights have, and those of embedding and head."""
     from transformers import AutoConfig
 
     try:
@@ -190,11 +190,8 @@ def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
         kinds = {name: tensor.kind.lower() for name, tensor in header.tensors.items()}
         for name, tensor in header.tensors.items():
             counts[kinds[name]] += prod(tensor.shape)
-        config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
-        for name, size in header.sizes.items():  # transformers leaves these at the defaults of some model types
-            if hasattr(config, name):
-                setattr(config, name, size)
-    except Exception as error:  # both readers raise what they come upon
+        config = AutoConfig.for_model(**gguf_config_fields(header))
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(
             f"{file} cannot be read as a GGUF file with a model that is known: {error}. "
             "If it is cut off, download it again"
