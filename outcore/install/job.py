@@ -193,7 +193,9 @@ class InstallJob:
             self.progress.begin("verifying every part")
             try:
                 environ = self._child_environment()
-                self.rows += probe_rows(environment, chosen, self.repository, environ, offload, self.build_results)
+                self.rows += probe_rows(
+                    environment, chosen, self.repository, environ, offload, self.build_results, self.progress.detail
+                )
             finally:
                 self.progress.end(bool(self.rows))
             if "deepspeed" in chosen.pins:

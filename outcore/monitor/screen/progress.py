@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import IO, Any
 
 from outcore.common.classes import Closing
@@ -33,7 +34,8 @@ class RunProgress(Closing):
             and the last step always get one.
         limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
             `Sampler.describe()` gives them.
-        enabled: False shows nothing at all (ranks other than 0)."""
+        enabled: False shows nothing at all (ranks other than 0).
+        doing: what a step is at now, asked for while the first one, or a long one, is waited for."""
 
     def __init__(
         self,
@@ -46,12 +48,13 @@ class RunProgress(Closing):
         plain_every_s: float = 30.0,
         limits: dict[str, Any] | None = None,
         enabled: bool = True,
+        doing: Callable[[], str] = lambda: "",
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
         self.limits = dict(limits or {})
         self._file = sys.stderr if file is None else file
-        self._enabled = enabled
+        self._enabled, self._doing = enabled, doing
         self._every_steps = plain_every_steps
         self._every_s = plain_every_s
         self._record: dict[str, Any] = {}
@@ -140,7 +143,7 @@ class RunProgress(Closing):
         """The state in short phrases, the most important first."""
         record = self._record
         if not record:
-            return [self._activity or "waiting for the first step"]
+            return [self._activity or self._next_step(self.first_step)]
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         words = [f"step {record['step']}{total}"]
         if record.get("loss") is not None:
@@ -174,12 +177,15 @@ class RunProgress(Closing):
         self._shown_step, self._shown_at_s = self._record["step"], now_s
         self._print(" | ".join([*self.words(), *self.tier_words()]))
 
+    def _next_step(self, done: int) -> str:
+        return ", ".join(filter(None, (f"step {done + 1}", self._doing())))
+
     def _pulse(self) -> None:
         """A plain line also within a step, an evaluation or a save that takes longer than `plain_every_s`."""
         while not self._closed.wait(min(1.0, self._every_s)):
             now_s = time.monotonic()
             if now_s - self._printed_at_s >= self._every_s:
-                doing = self._activity or f"step {self._record.get('step', self.first_step) + 1}"
+                doing = self._activity or self._next_step(self._record.get("step", self.first_step))
                 self._print(f"{doing}: {format_s(now_s - self._updated_at_s)} so far")
 
     def _print(self, text: str) -> None:
