@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outcore.common.hub import ask_hub_once, near_models
+from outcore.common.output import say
 from outcore.common.words import did_you_mean
 from outcore.model.facts import gguf_config_fields, gguf_header, language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
@@ -170,11 +172,10 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not _HUB_ID.match(name):
         parent = Path(expanded).parent
-        siblings = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
         where = "" if parent.is_dir() else f" (nor is there a folder {str(parent)!r})"
         raise ValueError(
             f"model_name_or_path {name!r} is not a folder here{where} and no hub id either (those look like "
-            f"name or owner/name).{did_you_mean(Path(expanded).name, siblings)}"
+            f"name or owner/name).{near_models(name)}"
         )
     return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
 
@@ -220,6 +221,8 @@ def _check_folder(folder: Path) -> None:
 def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    if not os.path.isdir(name):
+        ask_hub_once(say)
     try:
         return language_config(AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -247,11 +250,11 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"{name} is gated: its makers want you to accept their terms on its hub page first. Do that, log in with "
             f"`hf auth login`, and try again; or use {_LOCAL_ADVICE}."
         )
+    near = near_models(name) or did_you_mean(name.split("/")[-1], tuple(PRESETS))
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
         return RuntimeError(
             f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "
-            f"folder here either, and no preset.{did_you_mean(name.split('/')[-1], tuple(PRESETS))} "
-            f"Check the spelling, or use {_LOCAL_ADVICE}."
+            f"folder here either, and no preset.{near} Check the spelling, or use {_LOCAL_ADVICE}."
         )
     offline = {
         "OfflineModeIsEnabled",
@@ -263,8 +266,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
     }
     if kinds & offline or "couldn't connect" in text or "connection" in text or "offline" in text:
         return RuntimeError(
-            f"{name} is not in the local cache and the hub cannot be reached ({first_line}). Check the network or the "
-            f"proxy and try again; without a network use {_LOCAL_ADVICE}."
+            f"{name} is no folder here and not in the local cache, and the hub cannot be reached.{near} Check the "
+            f"spelling, the network or the proxy, and try again; without a network use {_LOCAL_ADVICE}."
         )
     if "trust_remote_code" in text and not trust_remote_code:
         return ValueError(

@@ -33,6 +33,7 @@ from outcore.checkpoint.manifest import ExportRefused
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
+from outcore.common.hub import RUN_FOLDERS
 from outcore.common.listing import write_checksums
 from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "export"
 ADAPTER = "adapter_config.json"
 COPY_BYTES = 64 << 20
-FINISHED, UNFINISHED = Path("final_model"), Path("checkpoints")
+FINISHED, UNFINISHED = RUN_FOLDERS
 """Folders of runs: their models, and what they go on from."""
 
 
