@@ -36,8 +36,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name -> (module with `main(argv) -> int`, what it is for)."""
 
 
-GO_ON = ("train", "serve")
-"""What they do matters more than who reads along."""
+GO_ON = ("train", "serve", "ui", "evaluate", "export")
+"""Commands that do more than print: they go on when nobody reads along."""
 
 
 def usage() -> str:

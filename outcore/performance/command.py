@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.output import watch_reader
 from outcore.config import ConfigError
 from outcore.train.configure import parse_config
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Run the test; returns the exit code. `root`: the repository.
 
     A mistyped flag is told, and --help shown, at once, not after the seconds that torch takes to import."""
+    watch_reader(ends=False)  # the report is written all the same
     args, flags = parser().parse_known_args(list(argv))
     try:
         if args.steps is not None and args.steps < 1:

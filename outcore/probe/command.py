@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.output import watch_reader
 from outcore.probe.flags import parser
 
 
@@ -12,6 +13,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Run the probe; returns the exit code. `root`: the repository.
 
     A mistyped flag is told, and --help shown, at once, not after the seconds that torch takes to import."""
+    watch_reader(ends=False)  # the profile is written all the same
     parser(root).parse_args(list(argv))
     from outcore.probe.main import main
 
