@@ -96,9 +96,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace a file by these bytes, `replacing` it. Raises OSError."""
+    """Replace a file by these bytes, `replacing` it. Of a file's name that is no UTF-8 text gets `\\udcXX`, as JSON
+    spells it. Raises OSError."""
     with replacing(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any) -> None:

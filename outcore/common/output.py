@@ -4,7 +4,9 @@ the drive below a log file is full."""
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import sys
 from typing import IO, Any
 
@@ -14,9 +16,24 @@ EXIT_CODE = 128 + 13
 """A shell expects it of a process that SIGPIPE ended; by its number, because Windows has no such signal."""
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing them, but for line breaks and tabs; the last two ranges turn the
+direction of what is around them."""
+
+
+def printable(text: str) -> str:
+    """Spell out control characters (`\\x1b`): a row or an answer must not colour, clear or type into a terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def show(text: str) -> None:
+    """Print a piece of an answer at once; as it is into a file or a pipe, `printable` on a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
 def say(line: str) -> None:
     """Tell people something beside the result: a line on standard error, at once."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def tell_error(command: str, error: Exception) -> int:
@@ -73,6 +90,9 @@ def watch_reader(*, ends: bool) -> None:
 
     Leaves a stream alone that somebody else has taken (a test, a notebook)."""
     _open_closed()
+    for stream in (sys.stdout, sys.stderr):  # names of files that are no UTF-8, letters that LANG=C has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _Output(sys.stdout, "stdout", ends=ends)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:

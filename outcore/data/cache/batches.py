@@ -92,8 +92,8 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[RowPiece | Whol
         return
     try:
         example = shape.example(record.row)
-    except RowError as error:
-        yield BadRow(record.where, str(error))
+    except (RowError, RecursionError) as error:
+        yield BadRow(record.where, "nested too deeply" if isinstance(error, RecursionError) else str(error))
         return
     if not isinstance(example, TextExample) or example.prompt is not None:
         yield Whole(example, record.where, str(shape))

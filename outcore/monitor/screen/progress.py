@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from outcore.common.classes import Closing
+from outcore.common.output import printable
 from outcore.common.quantities import format_count, format_s
 from outcore.monitor.screen.tiers import tier_words
 
@@ -104,9 +105,9 @@ class RunProgress(Closing):
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.print(text)
+            self._live.print(printable(text))
         else:
-            self._print(text)
+            self._print(printable(text))
 
     def close(self) -> None:
         """Show the last step if it was not, and give the terminal back."""

@@ -1,5 +1,6 @@
 """How runs end and go on when something around them breaks: late signals, loads that fail, readers that leave."""
 
+import json
 import os
 import shlex
 import shutil
@@ -216,3 +217,15 @@ def test_a_command_whose_output_is_all_there_is_fails_where_that_cannot_be_writt
     assert child.returncode == 1
     assert child.stderr.startswith("standard output cannot be written: ENOSPC, No space left on device: the drive")
     assert child.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are any bytes there")
+def test_a_run_reads_a_file_whose_name_is_no_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = os.fsdecode(os.fsencode(tmp_path) + b"/n\xff.txt")
+    Path(data).write_text("red \x1b[31m words of a row " * 400)
+    argv = flags(tmp_path, Path(data), "--max_steps", "1", "--save_strategy", "no", "--no_export")
+    assert main(argv) == 0 and "\x1b" not in capsys.readouterr().out
+    header = json.loads(next((tmp_path / "log").glob("*/metrics.jsonl")).read_text().splitlines()[0])
+    assert header["config"]["dataset"] == [data]
+    assert main([*argv, "--export_dir", os.fsdecode(b"e\xff")]) == 2
+    assert "no UTF-8" in capsys.readouterr().err
