@@ -27,7 +27,7 @@ class DataFields:
         "auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens"
     ] = "auto"
     """Shape of the rows; auto tells them apart."""
-    text_extensions: str | None = None
+    text_extensions: str | None = setting(None, names=True)
     """Comma-separated: which files are text. Default: .txt,.text,.md,.rst."""
     text_column: str | None = None
     """Column that holds the text."""
