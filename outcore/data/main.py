@@ -46,6 +46,7 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         "seq_length": _default_seq_length(args) if args.seq_length is None else args.seq_length,
         "eval_fraction": 0.0,
         "format": args.data_format,
+        "as_chat": args.as_chat == "true",
         "train_on_prompt": args.train_on_prompt == "true",
         "train_on_last_turn": args.train_on_last_turn == "true",
         "max_train_samples": args.max_rows,

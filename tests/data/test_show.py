@@ -87,6 +87,21 @@ def test_a_file_name_that_is_no_utf_8_is_read_and_shown(tmp_path: Path):
     assert r"d\udcff" in (tmp_path / "outcore_data.html").read_text(encoding="utf-8")
 
 
+def test_questions_and_answers_of_a_table_may_be_written_as_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("question,answer\n" + "the fox?,a dog\n" * 4)
+    assert outcore(shown(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "<|im_start|>" not in said and "without the chat template: --as_chat true puts them through it" in said
+    assert outcore([*shown(tmp_path), "--as_chat"]) == 0
+    said = capsys.readouterr().out
+    assert "<|im_start|>user\nthe fox?<|im_end|>" in said and "<|im_start|>assistant\n⟦a dog<|im_end|>⟧" in said
+    assert "without the chat template" not in said and "changes nothing" not in said
+    (tmp_path / "data" / "a.csv").write_text("text\n" + "seven wizards\n" * 4)
+    assert outcore([*shown(tmp_path), "--as_chat"]) == 0
+    assert "--as_chat changes nothing" in capsys.readouterr().out
+
+
 def test_rows_may_be_shown_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6)

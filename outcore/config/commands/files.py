@@ -47,8 +47,10 @@ def data_flags() -> argparse.ArgumentParser:
         help="auto packs, as training does where the model can",
     )
     p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
-    for name in ("train_on_prompt", "train_on_last_turn"):
-        p.add_argument(f"--{name}", choices=("true", "false"), default="false", help=FIELDS[name].help)
+    for name in ("as_chat", "train_on_prompt", "train_on_last_turn"):
+        p.add_argument(
+            f"--{name}", nargs="?", const="true", choices=("true", "false"), default="false", help=FIELDS[name].help
+        )
     p.add_argument("--max_rows", type=int, help="read no more than about this many rows")
     p.add_argument("--data_cache_dir", default=".cache/data", help=FIELDS["data_cache_dir"].help)
     p.add_argument("--trust_remote_code", action="store_true", help=FIELDS["trust_remote_code"].help)
