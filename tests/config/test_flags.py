@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore import cli
 from outcore.config import FIELDS, ConfigError, TrainConfig
 from outcore.train.configure import parse_config
 from tests.refused import refused
@@ -29,6 +30,13 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
     assert shown == [name for name, row in FIELDS.items() if row.spec.common] and 20 <= len(shown) <= 33
     assert "--help all" in text and "Engine and offload" in text and "--per_device_train_batch_size" in text
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_help_calls_the_command_as_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert capsys.readouterr().out.startswith("usage: outcore train [--config FILE]")
+    assert help_text(["--help"], capsys).startswith("usage: train_model.py [--config FILE]")
 
 
 def help_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

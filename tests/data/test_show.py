@@ -40,6 +40,7 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
         "marks what the assistant writes itself", "(from text)",
     ):  # fmt: skip
         assert words in said, said
+    assert "no loss on nothing" not in said and "text: loss on all of it\n" in said
     assert said.count("document ") == 4 and "rows: 1 to train on, 0 to evaluate, of 1024 tokens, packed" in said
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<span class="l" title="' in page and "🙂" in page and "&lt;</span>" in page and "<script" not in page
