@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What is kept for a user is kept for these tests alone.
+    user = tempfile.TemporaryDirectory(prefix="outcore-tests-")
+    os.environ["XDG_DATA_HOME"] = user.name
+    config.add_cleanup(user.cleanup)
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
     # Tiny models gain nothing from a second thread, and beside another test process on the same cores they lose much:

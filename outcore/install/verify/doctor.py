@@ -171,6 +171,15 @@ def package_rows(
     return rows
 
 
+def rows_of_pip(findings: Mapping[str, Mapping[str, Any]], ended: str) -> list[ReportRow]:
+    """Rows of an installation that pip made by itself, whose versions no file of ours pins."""
+    rows = [
+        _row(part, findings.get(part), package, required, ended, fix=f"`pip install --upgrade {package}`")
+        for part, (package, required) in PACKAGE_PARTS.items()
+    ]
+    return [*rows, optimizer_row(findings, ended)]
+
+
 def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> ReportRow:
     """The C++ optimizer of the streaming engine: built ahead, or why not; torch is the next best."""
     finding = findings.get("CPU optimizer") or {"ok": False, "why": f"not tried: {ended}"}
