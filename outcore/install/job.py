@@ -131,7 +131,8 @@ class InstallJob:
         stamped = self.environment.read_stamp().get("set")
         if self.options.check and requested == "auto" and stamped in SET_NAMES:
             requested = str(stamped)  # verify what is installed, whatever would be chosen today
-        self._chosen = choose_set(machine, requested, self.repository, with_tests=self.options.test)
+        further = (*["test"] * self.options.test, *self.options.extras)
+        self._chosen = choose_set(machine, requested, self.repository, further)
         self.progress.say(f"packages:    requirements/{self.chosen.file.name} because {self.chosen.reason}")
         for warning in self.chosen.warnings:
             self.progress.say(f"warning:     {warning}")

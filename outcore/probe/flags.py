@@ -40,15 +40,21 @@ def parser(root: Path, prog: str = "gds_optimizer.py") -> argparse.ArgumentParse
         "--config", default=str(root / "deepspeed_config.json"), metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
-        "--logs",
+        *("--log_dir", "--logs"),
+        dest="logs",
         default=str(user_folder()),
         metavar="DIR",
         help="where the report goes and the planner looks; default: %(default)s",
     )
     parser.add_argument(
-        "--staging-gib", type=_positive, metavar="GIB", help="staging memory to build, instead of the file's"
+        *("--staging_gib", "--staging-gib"),
+        type=_positive,
+        metavar="GIB",
+        help="staging memory to build, instead of the file's",
     )
-    parser.add_argument("--file-mib", type=_positive, metavar="MIB", help="size of the test file, per directory")
+    parser.add_argument(
+        *("--file_mib", "--file-mib"), type=_positive, metavar="MIB", help="size of the test file, per directory"
+    )
     parser.add_argument("--seconds", type=_positive, metavar="S", help="time for the measurements")
     return parser
 
