@@ -15,6 +15,9 @@ import pytest
 
 from outcore.install.bootstrap import add_to_path
 
+USER = tempfile.TemporaryDirectory(prefix="outcore-tests-")
+"""What is kept for a user is kept for these tests alone; from here on, before another conftest imports the package."""
+os.environ["XDG_DATA_HOME"] = USER.name
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
 ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}
@@ -28,10 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What is kept for a user is kept for these tests alone.
-    user = tempfile.TemporaryDirectory(prefix="outcore-tests-")
-    os.environ["XDG_DATA_HOME"] = user.name
-    config.add_cleanup(user.cleanup)
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
     # Tiny models gain nothing from a second thread, and beside another test process on the same cores they lose much:

@@ -57,8 +57,8 @@ def near_models(name: str) -> str:
     """' Did you mean ...?' of the runs here and of the folders and GGUF files beside `name`; '' when none is close."""
     path = Path(name).expanduser()
     runs = [run.name for folder in RUN_FOLDERS for run in _inside(folder) if run.is_dir()]
-    beside = [str(other) for other in _inside(path.parent) if other.is_dir() or other.suffix.lower() == ".gguf"]
-    return did_you_mean(str(path), [*runs, *beside])
+    beside = [other.name for other in _inside(path.parent) if other.is_dir() or other.suffix.lower() == ".gguf"]
+    return did_you_mean(path.name, [*runs, *beside])
 
 
 def _inside(folder: Path) -> list[Path]:
