@@ -24,8 +24,10 @@ REPOSITORY = os.path.dirname(os.path.abspath(__file__))
 
 def main():
     sys.path.insert(0, REPOSITORY)
+    from outcore.common.output import watch_reader
     from outcore.install.job import InstallJob
 
+    watch_reader(ends=False)  # an installation goes on when nobody reads along
     with InstallJob(sys.argv[1:], REPOSITORY) as job:  # an error ends here, as one message and an exit code
         job.detect()  # OS, GPU, driver, CUDA -> the matching set of pinned packages
         if job.options.dry_run:

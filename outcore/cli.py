@@ -18,6 +18,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("outcore.train.command", "train a model: the same as python train_model.py"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
+        "setup": ("outcore.install.command", "is every part of the installation there and does it work"),
+        "probe": ("outcore.probe.command", "measure this machine once, for forecasts: the same as gds_optimizer.py"),
+        "check": ("outcore.performance.command", "before a long run: performance_test.py's GO or NO-GO"),
         "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
@@ -36,8 +39,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name -> (module with `main(argv) -> int`, what it is for)."""
 
 
-GO_ON = ("train", "serve")
-"""What they do matters more than who reads along."""
+GO_ON = ("train", "serve", "ui", "evaluate", "export", "setup", "probe", "check")
+"""Commands that do more than print: they go on when nobody reads along."""
 
 
 def usage() -> str:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 
 from outcore.install.bootstrap import add_to_path
 
+USER = tempfile.TemporaryDirectory(prefix="outcore-tests-")
+"""What is kept for a user is kept for these tests alone; from here on, before another conftest imports the package."""
+os.environ["XDG_DATA_HOME"] = USER.name
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
 ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}

@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train", "performance", "infer", "serve"),
     ("evaluate", "ui"),
     ("cli",),
+    ("__main__",),
 )
 """From the ground up."""
 ARROWS = frozenset(

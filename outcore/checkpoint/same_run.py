@@ -60,7 +60,9 @@ def differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> dict[str
 
 def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any], allowed: frozenset[str] = frozenset()) -> None:
     """Raise CheckpointError when the checkpoint's run had settings other than `fingerprint` and `allowed`."""
-    for name, (was, value) in differences(checkpoint, fingerprint).items():
+    found = differences(checkpoint, fingerprint)
+    # Warm-up and decay follow from the number of steps: who changed that is told so.
+    for name, (was, value) in sorted(found.items(), key=lambda item: item[0] != "schedule total_steps"):
         if name in allowed:
             continue
         if name == "parameters":

@@ -66,6 +66,21 @@ def built_folder(prefix: str | Path | None = None) -> Path:
     return Path.home() / ".cache" / "outcore" if root.exists() and not os.access(root, os.W_OK) else root
 
 
+def user_folder() -> Path:
+    """Folder of what belongs to a user's machine and not to a folder of work, by the system's custom."""
+    custom, usual = ("LOCALAPPDATA", "~/AppData/Local") if os.name == "nt" else ("XDG_DATA_HOME", "~/.local/share")
+    return Path(os.environ.get(custom) or os.path.expanduser(usual)) / "outcore"
+
+
+def newest(path: Path) -> Path:
+    """The path as it is; of one in `user_folder` that of the same name in logs/ here where that is newer or alone: it
+    lay there before."""
+    former = Path("logs") / path.name
+    if path.parent != user_folder() or not former.is_file():
+        return path
+    return path if path.is_file() and path.stat().st_mtime >= former.stat().st_mtime else former
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and those above it that are missing; each new name is brought to the drive. Raises OSError."""
     if path.is_dir():
@@ -102,9 +117,10 @@ def replacing(path: Path, *, for_us: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: str | bytes, *, for_us: bool = False) -> None:
-    """Replace a file by these bytes, `replacing` it. Raises OSError."""
+    """Replace a file by these bytes, `replacing` it. Of a file's name that is no UTF-8 text gets `\\udcXX`, as JSON
+    spells it. Raises OSError."""
     with replacing(path, for_us=for_us) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -12,6 +12,9 @@ from outcore.config.spec import Field
 from outcore.sizing.engine_rule import BELOW_ZERO3
 from outcore.sizing.states import SPLIT_FORMATS
 
+READ_HERE = ("eval_dataset",)
+"""Texts that may be a path of any bytes, as those of `dataset` may: only we open it."""
+
 
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
     """Raise ConfigError for a number out of its field's range."""
@@ -29,6 +32,7 @@ def check_range(row: Field, value: Any) -> None:
 def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for settings that contradict each other, and for names that cannot be."""
     _check_names(config)
+    _check_spelling(config)
     _check_length(config)
     check_homes(config)
     _check_losses(config)
@@ -41,6 +45,18 @@ def check_config(config: TrainConfig) -> None:
             f"quantize {config.quantize} packs what is frozen, and without adapters all of the model is trained: add "
             "--lora_r 16 (or another rank)."
         )
+
+
+def _check_spelling(config: TrainConfig) -> None:
+    for name, value in vars(config).items():
+        if isinstance(value, str) and name not in READ_HERE and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(
+                    f"{name}: {value!r} is no UTF-8, and libraries that write tokenizers and weights open no such "
+                    "path. Rename the folder."
+                ) from None
 
 
 def check_homes(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import typing
 from typing import Any, get_origin
 
@@ -49,13 +50,20 @@ def typed_value(row: Field, value: Any) -> Any:
         raise ConfigError(f"{name}: expected a number, got {value!r}.")
     if value is None:
         raise ConfigError(f"{name}: has no value. Give it one, or delete the line to get the default.")
+    if row.spec.names and (value is False or isinstance(value, list)):
+        return ",".join(_texts(name, value)) if value else (None if row.is_optional else "none")
+    if row.spec.mapping and isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, dict | list):
         raise ConfigError(f"{name}: expected text, got {type(value).__name__}.")
     return str(value)
 
 
 def _choice(row: Field, value: Any) -> str:
-    text = str(value).lower() if not isinstance(value, bool) else ("on" if value else "off")
+    text = str(value).lower()
+    if isinstance(value, bool):  # YAML's own reading of on, off, yes and no
+        spellings = ("on", "yes") if value else ("off", "no", "none")
+        text = next((word for word in spellings if word in row.choices), spellings[0])
     for spelling in (str(value), text):
         text = row.spec.words.get(spelling, text)
     if text not in row.choices:

@@ -34,6 +34,10 @@ class Spec:
     most: float | None = None
     usual: str = ""
     """Values that people take, said where one is out of range."""
+    names: bool = False
+    """Whether it is names with commas between them, which YAML may also give as a list."""
+    mapping: bool = False
+    """Whether it is a JSON object, which YAML may also give as a mapping."""
     bare: str | None = None
     """What the flag means when it stands alone."""
     common: bool = False

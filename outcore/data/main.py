@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from outcore.common.classes import same_named
-from outcore.common.output import tell_error
+from outcore.common.output import printable, say, tell_error
 from outcore.config.commands import data_flags
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
         if args.chat_template is not None:
             tokenizer.chat_template = read_template(args.chat_template)
-        look = look_at(settings, tokenizer, args.rows, say=lambda words: print(words, file=sys.stderr))
+        look = look_at(settings, tokenizer, args.rows, say=say)
         _show(look, tokenizer, args)
     except DataError as error:
         return tell_error("data", error)
@@ -46,6 +46,7 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         "seq_length": _default_seq_length(args) if args.seq_length is None else args.seq_length,
         "eval_fraction": 0.0,
         "format": args.data_format,
+        "as_chat": args.as_chat == "true",
         "train_on_prompt": args.train_on_prompt == "true",
         "train_on_last_turn": args.train_on_last_turn == "true",
         "max_train_samples": args.max_rows,
@@ -69,10 +70,10 @@ def _default_seq_length(args: argparse.Namespace) -> int:
 
 def _show(look: Look, tokenizer: Any, args: argparse.Namespace) -> None:
     for line in look.lines:
-        print(line)
+        print(printable(line))
     brackets = GREEN if sys.stdout.isatty() else PLAIN
     for heading, ids, has_loss in look.rows:
-        print(f"\n{heading}")
+        print(f"\n{printable(heading)}")
         print(render_sample(tokenizer, ids, np.where(has_loss, ids, -100), brackets=brackets))
     if args.html != "none":
         page = Path(args.html)

@@ -90,7 +90,12 @@ def prepare_data(
     elif template_note:
         notes.append(template_note)
     elif not cache.meta["uses_template"] and "prompt_completion" in cache.meta["shape"]:
-        notes.append("prompts and completions are joined as they are, without the chat template; messages would use it")
+        notes.append(
+            "prompts and completions are joined as they are, without the chat template: --as_chat true puts them "
+            "through it, as a model for chats expects its questions"
+        )
+    if settings.as_chat and not cache.meta["uses_template"]:
+        notes.append("--as_chat changes nothing: no row here is a prompt with its completion")
     eval_cache = None
     if settings.eval_dataset is not None or settings.eval_split is not None:
         eval_source = open_source(settings, evaluation=True)

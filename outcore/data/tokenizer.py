@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import publish_folder
+from outcore.common.hub import ask_hub_once, near_models
 from outcore.common.listing import CHECKSUMS, DamagedListing, damaged_weights, write_checksums
+from outcore.common.output import say as tell
 from outcore.data.basis import DataError, DataSettings, shorten
 from outcore.data.cache import build_lock, cache_folder, digest_of, explained
 from outcore.data.chat import default_template
@@ -45,7 +47,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
 
     Raises DataError: no such folder, no tokenizer files in it, hub out of reach, code of its own that is not trusted.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = translate(name_or_path)
     is_local = path.exists()
@@ -56,11 +58,14 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
             f"folder {path} has no tokenizer in it (none of {', '.join(_TOKENIZER_FILES)}). Copy the files of the "
             "model's tokenizer there, or name another tokenizer"
         )
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path) if is_local else name_or_path}
-    if is_local and path.suffix.lower() == ".gguf":
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not is_local:
+        ask_hub_once(tell)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        if is_local and path.suffix.lower() == ".gguf":  # AutoTokenizer gives the same, after 18 s in the file's header
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        else:
+            where = str(path) if is_local else name_or_path
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception as error:
         what = shorten(str(error), 240)
         if "trust_remote_code" in str(error):
@@ -71,8 +76,9 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
         if is_local:
             raise DataError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {what}") from error
         raise DataError(
-            f"the tokenizer of {name_or_path!r} cannot be loaded from the hub: {type(error).__name__}: {what}. Check "
-            "the name and the network; a folder with the tokenizer's files works without a network"
+            f"the tokenizer of {name_or_path!r} cannot be loaded from the hub: {type(error).__name__}: {what}."
+            f"{near_models(name_or_path)} Check the name and the network; a folder with the tokenizer's files works "
+            "without a network"
         ) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -111,6 +111,8 @@ class EngineFacts:
     """Device memory of layers that stay there, as long as nothing else needs it."""
     ahead_bytes: int = 0
     """RAM of updates that began before a step's norm was known."""
+    doing: str = ""
+    """What the step is at: 'forward, layer 3'."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ who trains listens to the same forward loop (`PassWatch`), and goes back through
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,17 @@ class Flow:
         self.units = runner.units
         self.trace: Trace = NO_TRACE
         """Sees the work of each part and call; replaced while steps are traced."""
+        self._at = ""
+
+    def compute(self, phase: str, part: str, number: int) -> AbstractContextManager[None]:
+        """Work on the device by one part for one call or micro-batch, told to the trace and by `doing`."""
+        self._at = f"{phase}, {part}"
+        return self.trace.compute(phase, part, number)
+
+    def doing(self) -> str:
+        """What was begun last: 'forward, layer 3', and whether it waits for the compiler. From any thread."""
+        compiled = self.runner.compiled
+        return self._at + (" (being compiled)" if compiled is not None and compiled.is_compiling else "")
 
     @torch.no_grad()
     def run(self, calls: Sequence[Call], *, on_part: OnPart | None = None) -> Iterator[Output]:
@@ -115,7 +127,7 @@ class Flow:
         slab = self.arrival.acquire(0)
         for number, item in enumerate(passages):
             watch.before(self.units.embed, number)
-            with self.trace.compute("forward", self.units.embed.name, number):
+            with self.compute("forward", self.units.embed.name, number):
                 item.log = self.runner.embed(slab, item.batch, item.inputs)
             given = item.log.hidden
             item.log.first = None  # who wants to keep it does
@@ -130,7 +142,7 @@ class Flow:
             for number, item in enumerate(passages):
                 watch.before(part, number)
                 given = item.take_hidden()
-                with self.trace.compute("forward", part.name, number):
+                with self.compute("forward", part.name, number):
                     hidden, routers = watch.layer(self.runner, index, number, slab, given, item.log.call(index))
                 replaced = watch.passed(index, number, given, hidden, routers)
                 item.hidden = hidden if replaced is None else replaced
@@ -150,7 +162,7 @@ class Flow:
         )
         for number, (call, item) in enumerate(zip(calls, passages, strict=True)):
             output = Output(number)
-            with self.trace.compute("head", "head", number):
+            with self.compute("head", "head", number):
                 if call.want == "loss":
                     output.ce_sum, output.n_tokens = next(losses)
                 elif call.want == "logits":

@@ -38,8 +38,8 @@ def ensure_environment(script):
         command.extend(sys.argv[1:])
         _replace_process(command)
     sys.exit(
-        "{} is not installed for {}: run `python setup.py` once, in {}".format(
-            " and ".join(missing), sys.executable, repository
+        "{} {} not installed for {}: run `python setup.py` once, in {}".format(
+            ", ".join(missing), "is" if len(missing) == 1 else "are", sys.executable, repository
         )
     )
 

@@ -136,7 +136,8 @@ class InstallJob:
         stamped = self.environment.read_stamp().get("set")
         if self.options.check and requested == "auto" and stamped in SET_NAMES:
             requested = str(stamped)  # verify what is installed, whatever would be chosen today
-        self._chosen = choose_set(machine, requested, self.repository, with_tests=self.options.test)
+        further = (*["test"] * self.options.test, *self.options.extras)
+        self._chosen = choose_set(machine, requested, self.repository, further)
         self.progress.say(f"packages:    requirements/{self.chosen.file.name} because {self.chosen.reason}")
         for warning in self.chosen.warnings:
             self.progress.say(f"warning:     {warning}")
@@ -205,7 +206,9 @@ class InstallJob:
             self.progress.begin("verifying every part")
             try:
                 environ = self._child_environment()
-                self.rows += probe_rows(environment, chosen, self.repository, environ, offload, self.build_results)
+                self.rows += probe_rows(
+                    environment, chosen, self.repository, environ, offload, self.build_results, self.progress.detail
+                )
             finally:
                 self.progress.end(bool(self.rows))
             if "deepspeed" in chosen.pins:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+EXTRAS = ("ui", "serve", "evaluate")
+"""Names of files in requirements/ that a part of the commands needs and training does not."""
 SET_NAMES = ("auto", "cpu", "cuda12", "cuda13", "windows")
 
 
@@ -27,11 +29,20 @@ class Options:
     """Build DeepSpeed's extensions, which its engine needs and ours does not."""
     shim: bool = False
     """Write ~/.local/bin/deepspeed, which starts the environment's own."""
+    extras: tuple[str, ...] = ()
+    """Parts of `EXTRAS` that are installed as well."""
     venv: Path | None = None
     set_name: str = "auto"
     offload_path: Path | None = None
     rest: tuple[str, ...] = ()
     """What came after `--`."""
+
+
+def _extras(text: str) -> tuple[str, ...]:
+    wanted = tuple(name for name in text.split(",") if name)
+    if unknown := [name for name in wanted if name not in EXTRAS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(EXTRAS)}")
+    return wanted
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -44,7 +55,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--check", action="store_true", help="verify only: install and build nothing")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (progress goes to stderr)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be installed and built, touch nothing")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="print what would be installed and built, touch nothing"
+    )
     parser.add_argument("--run", action="store_true", help="set up, then train the embedded default")
     parser.add_argument("--test", action="store_true", help="set up with the test tools, then run the tests")
     parser.add_argument("--deepspeed", action="store_true", help="build what --engine deepspeed needs, for minutes")
@@ -52,8 +65,18 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--venv", type=Path, metavar="DIR", help="environment to use or make (default: active, or .venv)"
     )
+    parser.add_argument(
+        "--with",
+        dest="extras",
+        type=_extras,
+        default=(),
+        metavar="NAMES",
+        help=f"install what these need, too: {','.join(EXTRAS)}, with commas between them",
+    )
     parser.add_argument("--set", dest="set_name", choices=SET_NAMES, default="auto", help="packages to install")
-    parser.add_argument("--offload-path", type=Path, metavar="DIR", help="folder whose drive training will offload to")
+    parser.add_argument(
+        "--offload-path", "--offload_path", type=Path, metavar="DIR", help="folder whose drive training will offload to"
+    )
     flags, rest = list(argv), []
     if "--" in flags:
         cut = flags.index("--")

@@ -6,6 +6,7 @@ torch is installed first and alone, so that nothing that depends on it can pull 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,8 @@ class RequirementSet:
     pins: dict[str, str]
     """package -> exact version, the file and what it includes."""
     warnings: tuple[str, ...] = ()
-    test_file: Path | None = None
+    further: tuple[Path, ...] = ()
+    """Files of what is installed beside it: tests, panels, the server."""
 
     @property
     def accelerator(self) -> str:
@@ -39,18 +41,16 @@ class RequirementSet:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.file, self.test_file) if self.test_file else (self.file,)
+        return (self.file, *self.further)
 
 
-def choose_set(machine: Machine, requested: str, repository: Path, with_tests: bool = False) -> RequirementSet:
+def choose_set(machine: Machine, requested: str, repository: Path, further: Sequence[str] = ()) -> RequirementSet:
     """Raises InstallError when the machine cannot use its GPU, or a wanted set cannot work here."""
     name, reason, warnings = _choose(machine, requested)
     folder = repository / "requirements"
-    file, test_file = folder / f"{name}.txt", folder / "test.txt" if with_tests else None
-    pins = read_pins(file)
-    if test_file:
-        pins |= read_pins(test_file)
-    return RequirementSet(name, reason, file, pins, tuple(warnings), test_file)
+    files = [folder / f"{one}.txt" for one in (name, *further)]
+    pins = {package: pin for file in files for package, pin in read_pins(file).items()}
+    return RequirementSet(name, reason, files[0], pins, tuple(warnings), tuple(files[1:]))
 
 
 def read_pins(file: Path) -> dict[str, str]:

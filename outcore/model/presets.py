@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from outcore.common.hub import near_models
 from outcore.common.words import did_you_mean
 
 
@@ -284,8 +285,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset
 def check_preset_name(name: str) -> Preset:
     """The preset of that name; ValueError with the nearest names otherwise."""
     if name not in PRESETS:
+        near = did_you_mean(name, PRESETS) or near_models(name)
         raise ValueError(
-            f"There is no preset {name!r}.{did_you_mean(name, tuple(PRESETS))} Presets: {', '.join(PRESETS)}. "
+            f"There is no preset {name!r}.{near} Presets: {', '.join(PRESETS)}. "
             "A trained model is named by --model_name_or_path instead, your own shape by --config_file."
         )
     return PRESETS[name]

@@ -16,8 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outcore.common.hub import ask_hub_once, near_models
+from outcore.common.output import say
 from outcore.common.words import did_you_mean
-from outcore.model.facts import gguf_header, language_config
+from outcore.model.facts import gguf_config_fields, gguf_header, language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings
 
@@ -170,19 +172,18 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not _HUB_ID.match(name):
         parent = Path(expanded).parent
-        siblings = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
         where = "" if parent.is_dir() else f" (nor is there a folder {str(parent)!r})"
         raise ValueError(
             f"model_name_or_path {name!r} is not a folder here{where} and no hub id either (those look like "
-            f"name or owner/name).{did_you_mean(Path(expanded).name, siblings)}"
+            f"name or owner/name).{near_models(name)}"
         )
     return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
 
 
 @cache
 def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
-    """The configuration that transformers reads from the file's header (some seconds, so once for a file as it is),
-    with a `quantization_config` that names the type that most of its weights have, and those of embedding and head."""
+    """The configuration that the file's header tells, with a `quantization_config` that names the type that most of its
+    weights have, and those of embedding and head."""
     from transformers import AutoConfig
 
     try:
@@ -190,11 +191,8 @@ def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
         kinds = {name: tensor.kind.lower() for name, tensor in header.tensors.items()}
         for name, tensor in header.tensors.items():
             counts[kinds[name]] += prod(tensor.shape)
-        config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
-        for name, size in header.sizes.items():  # transformers leaves these at the defaults of some model types
-            if hasattr(config, name):
-                setattr(config, name, size)
-    except Exception as error:  # both readers raise what they come upon
+        config = AutoConfig.for_model(**gguf_config_fields(header))
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(
             f"{file} cannot be read as a GGUF file with a model that is known: {error}. "
             "If it is cut off, download it again"
@@ -223,6 +221,8 @@ def _check_folder(folder: Path) -> None:
 def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    if not os.path.isdir(name):
+        ask_hub_once(say)
     try:
         return language_config(AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -250,11 +250,11 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"{name} is gated: its makers want you to accept their terms on its hub page first. Do that, log in with "
             f"`hf auth login`, and try again; or use {_LOCAL_ADVICE}."
         )
+    near = near_models(name) or did_you_mean(name.split("/")[-1], tuple(PRESETS))
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
         return RuntimeError(
             f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "
-            f"folder here either, and no preset.{did_you_mean(name.split('/')[-1], tuple(PRESETS))} "
-            f"Check the spelling, or use {_LOCAL_ADVICE}."
+            f"folder here either, and no preset.{near} Check the spelling, or use {_LOCAL_ADVICE}."
         )
     offline = {
         "OfflineModeIsEnabled",
@@ -266,8 +266,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
     }
     if kinds & offline or "couldn't connect" in text or "connection" in text or "offline" in text:
         return RuntimeError(
-            f"{name} is not in the local cache and the hub cannot be reached ({first_line}). Check the network or the "
-            f"proxy and try again; without a network use {_LOCAL_ADVICE}."
+            f"{name} is no folder here and not in the local cache, and the hub cannot be reached.{near} Check the "
+            f"spelling, the network or the proxy, and try again; without a network use {_LOCAL_ADVICE}."
         )
     if "trust_remote_code" in text and not trust_remote_code:
         return ValueError(

@@ -7,14 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.output import watch_reader
 from outcore.config import ConfigError
 from outcore.train.configure import parse_config
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "performance_test.py") -> argparse.ArgumentParser:
     """Our own few flags; everything else is train_model.py's."""
     own = argparse.ArgumentParser(
-        prog="performance_test.py",
+        prog=prog,
         description="Before a long run: will it fit, how fast will it be, is this machine healthy. Takes the same "
         "flags as train_model.py (train_model.py --help lists them).",
         allow_abbrev=False,
@@ -27,11 +28,12 @@ def parser() -> argparse.ArgumentParser:
     return own
 
 
-def main(argv: Sequence[str], root: Path) -> int:
-    """Run the test; returns the exit code. `root`: the repository.
+def main(argv: Sequence[str], root: Path | None = None) -> int:
+    """Run the test; returns the exit code. `root`: where children find the package (default: where it lies).
 
     A mistyped flag is told, and --help shown, at once, not after the seconds that torch takes to import."""
-    args, flags = parser().parse_known_args(list(argv))
+    watch_reader(ends=False)  # the report is written all the same
+    args, flags = parser("performance_test.py" if root else "outcore check").parse_known_args(list(argv))
     try:
         if args.steps is not None and args.steps < 1:
             raise ConfigError(f"steps: must be at least 1, got {args.steps}.")
@@ -41,4 +43,4 @@ def main(argv: Sequence[str], root: Path) -> int:
         return 2
     from outcore.performance.main import run_test
 
-    return run_test(config, argv, flags, root, args)
+    return run_test(config, argv, flags, root or Path(__file__).resolve().parents[2], args)

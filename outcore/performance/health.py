@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from outcore.common.files import nearest_existing
+from outcore.common.files import nearest_existing, newest
 from outcore.common.quantities import GIB, MIB, format_gb, format_gib
 from outcore.machine import Machine
 from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe
@@ -64,7 +64,7 @@ def _safely(name: str, look: Callable[[], list[Check]]) -> list[Check]:
 
 
 def _profile(machine: Machine, path: Path) -> Check:
-    name = "machine profile"
+    name, path = "machine profile", newest(path)
     if not path.is_file():
         return Check(name, "warning", f"never measured ({path} is not there): run python gds_optimizer.py")
     try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.common.files import nearest_existing, write_atomic
+from outcore.common.files import nearest_existing, newest, write_atomic
 from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
@@ -142,17 +142,20 @@ class PerformanceTest:
 
     def _has_profile(self, machine: Machine) -> bool:
         try:
-            return MEASURED_PROFILE.is_file() and not differs(machine, Machine.load(MEASURED_PROFILE))
+            profile = newest(MEASURED_PROFILE)
+            return profile.is_file() and not differs(machine, Machine.load(profile))
         except (ValueError, OSError):
             return False
 
     def _probe(self) -> list[Check]:
         """Measure this machine's links, quickly; its failure is a check's words."""
         self._stage("measuring this machine's links (gds_optimizer.py --quick), once")
-        command = [sys.executable, str(self.root / "gds_optimizer.py"), "--quick", "--path"]
+        command = [sys.executable, "-m", "outcore", "probe", "--quick", "--path"]
         command += [str(nearest_existing(self.drive)), "--logs", str(MEASURED_PROFILE.parent)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=_with_module_path(self.root)
+            )
         except subprocess.TimeoutExpired:
             return [Check("links", "warning", f"gds_optimizer.py gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
         if done.returncode:
@@ -198,7 +201,7 @@ class PerformanceTest:
         """What the next test is compared with."""
         figures: dict[str, Any] = {}
         try:
-            links = Machine.load(MEASURED_PROFILE).links
+            links = Machine.load(newest(MEASURED_PROFILE)).links
         except (ValueError, OSError):
             links = None
         if links is not None:

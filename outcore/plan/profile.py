@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from outcore.common.files import newest, user_folder
 from outcore.machine import Machine, detect_machine
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
 
-MEASURED_PROFILE = Path("logs/machine_profile.json")
-"""Path where gds_optimizer.py leaves what it measured."""
+MEASURED_PROFILE = user_folder() / "machine_profile.json"
+"""Path where the probe leaves what it measured, whatever folder one works in."""
 RAM_TOLERANCE = 0.05
 """Firmware and kernels take different amounts of the same memory."""
 
@@ -50,6 +51,7 @@ def load_hardware(
 
 def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[Machine | None, str]:
     """The measured profile of this machine, or (None, why nominal rates are used); ProfileError unless allowed."""
+    measured = newest(measured)
     if not measured.is_file():
         problem = f"This machine was never measured ({measured} is not there)."
     else:

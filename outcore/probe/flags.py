@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outcore.common.files import user_folder
+
 DESCRIPTION = """\
 Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
-builds the staging buffer, measures every link, and recommends settings. Writes logs/gds_report.json,
-logs/gds_report.png and logs/machine_profile.json (for the planner)."""
+builds the staging buffer, measures every link, and recommends settings. Writes gds_report.json, gds_report.png and
+machine_profile.json (for the planner), where every folder finds them."""
 
 EPILOG = """\
 Exit codes: 0 done, 2 usage or unusable path or configuration, 130 interrupted (Ctrl-C), 143 terminated."""
 
 
-def parser(root: Path) -> argparse.ArgumentParser:
-    """Flags of the probe."""
+def parser(root: Path, prog: str = "gds_optimizer.py") -> argparse.ArgumentParser:
+    """Flags of the probe. `prog`: what the user typed."""
     parser = argparse.ArgumentParser(
-        prog="gds_optimizer.py",
+        prog=prog,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,15 +40,21 @@ def parser(root: Path) -> argparse.ArgumentParser:
         "--config", default=str(root / "deepspeed_config.json"), metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
-        "--logs",
-        default="logs",
+        *("--log_dir", "--logs"),
+        dest="logs",
+        default=str(user_folder()),
         metavar="DIR",
         help="where the report goes and the planner looks; default: %(default)s",
     )
     parser.add_argument(
-        "--staging-gib", type=_positive, metavar="GIB", help="staging memory to build, instead of the file's"
+        *("--staging_gib", "--staging-gib"),
+        type=_positive,
+        metavar="GIB",
+        help="staging memory to build, instead of the file's",
     )
-    parser.add_argument("--file-mib", type=_positive, metavar="MIB", help="size of the test file, per directory")
+    parser.add_argument(
+        *("--file_mib", "--file-mib"), type=_positive, metavar="MIB", help="size of the test file, per directory"
+    )
     parser.add_argument("--seconds", type=_positive, metavar="S", help="time for the measurements")
     return parser
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None, *, began_s: float | None = None) -> 
     """
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
-        config = parse_config(argv)
+        config = parse_config(argv, "train_model.py" if argv is None else "outcore train")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore import cli
 from outcore.config import FIELDS, ConfigError, TrainConfig
 from outcore.train.configure import parse_config
 from tests.refused import refused
@@ -29,6 +30,13 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
     assert shown == [name for name, row in FIELDS.items() if row.spec.common] and 20 <= len(shown) <= 33
     assert "--help all" in text and "Engine and offload" in text and "--per_device_train_batch_size" in text
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_help_calls_the_command_as_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert capsys.readouterr().out.startswith("usage: outcore train [--config FILE]")
+    assert help_text(["--help"], capsys).startswith("usage: train_model.py [--config FILE]")
 
 
 def help_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -89,11 +97,33 @@ def test_yaml_and_flags(tmp_path: Path) -> None:
     ("- a\n- b", "expected `name: value` lines"), ("a: [", "not readable as YAML"),
     ("gradient_checkpointing: true\nactivation_checkpointing: true", "given twice"),
     ("dataset: {a: 1}", "expected text"), ("max_steps: [1]", "expected a whole number"),
+    ("run_name: [a]", "expected text, got list"), ("report_to: {a: 1}", "expected text, got dict"),
 ])  # fmt: skip
 def test_wrong_yaml(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     refused(ConfigError, words, lambda: parse_config(["--config", str(file)]))
+
+
+YAML_FORMS = [
+    *((f"save_strategy: {word}", "save_strategy", "no") for word in ("no", "false", "off")),
+    ("eval_strategy: no", "eval_strategy", "no"),
+    ("quantize: no", "quantize", "none"), ("packing: no", "packing", "off"), ("packing: yes", "packing", "on"),
+    ("report_to: no", "report_to", "none"), ("report_to: []", "report_to", "none"),
+    ("report_to:\n- tensorboard", "report_to", "tensorboard"),
+    ("lora_r: 8\nlora_target_modules: [q_proj, v_proj]", "lora_target_modules", "q_proj,v_proj"),
+    ("lora_r: 8\nlora_modules_to_save: [lm_head]", "lora_modules_to_save", "lm_head"),
+    ("text_extensions: [.txt, .md]", "text_extensions", ".txt,.md"),
+    ("nvme_offload_path: [/a, /b]", "nvme_offload_path", "/a,/b"),
+    ("config_overrides: {num_hidden_layers: 4}", "config_overrides", '{"num_hidden_layers": 4}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "name", "value"), YAML_FORMS, ids=[form[0] for form in YAML_FORMS])
+def test_yaml_gives_a_setting_as_yaml_writes_such_things(tmp_path: Path, text: str, name: str, value: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert getattr(parse_config(["--config", str(file)]), name) == value
 
 
 def test_empty_yaml_is_the_default(tmp_path: Path) -> None:

@@ -8,10 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from outcore.config import FIELDS, Field
-from outcore.config.commands import chat_flags, evaluate_flags, generate_flags, score_flags, serve_flags
+from outcore.config.commands import (
+    chat_flags,
+    data_flags,
+    evaluate_flags,
+    generate_flags,
+    score_flags,
+    serve_flags,
+    watch_flags,
+)
 from outcore.config.spec import fields_of
 from outcore.performance.command import parser as performance_parser
 from outcore.plan.fields import PlanConfig, parse_plan
+from outcore.probe.flags import parser as probe_parser
 from tests.forked import ROOT
 
 BY_NAME = {name: row for row in FIELDS.values() for name in (row.name, *row.spec.aliases)}
@@ -103,6 +112,41 @@ def test_a_mistyped_flag_of_a_command_is_a_line_that_names_the_nearest(capsys: p
             parser().parse_args(argv)
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
+
+
+ANSWERING = {"generate": generate_flags, "chat": chat_flags, "score": score_flags, "evaluate": evaluate_flags}
+ANSWERING |= {"serve": serve_flags, "data": data_flags}
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_help_of_a_command_is_short_and_says_how_to_see_the_rest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*argv: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            ANSWERING[name]().parse_args(argv)
+        return capsys.readouterr().out
+
+    short, everything = told("--help"), told("--help", "all")
+    assert f"outcore {name} --help all lists every one" in " ".join(short.split())
+    assert len(short.splitlines()) < 0.6 * len(everything.splitlines()) and len(short.splitlines()) < 60
+    parser = ANSWERING[name]()
+    flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
+    hidden = {"--no_pin_memory", "--preset"}  # the other word of a switch, a former name
+    assert all(flag in everything for flag in flags if flag not in hidden)
+    assert set(parser._common) <= {action.dest for action in parser._actions}  # type: ignore[attr-defined]
+
+
+def test_dashes_are_underscores_and_a_model_may_be_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["m", "--max-tokens=5"], ["--model", "m", "--max_tokens", "5"], ["--max-tokens", "5", "--model=m"]):
+        args = chat_flags().parse_args(argv)
+        assert (args.model, args.max_tokens) == ("m", 5)
+    assert generate_flags().parse_args(["--model_name_or_path", "m", "--prompt", "a-b--c"]).prompt == "a-b--c"
+    assert data_flags().parse_args(["x.jsonl", "--model", "m"]).model == "m"
+    for spelling in ("--logs", "--log_dir", "--log-dir"):
+        assert watch_flags().parse_args([spelling, "there"]).log_dir == "there"
+        assert probe_parser(ROOT).parse_args([spelling.replace("-dir", "_dir"), "there"]).logs == "there"
+    with pytest.raises(SystemExit, match="2"):
+        chat_flags().parse_args(["m", "--model", "other"])
+    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_a_mistyped_flag_is_refused_before_torch_is_imported() -> None:

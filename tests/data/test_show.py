@@ -1,6 +1,9 @@
 """`outcore data`: rows shown with what bears loss, the page, and the tables of the docs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from outcore.cli import main as outcore
 from outcore.data import DataSettings, prepare_data
 from tests.data import tables
 from tests.data.fixtures import tiny_tokenizer, write_jsonl
+from tests.forked import ROOT
 
 TALK = {
     "messages": [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "a dog 🙂 <b>"}],
@@ -36,9 +40,67 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
         "marks what the assistant writes itself", "(from text)",
     ):  # fmt: skip
         assert words in said, said
+    assert "no loss on nothing" not in said and "text: loss on all of it\n" in said
     assert said.count("document ") == 4 and "rows: 1 to train on, 0 to evaluate, of 1024 tokens, packed" in said
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<span class="l" title="' in page and "🙂" in page and "&lt;</span>" in page and "<script" not in page
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+GOOD = '{"text": "seven wizards"}'
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", f"{DEEP}\n{GOOD}\n"), ("a.jsonl", f'{GOOD}\n{{"text": {DEEP}}}\n'),
+    ("a.json", f'[{GOOD},\n{{"text": {DEEP}}}]'), ("a.json", f'{{"text": {DEEP}}}'),
+    ("a.csv", f'text,history,messages\n"[{{""a"": {DEEP}}}]",{DEEP},{DEEP}\n'),
+    ("a.jsonl", json.dumps({"instruction": "x", "output": "y", "history": DEEP})),
+])  # fmt: skip
+def test_brackets_that_nest_too_deeply_are_a_bad_row(tmp_path: Path, name: str, content: str, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text(content)
+    assert outcore(shown(tmp_path)) in (0, 2)
+    said = capsys.readouterr()
+    assert "nested too deeply" in said.out + said.err or name == "a.csv"
+
+
+def test_control_characters_of_rows_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    rows = [{"text": "red \x1b[31m bell \x07 c1 \x9b31m turned \u202e\ttab", "col\x1b[2J": 1}]
+    write_jsonl(tmp_path / "data" / "a.jsonl", rows * 3)
+    assert outcore(shown(tmp_path)) == 0
+    said = capsys.readouterr()
+    told = said.out + said.err
+    assert r" \x1b[31m bell \x07 c1 \x9b31m turned \u202e" in told and "\ttab" in told
+    assert not set(told) & set("\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.skipif(os.name == "nt" or sys.platform == "darwin", reason="file names are any bytes on Linux alone")
+def test_a_file_name_that_is_no_utf_8_is_read_and_shown(tmp_path: Path):
+    os.makedirs(folder := os.fsencode(tmp_path) + b"/d\xff")
+    with open(folder + b"/n\xfe.txt", "w") as file:
+        file.write("seven wizards")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "outcore.cli", "data", folder]
+    found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "wizards" in found.stdout and r"d\udcff" in found.stdout + found.stderr
+    assert r"d\udcff" in (tmp_path / "outcore_data.html").read_text(encoding="utf-8")
+
+
+def test_questions_and_answers_of_a_table_may_be_written_as_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("question,answer\n" + "the fox?,a dog\n" * 4)
+    assert outcore(shown(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "<|im_start|>" not in said and "without the chat template: --as_chat true puts them through it" in said
+    assert outcore([*shown(tmp_path), "--as_chat"]) == 0
+    said = capsys.readouterr().out
+    assert "<|im_start|>user\nthe fox?<|im_end|>" in said and "<|im_start|>assistant\n⟦a dog<|im_end|>⟧" in said
+    assert "without the chat template" not in said and "changes nothing" not in said
+    (tmp_path / "data" / "a.csv").write_text("text\n" + "seven wizards\n" * 4)
+    assert outcore([*shown(tmp_path), "--as_chat"]) == 0
+    assert "--as_chat changes nothing" in capsys.readouterr().out
 
 
 def test_rows_may_be_shown_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -44,6 +44,36 @@ def test_one_prompt(tiny_folder, capsys):
     assert "tokens/s" in said.err
 
 
+MISTYPED = [
+    "chat my-rum",
+    "generate my-rum --prompt x",
+    "score my-rum --input x.txt",
+    "serve my-rum --port 0",
+    "evaluate my-rum --tasks outcore_sums",
+    "data x.txt --model my-rum",
+    "plan --model my-rum --nominal",
+    "plan --infer my-rum --nominal",
+    "train --model_name_or_path my-rum --dataset x.txt",
+]
+
+
+@pytest.mark.more(after=3)
+@pytest.mark.parametrize("command", MISTYPED)
+def test_a_mistyped_model_names_the_runs_here_at_once(command, tmp_path, capfd, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # taken back when the test is over
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("outcore.common.hub.socket.create_connection", failing(OSError("no network")))
+    (tmp_path / "final_model/my-run").mkdir(parents=True)
+    (tmp_path / "x.txt").write_text("hello\n")
+    assert cli.main(command.split()) in (1, 2)
+    said = capfd.readouterr().err
+    assert "Did you mean 'my-run'?" in said and "Retrying" not in said
+    assert "no way to the hub from here" in said or command.startswith("plan")  # which takes such a name for a shape
+
+
 def test_a_measured_machine_tells_forecast_and_run(tiny_folder, tmp_path, capsys, monkeypatch):
     from outcore.infer.opening import forecast
     from outcore.plan import load_hardware

@@ -76,6 +76,19 @@ def test_probe_that_hangs_is_ended(tmp_path: Path) -> None:
     assert run_code(tmp_path, code, timeout_s=0.5) == ({}, "no answer within 500 ms")
 
 
+def test_the_part_that_is_being_tried_is_told_meanwhile(tmp_path: Path) -> None:
+    code = (
+        "import json, sys, time\nfor part in ('torch', 'peft'):\n print(json.dumps({'part': part, 'state': 'begun'}), "
+    )
+    code += "file=open(sys.argv[1], 'a'), flush=True)\n time.sleep(1.5)"
+    told: list[str] = []
+    results = tmp_path / "results"
+    RunningProbe([sys.executable, "-c", code, str(results)], dict(os.environ), results, tmp_path).finish(
+        tell=told.append
+    )
+    assert list(dict.fromkeys(told)) == ["torch", "peft"]
+
+
 def test_unknown_signal_number() -> None:
     assert "signal 99" in doctor._how_it_ended(-99, "")
     assert signal.Signals.SIGSEGV.name in doctor._how_it_ended(-11, "")
@@ -128,7 +141,7 @@ def test_set_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         def __init__(self, command, environ, results, cwd) -> None:
             started.append(command[3])
 
-        def finish(self):
+        def finish(self, tell):
             return {part: fine(part) for part in PACKAGE_PARTS}, ""
 
     monkeypatch.setattr(doctor, "RunningProbe", Probe)
@@ -178,7 +191,7 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def __init__(self, *arguments) -> None:
             pass
 
-        def finish(self):
+        def finish(self, tell):
             raise KeyboardInterrupt
 
         def stop(self) -> None:

@@ -218,6 +218,9 @@ def test_bootstrap_without_an_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(bootstrap, "NEEDED_MODULES", ("no_such_module_here",))
     with pytest.raises(SystemExit, match=r"no_such_module_here is not installed.*setup\.py"):
         bootstrap.ensure_environment(str(tmp_path / "train.py"))
+    monkeypatch.setattr(bootstrap, "NEEDED_MODULES", ("no_such_module", "nor_this", "nor_that"))
+    with pytest.raises(SystemExit, match="no_such_module, nor_this, nor_that are not installed"):
+        bootstrap.ensure_environment(str(tmp_path / "train.py"))
 
 
 def test_too_old_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -364,3 +364,14 @@ def test_check_looks_at_what_is_installed(repository: Path) -> None:
     job = make_job(repository)
     job.detect()
     assert job.chosen.name == "cpu"
+
+
+def test_with_installs_what_panels_and_the_server_need(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    installed(repository)
+    assert run(make_job(repository, "--with", "ui,serve", "--dry-run", "--json")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {"gradio", "fastapi", "lm-eval"} <= set(plan["packages"])
+    assert any("ui.txt" in command and "serve.txt" in command for command in plan["pip_commands"])
+    with pytest.raises(SystemExit, match="2"):
+        make_job(repository, "--with", "panels")
+    assert "'panels' is none of ui, serve, evaluate" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def run_install(tmp_path: Path, stream: FakeStream, which=None) -> str:
 
 
 def test_torch_comes_first_and_is_repeated_for_deepspeed() -> None:
-    steps = install_steps(choose_set(gpu_machine("570.1", "12.8"), "auto", REPOSITORY, with_tests=True), REPOSITORY)
+    steps = install_steps(choose_set(gpu_machine("570.1", "12.8"), "auto", REPOSITORY, further=["test"]), REPOSITORY)
     assert [step.title for step in steps] == [
         "build tools", "torch==2.10.0", "deepspeed==0.19.8", "cuda12.txt + test.txt", "outcore itself (editable)",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from outcore.install.command import main as setup_command
 from outcore.install.requirement_set import normalise, read_pins
 from tests.install.fakes import REPOSITORY
 
@@ -82,3 +84,22 @@ def test_pip_install_has_all_that_is_needed_at_run_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import outcore, outcore.cli; print(outcore.__file__)"]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(site)})
     assert str(site) in done.stdout
+
+
+def test_the_commands_of_the_root_scripts_exist_without_them(tmp_path: Path) -> None:
+    """Where pip installed outcore; `python -m` where its scripts are not on PATH."""
+    for name in ("setup", "probe", "check"):
+        asked = [sys.executable, "-m", "outcore", name, "--help"]
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, env=env)
+        assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+        assert name == "setup" or done.stdout.startswith(f"usage: outcore {name} ")
+
+
+@pytest.mark.more
+def test_setup_without_a_clone_verifies_what_pip_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert setup_command(["--json"], clone=tmp_path) == 0
+    said = capsys.readouterr()
+    rows = {row["part"]: row for row in json.loads(said.out)["rows"]}
+    assert rows["torch"]["status"] == "OK" and "CPU optimizer" in rows and "    torch\n" in said.err
+    assert setup_command(["--run"], clone=tmp_path) == 2 and "only to verify" in capsys.readouterr().err

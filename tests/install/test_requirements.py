@@ -74,7 +74,7 @@ def test_driver_without_tool_is_told() -> None:
 
 
 def test_tests_add_their_pins() -> None:
-    chosen = choose(machine(), with_tests=True)
+    chosen = choose(machine(), further=["test"])
     assert "pytest" in chosen.pins and [f.name for f in chosen.files] == ["cpu.txt", "test.txt"]
     assert [f.name for f in choose(machine()).files] == ["cpu.txt"]
 

@@ -118,11 +118,19 @@ def test_live_lines_fit_every_width(width: int) -> None:
 def test_live_without_a_last_step_and_before_the_first() -> None:
     out = Terminal()
     progress = RunProgress(None, file=out)
-    assert progress.words() == ["waiting for the first step"] and progress.time_left_s() is None
+    assert progress.words() == ["step 1"] and progress.time_left_s() is None
     progress.update({"step": 1})
     assert progress.fraction_done() == 0.0
     progress.close()
     assert "step 1" in out.getvalue()
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_the_first_step_tells_what_it_is_at(kind: type[io.StringIO]) -> None:
+    out = kind()
+    at = iter(f"forward, layer {number} (being compiled)" for number in range(1000))
+    with RunProgress(10, file=out, plain_every_s=0.02, doing=lambda: next(at)):
+        until(lambda: "step 1, forward, layer 2 (being compiled)" in out.getvalue())
 
 
 def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:

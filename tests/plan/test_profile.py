@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from outcore.common.files import user_folder
 from outcore.common.quantities import GIB
 from outcore.machine import Drive, Gpu, LinkRates
 from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Overrides, ProfileError, hardware_of, planning_drive, tflops_of
-from outcore.plan.profile import differs, load_hardware
+from outcore.plan.profile import MEASURED_PROFILE, differs, load_hardware
 from outcore.plan.request import RunRequest
 from tests.plan.fakes import TB, machine, server
 from tests.refused import refused
@@ -26,6 +30,30 @@ def test_the_measured_profile_of_this_machine(tmp_path):
     assert (hardware.h2d_gb_per_s, hardware.drive_mixed_gb_per_s) == (25.0, 5.5)  # rates of then
     assert hardware.sources["h2d_gb_per_s"] == "measured"
     assert hardware.compute_tflops == pytest.approx(165.2 * 0.87, abs=0.1)
+
+
+def test_the_profile_is_found_from_any_folder_and_a_newer_one_in_logs_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert MEASURED_PROFILE.is_absolute() and MEASURED_PROFILE.parent == user_folder()
+    with pytest.raises(ProfileError, match="never measured"):
+        load_hardware(detect=machine)
+    MEASURED_PROFILE.parent.mkdir(parents=True)
+    machine().save(MEASURED_PROFILE)
+    try:
+        for folder in ("a", "b/c"):
+            (tmp_path / folder).mkdir(parents=True)
+            monkeypatch.chdir(tmp_path / folder)
+            assert load_hardware(detect=machine).sources["h2d_gb_per_s"] == "measured"
+        former = tmp_path / "b/c/logs/machine_profile.json"
+        former.parent.mkdir()
+        machine(links=dataclasses.replace(machine().links, h2d_gb_per_s=11.0)).save(former)
+        for age_s, expected in ((0, 11.0), (1e6, 25.0)):  # as before there was a place for all folders; long ago
+            os.utime(former, (time.time() + 10 - age_s,) * 2)
+            assert load_hardware(detect=machine).h2d_gb_per_s == expected
+    finally:
+        shutil.rmtree(MEASURED_PROFILE.parent)
+    os.utime(former, (0, 0))
+    assert load_hardware(detect=machine).h2d_gb_per_s == 11.0
 
 
 def test_missing_profile(tmp_path):

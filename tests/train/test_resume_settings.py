@@ -5,8 +5,20 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint import changed_settings
+from outcore.checkpoint import CheckpointError, changed_settings, check_same_run
 from outcore.train.changes import changed_by_version
+
+
+def test_other_steps_are_named_before_the_warm_up_that_follows_from_them() -> None:
+    def fingerprint(steps: int, warmup: int) -> dict[str, Any]:
+        schedule = {"kind": "cosine", "peak_lr": 1e-4, "warmup_steps": warmup, "total_steps": steps}
+        return {"fingerprint": {"schedule": schedule}}
+
+    checkpoint: Any = SimpleNamespace(trainer_state=lambda: fingerprint(100, 3), path="step-1")
+    with pytest.raises(CheckpointError, match=r"total_steps 100, this run has 200.*--max_steps or --num_train_epochs"):
+        check_same_run(checkpoint, fingerprint(200, 6)["fingerprint"])
+    with pytest.raises(CheckpointError, match=r"warmup_steps 3, this run has 6.*--warmup_steps"):
+        check_same_run(checkpoint, fingerprint(100, 6)["fingerprint"])
 
 
 @pytest.mark.parametrize(("before", "after", "said"), [

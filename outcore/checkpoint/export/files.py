@@ -34,6 +34,7 @@ from outcore.checkpoint.materials import base_material, check_material
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
+from outcore.common.hub import RUN_FOLDERS
 from outcore.common.listing import damaged_weights, write_checksums
 from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "export"
 ADAPTER = "adapter_config.json"
 COPY_BYTES = 64 << 20
-FINISHED, UNFINISHED = Path("final_model"), Path("checkpoints")
+FINISHED, UNFINISHED = RUN_FOLDERS
 """Folders of runs: their models, and what they go on from."""
 
 

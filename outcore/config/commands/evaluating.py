@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.config.commands.parser import CommandParser
-from outcore.config.commands.running import add_model_flags
+from outcore.config.commands.running import MODEL_COMMON, add_model_flags
 
 DATABASE = Path("logs/evaluations.db")
 BY_ID = "its id, or the beginning of it"
@@ -18,6 +18,7 @@ def evaluate_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
         prog="outcore evaluate",
+        common=(*MODEL_COMMON, "tasks", "limit", "num_fewshot", "apply_chat_template", "list_tasks", "new", "json"),
         description="Scores of a model of any size by lm-evaluation-harness. One that was killed goes on when the same "
         "command is given again, with the same scores in the end.",
     )

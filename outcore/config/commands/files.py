@@ -21,7 +21,12 @@ names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data 
 
 def data_flags() -> argparse.ArgumentParser:
     """The subcommand's arguments; names are train_model.py's where it has them."""
-    p = CommandParser(prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = CommandParser(
+        prog="outcore data",
+        common=("model", "rows", "html", "seq_length", "data_format", "as_chat", "chat_template", "max_rows"),
+        description=ABOUT_DATA,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
     p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
     p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
@@ -47,8 +52,10 @@ def data_flags() -> argparse.ArgumentParser:
         help="auto packs, as training does where the model can",
     )
     p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
-    for name in ("train_on_prompt", "train_on_last_turn"):
-        p.add_argument(f"--{name}", choices=("true", "false"), default="false", help=FIELDS[name].help)
+    for name in ("as_chat", "train_on_prompt", "train_on_last_turn"):
+        p.add_argument(
+            f"--{name}", nargs="?", const="true", choices=("true", "false"), default="false", help=FIELDS[name].help
+        )
     p.add_argument("--max_rows", type=int, help="read no more than about this many rows")
     p.add_argument("--data_cache_dir", default=".cache/data", help=FIELDS["data_cache_dir"].help)
     p.add_argument("--trust_remote_code", action="store_true", help=FIELDS["trust_remote_code"].help)
@@ -88,6 +95,15 @@ def export_flags() -> argparse.ArgumentParser:
         help="instead: final_model/RUN, or the folder of a whole model, as one file for llama.cpp",
     )
     parser.add_argument("--overwrite", action="store_true", help="with --gguf: replace the file that is there already")
+    return parser
+
+
+def watch_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore watch`."""
+    parser = CommandParser(prog="outcore watch", description="Watch a running or finished run.")
+    parser.add_argument("run", nargs="?", help="name or log folder of the run (default: the latest)")
+    parser.add_argument("--log_dir", "--logs", default="logs", help="folder of all runs' logs (default: logs)")
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
     return parser
 
 

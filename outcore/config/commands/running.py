@@ -24,6 +24,12 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 """Name, type and help of each flag about sampling."""
 
 
+MODEL_COMMON = ("preset", "adapter", "quantize", "context", "vram_gib", "ram_gib", "nvme_path", "trust_remote_code")
+"""Flags about a model that its short help lists."""
+ASKED_COMMON = (*MODEL_COMMON, "temperature", "max_tokens", "seed", "stop")
+"""Flags that the short help of a command lists which also chooses tokens."""
+
+
 def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -> None:
     """MODEL and how it is run; `aim` where none is given."""
     parser.add_argument("model", help="hub id, folder, run in final_model/, checkpoint, or folder of a LoRA adapter")
@@ -108,6 +114,7 @@ def generate_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
         prog="outcore generate",
+        common=(*ASKED_COMMON, "prompt", "chat", "input", "output", "overwrite", "num_gpus"),
         description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
         "command is given again: nothing is lost, nothing answered twice.",
     )
@@ -132,7 +139,9 @@ def generate_flags() -> argparse.ArgumentParser:
 def chat_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
-        prog="outcore chat", description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands."
+        prog="outcore chat",
+        common=(*ASKED_COMMON, "system"),
+        description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands.",
     )
     add_model_flags(found, aim="latency")  # one reader
     found.add_argument("--system", help="who the model is told to be")
@@ -143,7 +152,9 @@ def chat_flags() -> argparse.ArgumentParser:
 def score_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
-        prog="outcore score", description="Log-probabilities of texts, and perplexity, by a model of any size."
+        prog="outcore score",
+        common=(*MODEL_COMMON, "input", "output", "token_logprobs"),
+        description="Log-probabilities of texts, and perplexity, by a model of any size.",
     )
     add_model_flags(found)
     found.add_argument("--input", type=Path, required=True, help='JSON lines with "text" (or "prompt"), or plain lines')

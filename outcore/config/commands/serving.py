@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from outcore.config.commands.parser import CommandParser
-from outcore.config.commands.running import add_model_flags
+from outcore.config.commands.running import MODEL_COMMON, add_model_flags
 
 DEFAULT_UI_PORT = 7860
 
@@ -14,7 +14,9 @@ DEFAULT_UI_PORT = 7860
 def serve_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
-        prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
+        prog="outcore serve",
+        common=(*MODEL_COMMON, "host", "port", "api_key_file", "served_name", "max_answer_tokens", "engine"),
+        description="Serve a model of any size under OpenAI's API, on this machine's address.",
     )
     add_model_flags(found)
     _add_handover_flags(found)

@@ -27,7 +27,7 @@ class DataFields:
         "auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens"
     ] = "auto"
     """Shape of the rows; auto tells them apart."""
-    text_extensions: str | None = None
+    text_extensions: str | None = setting(None, names=True)
     """Comma-separated: which files are text. Default: .txt,.text,.md,.rst."""
     text_column: str | None = None
     """Column that holds the text."""
@@ -49,6 +49,8 @@ class DataFields:
     """A malformed row stops the run, or is skipped and counted."""
     long_rows: Literal["keep_start", "keep_end", "split", "drop"] = "keep_start"
     """What becomes of a conversation or completion longer than a row; plain text is always split."""
+    as_chat: bool = False
+    """Put prompts and completions through the chat template, as a user's question and the answer."""
     train_on_prompt: bool = False
     """Take the loss on prompt tokens as well."""
     train_on_last_turn: bool = False

@@ -87,7 +87,7 @@ class EngineFields:
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = setting(None, file=("zero_optimization.stage",), words=STAGE_WORDS, common=True)
     """none, zero1, zero2, zero3 or infinity (0/1/2/3 accepted). Default: deepspeed_config.json's (3)."""
-    nvme_offload_path: str | None = setting(None, file=NVME_PATHS, common=True)
+    nvme_offload_path: str | None = setting(None, names=True, file=NVME_PATHS, common=True)
     """Folder on an NVMe drive for what RAM does not hold: up to 9 times the 16-bit model is written there, and half as
     much again must be free. A,B: a drive a rank (one process spreads over both). Windows: not C:, the system's."""
     nvme_offload_optimizer: bool = True

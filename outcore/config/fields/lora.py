@@ -18,9 +18,9 @@ class LoraFields:
     """LoRA scale. Default: 2 x lora_r."""
     lora_dropout: float = setting(0.0, least=0, below=1)
     """Dropout on the adapters' input."""
-    lora_target_modules: str = setting("auto", aliases=("lora_target", "target_modules"))
+    lora_target_modules: str = setting("auto", names=True, aliases=("lora_target", "target_modules"))
     """Comma-separated module names; auto or all-linear: every linear layer but the head; experts: a mixture's."""
-    lora_modules_to_save: str | None = setting(None, aliases=("modules_to_save", "additional_target"))
+    lora_modules_to_save: str | None = setting(None, names=True, aliases=("modules_to_save", "additional_target"))
     """Comma-separated modules that are trained whole beside the adapters, such as embed_tokens,lm_head."""
     use_dora: bool = setting(False, aliases=("peft_use_dora",))
     """DoRA: train the length of each output's weights beside the adapter, which then turns their direction."""

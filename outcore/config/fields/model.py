@@ -18,7 +18,7 @@ class ModelFields:
     """Train from scratch with a built-in shape: tiny (the default), llama-1b, llama-8b, qwen3-8b, gpt2, t5-small ..."""
     config_file: str | None = None
     """Train from scratch with the shape of this Hugging Face config.json."""
-    config_overrides: str | None = None
+    config_overrides: str | None = setting(None, mapping=True)
     """Fields of the model's config to change, as JSON: '{"num_hidden_layers": 4}'."""
     model_module: str | None = None
     """Your own model and loss: `my.py:build` (see docs/models.md)."""

@@ -56,7 +56,7 @@ class ReportingFields:
     """Folder of logs: metrics.jsonl, loss.png, plan.json and TensorBoard files go: <log_dir>/<run>."""
     export_dir: str = "final_model"
     """Folder of the finished model: <export_dir>/<run>."""
-    report_to: str = setting("tensorboard", common=True)
+    report_to: str = setting("tensorboard", names=True, common=True)
     """Comma-separated: tensorboard, trackio, wandb, mlflow, none."""
     metrics_port: int | None = setting(None, least=0, most=65535)
     """Serve the run's figures for Prometheus on this port of the loopback interface (0: any free one)."""

@@ -95,6 +95,8 @@ class DataSettings:
     """At most this many training rows; reading stops when the first documents of the data suffice for them."""
     max_eval_samples: int | None = None
     """At most this many evaluation rows."""
+    as_chat: bool = False
+    """True: a prompt and its completion become a conversation of two messages, written by the chat template."""
     train_on_prompt: bool = False
     """True: the loss covers prompts and user turns too, not only completions and assistant turns."""
     train_on_last_turn: bool = False

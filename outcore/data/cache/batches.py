@@ -15,7 +15,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from outcore.data.cache.encode import DocumentEncoder, cut_text
-from outcore.data.rows import Example, Shape, TextExample, TokensExample
+from outcore.data.rows import ChatExample, Example, Shape, TextExample, TokensExample
 from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair, is_sound
 
 BATCH_CHARS = 1024 * 1024
@@ -69,8 +69,9 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
     return batch
 
 
-def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Batch]:
-    """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
+def batches_of(records: Iterable[tuple[Record | BadRow, Shape]], *, as_chat: bool = False) -> Iterator[Batch]:
+    """Groups records into batches of about 1 Mi characters, cutting long texts into pieces. `as_chat`: prompts with
+    completions become conversations of two messages."""
     items: list[RowPiece | Whole | BadRow] = []
     unused: Counter[str] = Counter()
     notices: Counter[str] = Counter()
@@ -79,7 +80,7 @@ def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Bat
         if isinstance(record, Record):
             unused.update(shape.unused(record.row))
             notices.update(NUMBERS.format(column=column) for column in shape.numbers(record.row))
-        for item in _items_of(record, shape):
+        for item in _items_of(record, shape, as_chat=as_chat):
             items.append(item)
             chars += _chars(item)
             if chars >= BATCH_CHARS or len(items) >= BATCH_ITEMS:
@@ -89,15 +90,18 @@ def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Bat
         yield Batch(items, notices=notices, unused_columns=unused)
 
 
-def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[RowPiece | Whole | BadRow]:
+def _items_of(record: Record | BadRow, shape: Shape, *, as_chat: bool) -> Iterator[RowPiece | Whole | BadRow]:
     if isinstance(record, BadRow):
         yield record
         return
     try:
         example = shape.example(record.row)
-    except RowError as error:
-        yield BadRow(record.where, str(error))
+    except (RowError, RecursionError) as error:
+        yield BadRow(record.where, "nested too deeply" if isinstance(error, RecursionError) else str(error))
         return
+    if as_chat and isinstance(example, TextExample) and example.prompt is not None:
+        asked, told = {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}
+        example = ChatExample([asked, told])
     if not isinstance(example, TextExample) or example.prompt is not None:
         yield Whole(example, record.where, str(shape))
         return

@@ -100,6 +100,7 @@ def open_token_cache(
         "format": settings.format,
         "columns": [settings.text_column, settings.prompt_column, settings.completion_column, settings.messages_column],
         "on_bad_row": settings.on_bad_row,
+        "as_chat": settings.as_chat,
         "train_on_prompt": settings.train_on_prompt,
         "train_on_last_turn": settings.train_on_last_turn,
         "encoder_decoder": encoder.encoder_decoder,
@@ -139,7 +140,9 @@ def _build(
     say(f"tokenising {source.name}" + ("" if source.is_text else f": {first[1]}"))
     documents = _Documents(writer, encoder, bad_rows, limit)
     told_s = time.monotonic()
-    for batch in encode_in_order(batches_of(chain([first], records)), encoder, settings.num_proc):
+    for batch in encode_in_order(
+        batches_of(chain([first], records), as_chat=settings.as_chat), encoder, settings.num_proc
+    ):
         documents.add(batch)
         if documents.is_enough:
             break

@@ -67,7 +67,7 @@ def _with_arguments(call: Any, *, as_text: bool) -> Any:
     if isinstance(arguments, str) and not as_text:
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
         return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
     if as_text and arguments is not None and not isinstance(arguments, str):

@@ -37,7 +37,8 @@ def look_at(settings: DataSettings, tokenizer: Any, num_rows: int, say: Callable
 def _read_as(data: PreparedData) -> list[str]:
     """For every shape in the data what is asked and what bears loss."""
     named = [shape.partition(" ")[0] for shape in data.summary.shape.split("; ")]
-    return [f"{name}: loss on {KINDS[name].loss}; no loss on {KINDS[name].asked}" for name in dict.fromkeys(named)]
+    kinds = [(name, KINDS[name].loss, KINDS[name].asked) for name in dict.fromkeys(named)]
+    return [f"{name}: loss on {loss}" + f"; no loss on {asked}" * (asked != "nothing") for name, loss, asked in kinds]
 
 
 def _rows(cache: TokenCache, wanted: int, seq_length: int) -> list[tuple[str, np.ndarray]]:

@@ -38,7 +38,7 @@ def message_list(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         return value if {"role", "from"} & set(value[0]) else None

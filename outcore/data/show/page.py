@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.output import printable
 from outcore.data.layout import IGNORE_INDEX
 
 _HEAD = """<!doctype html>
@@ -39,7 +40,8 @@ def write_page(
     for heading, ids, has_loss in rows:
         spans = "".join(_span(*piece) for piece in pieces_of(tokenizer, np.asarray(ids), np.asarray(has_loss, bool)))
         parts.append(f"<h2>{html.escape(heading)}</h2>\n<pre>{spans}</pre>")
-    path.write_text("\n".join([*parts, "</html>\n"]), encoding="utf-8")
+    page = "\n".join([*parts, "</html>\n"])
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # a file's name may be no UTF-8
 
 
 def pieces_of(tokenizer: Any, ids: np.ndarray, has_loss: np.ndarray) -> Iterator[tuple[str, list[int], bool]]:
@@ -82,7 +84,8 @@ def render_sample(
     borders = [0, *(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(ids)]
     parts = []
     for start, end in pairwise(borders):
-        text = _shortened(str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)), max_run_chars)
+        decoded = str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False))
+        text = printable(_shortened(decoded, max_run_chars))
         parts.append(f"{brackets[0]}{text}{brackets[1]}" if has_loss[start] else text)
     return "".join(parts)
 

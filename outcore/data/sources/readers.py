@@ -69,7 +69,7 @@ def _read_lines(path: Path) -> RowsOf:
         if not line.strip():
             continue
         try:
-            row = json.loads(decode(line, path, offset))
+            row = _parsed(decode(line, path, offset))
         except BadText as error:
             yield BadRow(where, _without_path(error, path))
         except json.JSONDecodeError as error:
@@ -77,8 +77,6 @@ def _read_lines(path: Path) -> RowsOf:
                 where,
                 f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}: {shorten(error.doc, 80)!r}",
             )
-        except RecursionError:
-            yield BadRow(where, "JSON nested too deeply")
         else:
             yield Record(where, row) if isinstance(row, dict) else BadRow(where, _not_an_object(row))
 
@@ -157,9 +155,17 @@ def read_json(path: Path) -> RowsOf:
     return _read_json_object(path)
 
 
+def _parsed(text: str | bytes, decode: Callable[..., Any] = json.loads, *more: Any) -> Any:
+    """The value that the text, or the text from a position on, spells; nesting that is too deep is a fault like any."""
+    try:
+        return decode(text, *more)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text if isinstance(text, str) else "", 0) from None
+
+
 def _is_whole_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        _parsed(line)
     except ValueError:
         return False
     return True
@@ -169,8 +175,8 @@ def _spans_lines(head: str) -> bool:
     """True when the file's first object is whole but not in one line."""
     first = head.partition("\n")[0]
     try:
-        value, end = json.JSONDecoder().raw_decode(head)
-    except (ValueError, RecursionError):
+        value, end = _parsed(head, json.JSONDecoder().raw_decode)
+    except ValueError:
         return False
     return isinstance(value, dict) and end > len(first)
 
@@ -197,7 +203,7 @@ def _read_json_values(path: Path, *, is_array: bool) -> RowsOf:
         problem = "the array is not closed: the file seems cut short"
         if position < len(buffer):
             try:
-                value, end = decoder.raw_decode(buffer, position)
+                value, end = _parsed(buffer, decoder.raw_decode, position)
             except json.JSONDecodeError as error:
                 at_line = line + buffer.count(chr(10), position, error.pos)
                 problem = f"not valid JSON: {error.msg.removesuffix(' at')} at line {at_line}"
@@ -233,7 +239,7 @@ def _read_json_object(path: Path) -> RowsOf:
         )
     text = "".join(iterate_text(path))
     try:
-        value = json.loads(text)
+        value = _parsed(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {error.lineno}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"

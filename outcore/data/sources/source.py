@@ -45,7 +45,7 @@ class FilesSource:
         if sum(stat.st_size for stat in stats) <= HASHED_UP_TO_BYTES:
             digest = hashlib.blake2b(digest_size=16)
             for name, path, stat in zip(names, self.files, stats):
-                digest.update(f"{name}\0{stat.st_size}\0".encode())
+                digest.update(os.fsencode(f"{name}\0{stat.st_size}\0"))
                 digest.update(path.read_bytes())
             return {"kind": "files", "files": len(self.files), "content": digest.hexdigest()}
         listing = [

@@ -327,6 +327,7 @@ class StreamEngine:
             parts.tile_plan.reason if parts.tile_plan.tiled else "",
             parts.residents.device_bytes,
             parts.updates.seconds.real_bytes,
+            parts.flow.doing(),
         )
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:

@@ -192,7 +192,7 @@ class VerticalSchedule:
             aux_tokens = torch.tensor(num_tokens, device=self.flow.device)
         results = self.head.run(slab, inputs(), grad_scale=loss_scale / num_tokens, into=into, aux_tokens=aux_tokens)
         for m, item in enumerate(micro):
-            with self.flow.trace.compute("head", "head", m):
+            with self.flow.compute("head", "head", m):
                 result = next(results)
             item.grad, item.grad_routers = result.grad_hidden, result.grad_routers
             sums = sums.plus(result.ce_sum, result.n_tokens, result.aux_sum)
@@ -214,14 +214,14 @@ class VerticalSchedule:
             into = self.download.accumulator(unit, only_once=only_once) if unit.is_trainable else None
             for m, item in enumerate(micro):
                 if self.saved.holds(index, m):
-                    with self.flow.trace.compute("backward", unit.name, m):
+                    with self.flow.compute("backward", unit.name, m):
                         kept = self.saved.take(index, m, slab)
                         item.grad = self.backward.through(kept, item.take_grad(), item.take_router_grads(), into)
                         del kept
                     continue
                 hidden = self._take_kept(index, m)
                 random.at(m, unit.index)
-                with self.flow.trace.compute("backward", unit.name, m):
+                with self.flow.compute("backward", unit.name, m):
                     item.grad = self.backward.layer(
                         index, slab, hidden, item.log.call(index), item.take_grad(), item.take_router_grads(), into
                     )
@@ -236,7 +236,7 @@ class VerticalSchedule:
             self._tied = None
             for m, item in enumerate(micro):
                 random.at(m, embed.index)
-                with self.flow.trace.compute("backward", embed.name, m):
+                with self.flow.compute("backward", embed.name, m):
                     self.backward.embed(slab, item.batch, item.take_grad(), into)
             self.flow.arrival.release(at)
             on_gradient(embed, self.download.ship(embed, into))

@@ -98,6 +98,8 @@ class CompiledLayers:
         """Functions by role, kind, and whether for the usual shape only."""
         self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._usual: torch.Size | None = None
+        self.is_compiling = False
+        """Whether a function is in its first call, which waits for the compiler."""
         if not self.why_not:  # for good, not in a context around every call
             keep_compiled_code()
             limits = torch._dynamo.config
@@ -183,7 +185,8 @@ class CompiledLayers:
             self._usual = hidden.shape
         kind, usual = self._kind(role, layer), hidden.shape == self._usual
         args = (list(tensors), hidden, call.args, call.kwargs, *more)
-        if (role, kind, usual) not in self._functions:
+        self.is_compiling = (role, kind, usual) not in self._functions
+        if self.is_compiling:
             self._functions[role, kind, usual] = self._compile(role, kind, usual=usual)
         try:
             with torch.set_grad_enabled(under_grad):
@@ -194,6 +197,8 @@ class CompiledLayers:
         except compiler_errors() as error:
             self._failed(error)
             return None
+        finally:
+            self.is_compiling = False
 
     def _failed(self, error: BaseException) -> None:
         text = str(error).strip().splitlines()

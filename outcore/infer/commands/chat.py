@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.common.output import say, tell_error
+from outcore.common.output import say, show, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
@@ -99,7 +99,7 @@ class Conversation:
         request = Request(f"turn-{self._turn}", ids, self.sampling.fitting(len(ids), engine.max_tokens))
         ended: list[Answer] = []
         try:
-            engine.submit(request, lambda piece: print(piece.text, end="", flush=True), ended.append)
+            engine.submit(request, lambda piece: show(piece.text), ended.append)
         except ValueError as error:
             say(f"{error} (this message is left out)")
             return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outcore.common.output import say, tell_error
+from outcore.common.output import say, show, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
@@ -45,7 +45,7 @@ def _one(args: argparse.Namespace) -> int:
             ids = prompts.of_text(args.prompt)
         sampling = sampling_from(opened, sampling_fields(args))(len(ids))
         request = Request("prompt", ids, sampling, goes_on=not args.chat)
-        for answer in opened.engine.generate([request], lambda piece: print(piece.text, end="", flush=True)):
+        for answer in opened.engine.generate([request], lambda piece: show(piece.text)):
             print(flush=True)
             if answer.finish == "error":
                 raise RuntimeError(answer.error)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
 from outcore.checkpoint.materials import base_material, check_material
+from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
@@ -94,7 +95,7 @@ def find_place(name: str, adapter: str | None = None) -> ModelPlace:
     path = model_folder(name)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
-            raise ValueError(f"{name} is no file here. Give the path of the GGUF file.")
+            raise ValueError(f"{name} is no file here.{near_models(name)} Give the path of the GGUF file.")
         place = ModelPlace(str(path), str(path), f"{path}")
     elif not path.is_dir():
         place = ModelPlace(name, name, f"{name}")

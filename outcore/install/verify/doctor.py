@@ -9,7 +9,9 @@ import json
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ PACKAGE_PARTS = {
 }
 OPTIMIZER_USE = "the streaming engine's optimizer at the speed of memory (in torch several times slower)"
 PROBE_TIMEOUT_S = 180.0
+LOOK_S = 0.5
+"""How often the part that is being tried is looked up."""
 
 
 class RunningProbe:
@@ -55,16 +59,28 @@ class RunningProbe:
             stderr=subprocess.STDOUT,
         )
 
-    def finish(self, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[dict[str, dict[str, Any]], str]:
-        """(part -> finding, why the child ended badly or '')."""
+    def finish(
+        self, timeout_s: float = PROBE_TIMEOUT_S, tell: Callable[[str], None] = lambda part: None
+    ) -> tuple[dict[str, dict[str, Any]], str]:
+        """(part -> finding, why the child ended badly or ''). `tell` hears of the part that is being tried."""
+        end_s = time.monotonic() + timeout_s
         try:
-            code = self._process.wait(timeout=timeout_s)
+            while (code := self._code_within(min(LOOK_S, end_s - time.monotonic()))) is None:
+                if time.monotonic() >= end_s:
+                    raise subprocess.TimeoutExpired(self._process.args, timeout_s)
+                if parts := list(read_findings(self._results, "")):
+                    tell(parts[-1])
             ended = "" if code == 0 else _how_it_ended(code, self._tail())
         except subprocess.TimeoutExpired:
             self.stop()
             ended = f"no answer within {format_s(timeout_s)}"
         self._output.close()
         return read_findings(self._results, ended), ended
+
+    def _code_within(self, seconds: float) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=max(0.0, seconds))
+        return None
 
     def stop(self) -> None:
         self._process.kill()
@@ -101,8 +117,10 @@ def probe_rows(
     environ: Mapping[str, str],
     offload_path: Path,
     build_results: Sequence[BuildResult] = (),
+    tell: Callable[[str], None] = lambda part: None,
 ) -> list[ReportRow]:
-    """Start the probes, wait for them, make rows. DeepSpeed is tried where its extensions are built or were to be."""
+    """Start the probes, wait for them, make rows. DeepSpeed is tried where its extensions are built or were to be;
+    `tell` hears of each part that is being tried."""
     directory = Path(environ["TORCH_EXTENSIONS_DIR"])
     accelerator = chosen.accelerator
     with_deepspeed = "deepspeed" in chosen.pins
@@ -122,7 +140,7 @@ def probe_rows(
             command = [python, "-m", PROBE, "deepspeed", str(deepspeed_file), accelerator, ",".join(built), str(where)]
             children.append(RunningProbe(command, environ, deepspeed_file, repository))
         try:
-            outcomes = [child.finish() for child in children]
+            outcomes = [child.finish(tell=tell) for child in children]
         except BaseException:
             for child in children:
                 child.stop()
@@ -155,6 +173,15 @@ def package_rows(
         wrong = pinned and version.split("+")[0] != chosen.pins[pinned]
         rows.append(_row(part, findings.get(part), needed, required, ended, version if wrong else None))
     return rows
+
+
+def rows_of_pip(findings: Mapping[str, Mapping[str, Any]], ended: str) -> list[ReportRow]:
+    """Rows of an installation that pip made by itself, whose versions no file of ours pins."""
+    rows = [
+        _row(part, findings.get(part), package, required, ended, fix=f"`pip install --upgrade {package}`")
+        for part, (package, required) in PACKAGE_PARTS.items()
+    ]
+    return [*rows, optimizer_row(findings, ended)]
 
 
 def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> ReportRow:

@@ -13,5 +13,5 @@ from outcore.model.facts.facts import (
     resolve_attention,
     skeleton_and_tied,
 )
-from outcore.model.facts.gguf_file import GgufTensor, gguf_header
+from outcore.model.facts.gguf_file import GgufTensor, gguf_config_fields, gguf_header
 from outcore.model.facts.names import adapter_name, checkpoint_name, named_checkpoint_parameters, persistent_buffers

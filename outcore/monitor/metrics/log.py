@@ -252,7 +252,8 @@ def encode_line(record: dict[str, Any]) -> bytes:
     clean = {name: _clean(value, name, nonfinite) for name, value in record.items()}
     if nonfinite:
         clean["nonfinite"] = nonfinite
-    return json.dumps(clean, allow_nan=False, separators=(", ", ": "), ensure_ascii=False).encode() + b"\n"
+    line = json.dumps(clean, allow_nan=False, separators=(", ", ": "), ensure_ascii=False)
+    return line.encode(errors="backslashreplace") + b"\n"  # a file's name may be no UTF-8; JSON spells it so, too
 
 
 def _clean(value: Any, name: str, nonfinite: dict[str, str]) -> Any:

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import IO, Any
 
 from outcore.common.classes import Closing
+from outcore.common.output import printable
 from outcore.common.quantities import format_count, format_s
 from outcore.monitor.screen.tiers import tier_words
 
@@ -33,7 +35,8 @@ class RunProgress(Closing):
             and the last step always get one.
         limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
             `Sampler.describe()` gives them.
-        enabled: False shows nothing at all (ranks other than 0)."""
+        enabled: False shows nothing at all (ranks other than 0).
+        doing: what a step is at now, asked for while the first one, or a long one, is waited for."""
 
     def __init__(
         self,
@@ -46,12 +49,13 @@ class RunProgress(Closing):
         plain_every_s: float = 30.0,
         limits: dict[str, Any] | None = None,
         enabled: bool = True,
+        doing: Callable[[], str] = lambda: "",
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
         self.limits = dict(limits or {})
         self._file = sys.stderr if file is None else file
-        self._enabled = enabled
+        self._enabled, self._doing = enabled, doing
         self._every_steps = plain_every_steps
         self._every_s = plain_every_s
         self._record: dict[str, Any] = {}
@@ -101,9 +105,9 @@ class RunProgress(Closing):
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.print(text)
+            self._live.print(printable(text))
         else:
-            self._print(text)
+            self._print(printable(text))
 
     def close(self) -> None:
         """Show the last step if it was not, and give the terminal back."""
@@ -140,7 +144,7 @@ class RunProgress(Closing):
         """The state in short phrases, the most important first."""
         record = self._record
         if not record:
-            return [self._activity or "waiting for the first step"]
+            return [self._activity or self._next_step(self.first_step)]
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         words = [f"step {record['step']}{total}"]
         if record.get("loss") is not None:
@@ -174,12 +178,15 @@ class RunProgress(Closing):
         self._shown_step, self._shown_at_s = self._record["step"], now_s
         self._print(" | ".join([*self.words(), *self.tier_words()]))
 
+    def _next_step(self, done: int) -> str:
+        return ", ".join(filter(None, (f"step {done + 1}", self._doing())))
+
     def _pulse(self) -> None:
         """A plain line also within a step, an evaluation or a save that takes longer than `plain_every_s`."""
         while not self._closed.wait(min(1.0, self._every_s)):
             now_s = time.monotonic()
             if now_s - self._printed_at_s >= self._every_s:
-                doing = self._activity or f"step {self._record.get('step', self.first_step) + 1}"
+                doing = self._activity or self._next_step(self._record.get("step", self.first_step))
                 self._print(f"{doing}: {format_s(now_s - self._updated_at_s)} so far")
 
     def _print(self, text: str) -> None:

@@ -5,7 +5,6 @@ shared folder. `--once` (and any output that is no terminal) prints a single fra
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from outcore.common.output import tell_error
+from outcore.config.commands import watch_flags
 from outcore.monitor.metrics import Metrics
 from outcore.monitor.screen.frame import RunFrame
 
@@ -76,15 +76,11 @@ def find_run(run: str | None, logs: Path | str = "logs") -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="outcore watch", description="Watch a running or finished run.")
-    parser.add_argument("run", nargs="?", help="name or log folder of the run (default: the latest)")
-    parser.add_argument("--logs", default="logs", help="folder of all runs' logs (default: logs)")
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
-    args = parser.parse_args(argv)
+    args = watch_flags().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a pipe that knows no block characters gets question marks
     try:
-        watch(find_run(args.run, args.logs), once=args.once)
+        watch(find_run(args.run, args.log_dir), once=args.once)
     except ValueError as error:
         return tell_error("watch", error)
     return 0

@@ -1,7 +1,7 @@
 """What finished runs taught about forecasts on this machine: measured seconds of a step over forecast ones.
 
 One ratio for each kind of run (engine, homes of the states, weights or adapters, precision), the last run's, in
-`logs/forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
+`forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
 profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outcore.common.files import read_object
+from outcore.common.files import newest, read_object, user_folder
 from outcore.common.quantities import format_s
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 
-LEARNED = Path("logs/forecasts.json")
+LEARNED = user_folder() / "forecasts.json"
 WORTH_SAYING = 0.2
 """Share of the forecast: a step that took so much more or less is told with the next forecast."""
 LEAST_STEPS = 5
@@ -92,7 +92,7 @@ def keep(known: dict[str, Any], path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """{} for a file that is missing or damaged: it is written anew."""
-    known = read_object(path)
+    known = read_object(newest(path))
     is_whole = all(isinstance(known.get(part, {}), dict) for part in ("ratios", "rates"))
     parts = {"ratios": "ratio", "rates": "part_s"} if is_whole else {}
     found = [(one, key) for part, key in parts.items() for one in known.get(part, {}).values()]

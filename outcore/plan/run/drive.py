@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from outcore.common.files import newest
 from outcore.common.quantities import MIB
 from outcore.machine import Machine, detect_machine, drive_of
 from outcore.machine.offload import slow_drive_warning
@@ -45,6 +46,7 @@ def write_combined_measured(
 
 def _fresh_profile(measured: Path, now_s: float | None) -> Machine | None:
     """The profile where it is at most 30 days old and can be read."""
+    measured = newest(measured)
     try:
         age_s = (time.time() if now_s is None else now_s) - measured.stat().st_mtime
         return Machine.load(measured) if age_s <= FRESH_S else None

@@ -237,7 +237,7 @@ def _would_change(facts: GdsFacts, path: str) -> list[str]:
             "run `wsl --install` in an administrator's PowerShell, then install outcore inside Ubuntu"
         ]
     if not facts.gpus:
-        return ["a NVIDIA GPU and its driver (check with nvidia-smi)"]
+        return ["an NVIDIA GPU and its driver (check with nvidia-smi)"]
     changes = []
     name = facts.gpus[0].name
     if not facts.kvikio_version or facts.kvikio_error:

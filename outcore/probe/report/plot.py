@@ -1,4 +1,4 @@
-"""`logs/gds_report.png`: bandwidth against block size for every link, with the limits drawn in, and latency by size.
+"""`gds_report.png`: bandwidth against block size for every link, with the limits drawn in, and latency by size.
 
 Three panels: the drive and the lanes; host <-> GPU (on a machine without GPU: memory bandwidth by threads); latency.
 matplotlib with the Agg backend, no display needed."""

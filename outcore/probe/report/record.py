@@ -1,4 +1,4 @@
-"""The report of a run: `logs/gds_report.json` (its schema is in docs/gds.md), and the planner's machine profile."""
+"""The report of a run: `gds_report.json` (its schema is in docs/gds.md), and the planner's machine profile."""
 
 from __future__ import annotations
 

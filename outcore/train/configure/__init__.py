@@ -10,9 +10,10 @@ from outcore.monitor.metrics import check_report_to
 DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny model on Python's own source."
 
 
-def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be."""
-    config = parse(argv, TrainConfig, "train_model.py", DESCRIPTION)
+def parse_config(argv: Sequence[str] | None = None, prog: str = "train_model.py") -> TrainConfig:
+    """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be. `prog`:
+    what the user typed, for the help."""
+    config = parse(argv, TrainConfig, prog, DESCRIPTION)
     try:
         check_report_to(config.report_to)
     except ValueError as error:

@@ -139,6 +139,7 @@ class RunContext:
             plain_every_steps=config.logging_steps,
             limits=sampler.describe(),
             enabled=is_main,
+            doing=lambda: engine.facts().doing,
         )
         opened.callback(progress.close)
         tokenizer = self.tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from outcore.common.output import printable
 from outcore.config import Precision, ProcessFacts, TrainConfig
 from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.monitor.metrics import StartupClock
@@ -42,7 +43,7 @@ class RunJob:
         """A line on the screen, from rank 0 only."""
         self.said.append(line)
         if self.is_main:
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     def join(self, precision: Precision) -> ProcessFacts:
         """This process among those of the run. One needs no group; DeepSpeed makes its own when it is chosen."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import outcore
 from outcore.common import explain_error
+from outcore.common.output import say
 from outcore.storage import ChangedBytes
 from outcore.train.memory_advice import explain
 from outcore.train.process import explain_order
@@ -31,7 +32,7 @@ def tell(error: BaseException, run: RunJob | None) -> None:
         if plain is None and not _raised_by_us(error):
             traceback.print_exception(error)
         back = _back_to(run.saved()) if run is not None and _is_changed(error) else ""
-        print(f"error: {plain or error}{back}", file=sys.stderr, flush=True)
+        say(f"error: {plain or error}{back}")
 
 
 def tell_at_exit(job: RunJob) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from outcore.common import read_object
+from outcore.common.files import newest, user_folder
 from outcore.machine import Machine, detect_machine
 from outcore.monitor import Sampler
 from outcore.serve.additions import bad
@@ -65,7 +66,7 @@ class MachineWatch:
     def facts(self) -> dict[str, Any]:
         """What the machine is, the links as measured, the reports of set-up and probe."""
         profile, why = None, "This machine was never measured: python gds_optimizer.py does, in a few minutes."
-        path = self.place.logs / "machine_profile.json"
+        path = newest(user_folder() / "machine_profile.json")
         if path.is_file():
             try:
                 profile, why = asdict(Machine.load(path)), ""
@@ -77,7 +78,7 @@ class MachineWatch:
             "profile": profile,
             "why_no_profile": why,
             "setup": read_object(setup) or None,
-            "probe": read_object(self.place.logs / "gds_report.json") or None,
+            "probe": read_object(newest(user_folder() / "gds_report.json")) or None,
             "setup_at": setup.stat().st_mtime if setup.is_file() else None,
         }
 

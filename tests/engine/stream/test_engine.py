@@ -53,6 +53,16 @@ def test_twenty_steps_equal_plain_adamw(build, model, max_norm):
     assert engine.updates == 20
 
 
+def test_a_step_tells_which_part_it_is_at(build):
+    engine, seen = build("llama"), []
+    for layer in engine.loaded.model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(engine.facts().doing))
+    engine.train_step(batches_of(0)[:1], LR)
+    names = [unit.name for unit in parts_of(engine).flow.units.layer_units]
+    assert len(names) > 1
+    assert seen == [f"forward, {name}" for name in names] + [f"backward, {name}" for name in reversed(names)]
+
+
 def test_many_copies_of_a_micro_batch_are_that_micro_batch(build):
     """Gradients are added up in fp32 unless told otherwise: each 1/32 of them is exact in bf16, and so is their sum."""
     found = {}

@@ -103,6 +103,19 @@ def assert_compiled_equals_eager(loaded) -> CompiledLayers:
     return compiled
 
 
+def test_waiting_for_the_compiler_is_told():
+    loaded = tiny_loaded("llama")
+    told = []
+
+    def backend(module, inputs):
+        told.append(compiled.is_compiling)
+        return module
+
+    compiled = CompiledLayers(discover_units(loaded), "on", backend=backend)
+    run_units(loaded, plain_batch(), compiled)
+    assert told and all(told) and not compiled.is_compiling
+
+
 @pytest.mark.slow
 def test_the_usual_shape_keeps_code_of_its_own():
     """After rows of other lengths, for which code for any length is made."""

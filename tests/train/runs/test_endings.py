@@ -1,6 +1,8 @@
 """How runs end and go on when something around them breaks: late signals, loads that fail, readers that leave."""
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -171,3 +173,58 @@ def test_a_run_outlives_who_reads_along(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (child.returncode, child.stderr, (tmp_path / "saved").read_text()) == (0, b"", "whole")
+
+
+OUTPUTS = {"full": ">/dev/full", "closed": ">&-", "all_closed": ">&- 2>&- <&-", "full_errors": ">/dev/null 2>/dev/full"}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_standard_output_on_a_full_drive_or_closed_ends_no_run(tmp_path: Path, output: str, corpus: Path) -> None:
+    """And a file that is opened next does not get what is printed."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from outcore.common.output import say, watch_reader\n"
+        "watch_reader(ends=False)\n"
+        "with open('saved', 'w') as file:\n"
+        "    for step in range(3): print('step', step, flush=True); say('beside')\n"
+        "    os.write(1, b'by a library'); file.write('whole')\n"
+    )
+    command = f"{sys.executable} script.py {OUTPUTS[output]}"
+    env = fresh_env(PYTHONPATH=str(REPOSITORY))
+    child = subprocess.run(command, shell=True, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert child.returncode == 0 and (tmp_path / "saved").read_text() == "whole"
+    assert ("standard output cannot be written: ENOSPC" in child.stderr) == (output == "full")
+    assert child.stderr.count("standard output") <= 1
+
+
+@pytest.mark.more(after=1)
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_run_is_finished_without_standard_output(tmp_path: Path, output: str, corpus: Path) -> None:
+    argv = ["train", *flags(tmp_path, corpus, "--max_steps", "1", "--run_name", "r")]
+    command = f"{shlex.join([sys.executable, '-m', 'outcore.cli', *argv])} {OUTPUTS[output]}"
+    env = fresh_env(PYTHONPATH=str(REPOSITORY))
+    child = subprocess.run(command, shell=True, cwd=REPOSITORY, env=env, stderr=subprocess.PIPE, text=True)
+    assert child.returncode == 0, child.stderr
+    assert (tmp_path / "export/r/model.safetensors").is_file() and "checkpoint_dir" not in child.stderr
+
+
+def test_a_command_whose_output_is_all_there_is_fails_where_that_cannot_be_written(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m outcore.cli plan --model 1b --nominal >/dev/full"
+    env = fresh_env(PYTHONPATH=str(REPOSITORY))
+    child = subprocess.run(command, shell=True, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert child.returncode == 1
+    assert child.stderr.startswith("standard output cannot be written: ENOSPC, No space left on device: the drive")
+    assert child.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are any bytes there")
+def test_a_run_reads_a_file_whose_name_is_no_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = os.fsdecode(os.fsencode(tmp_path) + b"/n\xff.txt")
+    Path(data).write_text("red \x1b[31m words of a row " * 400)
+    argv = flags(tmp_path, Path(data), "--max_steps", "1", "--save_strategy", "no", "--no_export")
+    assert main(argv) == 0 and "\x1b" not in capsys.readouterr().out
+    header = json.loads(next((tmp_path / "log").glob("*/metrics.jsonl")).read_text().splitlines()[0])
+    assert header["config"]["dataset"] == [data]
+    assert main([*argv, "--export_dir", os.fsdecode(b"e\xff")]) == 2
+    assert "no UTF-8" in capsys.readouterr().err
