@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from outcore.common.output import say
 from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
-from outcore.serve.body import IGNORED_HEADER, read_body
+from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
 from outcore.serve.errors import ApiError, gone, stops
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
@@ -158,11 +158,23 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
-        return plain.tokenize(service, await read_body(http, service.settings.max_body_bytes))
+        return await _understood(http, service, plain.tokenize)
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        return plain.detokenize(service, await read_body(http, service.settings.max_body_bytes))
+        return await _understood(http, service, plain.detokenize)
+
+
+async def _understood(http: HttpRequest, service: Service, understand: Callable[[Service, dict[str, Any]], Any]) -> Any:
+    """What a body means to `understand`. Its place is taken meanwhile, so that only so many wait for it."""
+    data = await read_bytes(http, service.settings.max_body_bytes)
+    service.take_place()
+    try:
+        body = await asyncio.to_thread(object_of, data)
+        work = service.reading.of(body, len(data), understand, service, body)
+        return await while_connected(http, work, lambda: service.is_stopping)
+    finally:
+        service.leave_place()
 
 
 def _add_answers(
@@ -175,8 +187,7 @@ def _add_answers(
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
-        body = await read_body(http, service.settings.max_body_bytes)
-        call = await asyncio.to_thread(understand, service, body)  # templates and tokenizers take their time
+        call = await _understood(http, service, understand)
         places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}

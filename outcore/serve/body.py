@@ -15,11 +15,20 @@ from outcore.serve.errors import ApiError, bad, gone
 HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
+MAX_PARTS, MAX_VALUES = 400_000, 1_000_000
+"""Signs of lists, objects and names in a body, and of values: a hundred thousand messages, or a million token ids."""
 
 
 async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
     """The JSON object that was sent. ApiError for one that is too long or none."""
-    data = await read_bytes(http, max_bytes)
+    return object_of(await read_bytes(http, max_bytes))
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """The JSON object that these bytes are. ApiError for another thing, and for one that would take seconds to read,
+    in which no other client is served."""
+    if sum(map(data.count, (b"{", b"[", b'":'))) > MAX_PARTS or data.count(b",") > MAX_VALUES:
+        raise bad(f"The body holds more than {MAX_PARTS:,} lists, objects and names, or {MAX_VALUES:,} values.")
     try:
         body = json_of(data)
     except ValueError as error:

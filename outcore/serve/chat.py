@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Piece, Request
@@ -40,8 +39,8 @@ class ChatCall:
             self.chat = Chat(service.prompts, fields)
         except ChatError as error:
             raise bad(str(error), error.field, error.code) from error
-        request = service.request_of(fields, self.chat.ids, service.new_name("chatcmpl"))
-        self.request: Request = replace(request, keeps_special=self.chat.keeps_special)
+        name = service.new_name("chatcmpl")
+        self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat)
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""

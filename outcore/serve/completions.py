@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
@@ -49,8 +48,7 @@ class CompletionCall:
         for number, ids in enumerate(self.prompts):
             room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
             said = fields if says_length else fields | {"max_tokens": room}
-            request = service.request_of(said, ids, f"{self.name}-{number}")
-            self.requests.append(replace(request, goes_on=True))
+            self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
         self.num_top = self.requests[0].sampling.logprobs
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
@@ -63,19 +61,21 @@ def texts_of(given: Any, field: str, service: Service) -> list[tuple[int, ...]]:
         given = [given]
     if not isinstance(given, list) or not given:
         raise form
-    if all(type(item) is int for item in given):
+    if _is_ids(given):
         given = [given]
     if len(given) > MAX_PROMPTS:
         raise bad(f"{len(given)} texts are more than {MAX_PROMPTS}.", field)
-    found = []
-    for item in given:
-        if isinstance(item, str):
-            found.append(service.prompts.of_text(item))
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
-            found.append(tuple(item))
-        else:
-            raise form
-    return found
+    if not all(isinstance(item, str) or (_is_ids(item) and item) for item in given):
+        raise form
+    try:
+        of_texts = iter(service.prompts.of_texts([item for item in given if isinstance(item, str)]))
+    except ValueError as error:
+        raise bad(str(error), field) from error
+    return [next(of_texts) if isinstance(item, str) else tuple(item) for item in given]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 async def whole(call: CompletionCall) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Batches:
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
         if batch["endpoint"] == EMBEDDINGS:
             return await self._embedded(number, text)
-        line = await asyncio.to_thread(self._line, batch, number, text)
+        line = await self.service.reading.run(self._line, batch, number, text)
         if line.request is None:
             return self._result(line, [])
         try:
@@ -215,7 +215,7 @@ class Batches:
                 raise ValueError("a line must be a JSON object")
             line = Line(number, "batch", entry.get("custom_id"), None)
             _, body = batch_body(entry, {EMBEDDINGS: "input"})
-            call = await asyncio.to_thread(EmbeddingCall, self.service, body)
+            call = await self.service.reading.run(EmbeddingCall, self.service, body)
             if call.ignored:
                 raise ValueError(f"unknown field {call.ignored[0]!r}")
         except (ValueError, TypeError, ApiError) as error:

@@ -133,7 +133,10 @@ def test_half_a_letter_in_a_call_leaves_it_text_that_can_be_written(prompts):
     [
         ({"prompt": "Hi", "tools": [LOOK]}, "unknown field 'tools'"),
         (ASKED | {"tools": "look"}, "must be a list of functions"),
-        (ASKED | {"tools": [LOOK], "tool_choice": "required"}, "auto or none"),
+        (ASKED | {"tools": [LOOK], "tool_choice": "any"}, "auto, none, required, or name a function"),
+        (ASKED | {"tool_choice": "required"}, "tools has no such function"),
+        (ASKED | {"continue_final_message": "yes"}, "must be true or false"),
+        (ASKED | {"continue_final_message": True, "add_generation_prompt": True}, "each other's opposite"),
         (ASKED | {"logprobs": 3}, "logprobs must be true or false"),
         (ASKED | {"prompt": "Hi"}, "either prompt or messages"),
         ({"url": "/v1/completions", "body": ASKED}, "body must have prompt"),
