@@ -212,7 +212,8 @@ class ChatTemplate:
                 **example.variables,
             )
         except Exception as error:  # jinja2's TemplateError and whatever the template's own code raises
-            raise RowError(f"the tokenizer's chat template refuses this conversation: {shorten(str(error))}") from error
+            why = shorten(str(error) or type(error).__name__)
+            raise RowError(f"the tokenizer's chat template refuses this conversation: {why}") from error
         return str(text)
 
     def _writes(self, words: str, message: dict[str, Any], form: Form) -> bool:

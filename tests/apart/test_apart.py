@@ -1,0 +1,101 @@
+"""Work of clients' texts in a process of its own: what never ends, crashes or fills memory is refused, and over."""
+
+import ctypes
+import threading
+import time
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outcore.apart import Apart, Bench
+from tests.refused import refused
+
+HI = [{"role": "user", "content": "Hi"}]
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+class Tool:
+    """Does what it is told."""
+
+    def say(self, words):
+        return words
+
+    def sleep(self):
+        time.sleep(600)
+
+    def crash(self):
+        ctypes.string_at(0)
+
+    def fill(self):
+        return len(bytearray(3 << 30))
+
+    def sink(self):
+        return self.sink()
+
+    def fail(self):
+        raise KeyError("nothing here")
+
+
+@pytest.fixture(scope="module")
+def apart():
+    made = Apart(Tool(), memory_bytes=2 << 30)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sleep", "takes more than the 0.2 s"),
+        ("crash", "too much memory, or is nested too deeply"),
+        ("fill", "too much memory"),
+        ("sink", "recursion"),
+        ("fail", "nothing here"),
+    ],
+)
+def test_work_that_goes_wrong_is_refused_in_words_and_the_next_call_answers(apart, name, words):
+    refused(ValueError, words, lambda: apart.call(name, limit_s=0.2 if name == "sleep" else None))
+    assert apart.call("say", "yes") == "yes"
+
+
+def test_each_thread_has_a_process_so_that_none_waits(apart):
+    waits = threading.Thread(target=lambda: refused(ValueError, "takes more", lambda: apart.call("sleep", limit_s=1)))
+    waits.start()
+    assert apart.call("say", "yes") == "yes" and waits.is_alive()
+    waits.join()
+
+
+def tokenizer_of(template="", pattern=None):
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "H": 2, "i": 3}, []))
+    made.decoder = decoders.ByteLevel()
+    if pattern:
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = template or "{{ messages[0].content }}"
+    return tokenizer
+
+
+def chain(count):
+    """Rules that refer to each other, deeper than a stack is."""
+    return "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1} "b"' for i in range(count)), f'r{count}: "c"'])
+
+
+@pytest.mark.parametrize(
+    ("bench", "asked", "words"),
+    [
+        (Bench(tokenizer_of(LOOPS)), ("prompt", HI, None, {}, False), "takes more than"),
+        (Bench(tokenizer_of("{{ '%9999999999d' % 1 }}")), ("prompt", HI, None, {}, False), "MemoryError"),
+        (Bench(tokenizer_of(pattern=r"(?=(a+))a*b\1")), ("texts", ["a" * 90_000], True), "takes more than"),
+        (Bench(tokenizer_of()), ("try_form", chain(20_000)), "nested too deeply"),
+    ],
+)
+def test_templates_tokenizers_and_forms_of_strangers_cost_seconds_at_most(bench, asked, words):
+    if asked[0] == "try_form":
+        pytest.importorskip("llguidance")
+    apart = Apart(bench)
+    try:
+        with pytest.raises(ValueError, match=words):
+            apart.call(*asked, limit_s=20 if "form" in asked[0] else 1)
+    finally:
+        apart.close()
