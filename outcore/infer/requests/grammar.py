@@ -23,6 +23,8 @@ PACKAGE = "llguidance"
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 MASK_THREADS = 4
 """Answers whose masks are computed at a time."""
+MASK_WAIT_S = 2.0
+"""Seconds that a pass waits for a mask, with everyone's answers in it; it is some thousandths usually."""
 MAX_LETTERS, COMPILE_S = 1 << 20, 5.0
 """Size of a form's description, and seconds until it is tried: five thousand properties take a tenth of either."""
 KEPT = 64
@@ -61,14 +63,18 @@ class Matcher:
         """Bits of the tokens that may come behind so many guesses (uint8, the lowest bit first); the model's end token
         where the form is complete. Waits for the threads."""
         assert self._masks is not None
-        bits, error = self._masks.result()[place]
+        try:
+            bits, error = self._masks.result(MASK_WAIT_S)[place]
+        except TimeoutError:
+            bits, error = torch.tensor([255], dtype=torch.uint8), f"its next token took more than {MASK_WAIT_S:g} s"
         self.error = self.error or error
         return bits
 
     def take(self, token: int) -> None:
         """A token has come."""
-        self._matcher.consume_token(token)
-        self.error = self.error or _error_of(self._matcher)
+        if not self.error:
+            self._matcher.consume_token(token)
+            self.error = _error_of(self._matcher)
 
     @property
     def is_complete(self) -> bool:
