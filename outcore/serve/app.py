@@ -21,7 +21,7 @@ from outcore.common.output import say
 from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
-from outcore.serve.errors import ApiError, gone, stops
+from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
@@ -82,6 +82,7 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     app.state.tell_clients = tell_clients
     add_errors(app, lambda status: service.metrics.refused.labels(str(status)).inc())
     add_key(app, service.settings, service.metrics)
+    app.add_middleware(RequestIds)
     _add_plain(app, service)
     add_jobs(app, service, batches)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
@@ -116,8 +117,11 @@ def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: N
 
     @app.exception_handler(Exception)
     async def unknown(http: HttpRequest, error: Exception) -> JSONResponse:
-        logger.exception("a request failed")
-        return answer(ApiError(500, "The server failed; its log says why."))
+        named = {REQUEST_ID: http.scope.get(REQUEST_ID, "")}  # this answer does not go through `RequestIds`
+        logger.exception("a request failed: %s", named[REQUEST_ID])
+        reply = answer(ApiError(500, "The server failed; its log says why."))
+        reply.headers.update(named)
+        return reply
 
 
 def add_key(app: FastAPI, settings: ServeSettings, metrics: RequestMetrics) -> None:
@@ -147,7 +151,7 @@ def _add_plain(app: FastAPI, service: Service) -> None:
         service.check_model({"model": name})
         return plain.models(service)["data"][0]
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         status, body = plain.health(service)
         return JSONResponse(body, status)

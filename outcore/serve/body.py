@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -72,16 +72,18 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with what it cost."""
+def wants_usage(body: Mapping[str, Any]) -> Literal["never", "end", "always"]:
+    """Whether a stream ends with what it cost, or tells in each piece what it has cost so far."""
     options = body.get("stream_options")
     if options is None:
-        return False
+        return "never"
     if not isinstance(options, Mapping):
         raise bad("stream_options must be an object.", "stream_options")
     if not body.get("stream"):
         raise bad("stream_options is only for stream: true.", "stream_options")
-    return bool(options.get("include_usage"))
+    if not flag(options, "include_usage"):
+        return "never"
+    return "always" if flag(options, "continuous_usage_stats") else "end"
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int, cached: int = 0) -> dict[str, Any]:

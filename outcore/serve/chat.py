@@ -34,7 +34,7 @@ class ChatCall:
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service = service
         service.check_model(fields)
-        self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
+        self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
         try:
             self.chat = Chat(service.prompts, fields)
         except ChatError as error:
@@ -77,7 +77,11 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     ) -> dict[str, str]:
         logprobs = of_chat(call.service.prompts.tokenizer, tokens)
         one = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
+        return {"data": json.dumps(frame | {"choices": [one]} | usage_so_far())}
+
+    def usage_so_far() -> dict[str, Any]:
+        cost = usage_of(len(call.request.prompt), written, cached) if call.usage == "always" else None
+        return {} if call.usage == "never" else {"usage": cost}
 
     def delta_of(choice: int, new: Parsed) -> dict[str, Any]:
         delta = new.fields()
@@ -92,6 +96,7 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
         async for item in items:
             parser = parsers[item.choice]
             if isinstance(item, Piece):
+                written += len(item.tokens)
                 delta = delta_of(item.choice, parser.add(item.text))
                 if delta or (item.tokens and item.tokens[0].logprob is not None):
                     yield chunk(item.choice, delta, None, item.tokens)
@@ -100,11 +105,11 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
                 yield {"data": json.dumps(failure.body())}
                 yield {"data": "[DONE]"}
                 return
-            cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)
+            cached = max(cached, item.timings.cached_tokens)
             if delta := delta_of(item.choice, parser.finish()):
                 yield chunk(item.choice, delta, None)
             yield chunk(item.choice, {}, parser.whole.finish(reason_of(item)))
-    if call.with_usage:
+    if call.usage != "never":
         usage = usage_of(len(call.request.prompt), written, cached)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
     yield {"data": "[DONE]"}

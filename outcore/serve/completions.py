@@ -28,10 +28,11 @@ class CompletionCall:
     """One request, understood. ApiError for what cannot be."""
 
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        body = {name: value for name, value in body.items() if (name, value) != ("suffix", "")}  # nothing follows
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service = service
         service.check_model(fields)
-        self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
+        self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
         self.echo = flag(fields, "echo")
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
@@ -144,6 +145,9 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     tokenizer = call.service.prompts.tokenizer
     told: dict[int, CompletionLogprobs] = {}
 
+    def cost() -> dict[str, Any]:
+        return usage_of(sum(map(len, call.prompts)), written)
+
     async def pump(number: int, request: Request) -> None:
         try:
             async with aclosing(call.service.stream(request, ENDPOINT, call.name)) as items:
@@ -168,9 +172,9 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                 if failure := failure_of(item):
                     yield {"data": json.dumps(failure.body())}
                     break
-                written += len(item.tokens)
                 text, reason, tokens = "", reason_of(item), ()
             else:
+                written += len(item.tokens)
                 text, reason, tokens = item.text, None, item.tokens
                 if not text and not tokens:
                     continue
@@ -180,11 +184,11 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                     told[index] = CompletionLogprobs(tokenizer, call.prompts[number])
                 logprobs = told[index].of(tokens)
             one = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
-            yield {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
+            usage = {} if call.usage == "never" else {"usage": cost() if call.usage == "always" else None}
+            yield {"data": json.dumps(frame | {"choices": [one]} | usage)}
     finally:
         for task in tasks:
             task.cancel()
-    if call.with_usage:
-        usage = usage_of(sum(map(len, call.prompts)), written)
-        yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
+    if call.usage != "never":
+        yield {"data": json.dumps(frame | {"choices": [], "usage": cost()})}
     yield {"data": "[DONE]"}
