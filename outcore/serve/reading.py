@@ -1,4 +1,4 @@
-"""Where requests are understood: on threads beside the event loop, each with a process for templates and tokenizers.
+"""Threads on which requests are understood, beside the event loop, each with a process for templates and tokenizers.
 
 What may take seconds (long bodies, forms to compile) has threads of its own, so that it waits for its like only."""
 

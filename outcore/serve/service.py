@@ -255,7 +255,8 @@ class Service:
             )
         try:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
-            grammar = self.grammars.of(*(chat.form if chat else (body.get("response_format"),)))
+            form = chat.form if chat else (body.get("response_format"), "response_format")
+            grammar = self.grammars.of(*form)
             reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
             request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s, **reads)
             self.check_length(request)

@@ -67,8 +67,8 @@ class CompletionLogprobs:
         self._text = TextStream(tokenizer, before=before)
 
     def echo(self, prompt: Sequence[tuple[int, TokenScore | None]], added: int = 0) -> dict[str, Any]:
-        """Those of a prompt that stands before the answer, with the scores of its tokens; the first has none. `added`:
-        tokens at its beginning that the tokenizer put there, which are no part of the text."""
+        """Log-probabilities of a prompt that stands before the answer; its first token has none. `added`: tokens at its
+        beginning that the tokenizer put there, which are no part of the text."""
         read, found = TextStream(self._tokenizer, keeps_special=True), _nothing()
         for number, (token, score) in enumerate(prompt):
             text = self._tokenizer.decode([token]) if number <= added else piece_of(self._tokenizer, token)
@@ -78,7 +78,7 @@ class CompletionLogprobs:
         return found
 
     def of(self, tokens: Sequence[Chosen]) -> dict[str, Any]:
-        """Those of tokens behind all that came before. A token's place is where the letter begins that it is of."""
+        """Log-probabilities of tokens behind all that came before. A token's place is that of its letter."""
         found = _nothing()
         for chosen in tokens:
             text = piece_of(self._tokenizer, chosen.token)

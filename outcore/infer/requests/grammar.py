@@ -131,7 +131,7 @@ class Grammars:
         try:
             if kind in ("json_object", "json_schema"):
                 schema = {"type": "object"} if kind == "json_object" else _schema_of(wanted)
-                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), dict(JSON_OPTIONS))
+                text = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": dict(JSON_OPTIONS)}))
             elif kind == "regex":
                 text = LLMatcher.grammar_from_regex(_text_of(wanted, "pattern"))
             else:

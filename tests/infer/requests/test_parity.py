@@ -8,7 +8,7 @@ import pytest
 
 from outcore.data import DataSettings
 from outcore.data.chat import ChatEncoder
-from outcore.data.rows import detect_shape
+from outcore.data.rows import ChatExample, detect_shape
 from outcore.data.sources import RowError
 from outcore.infer.chats import Chat, ChatError
 from outcore.infer.requests import Prompts
@@ -49,6 +49,7 @@ def trained(tokenizer, messages, tools):
     """Text before an answer, of training's own reading and writing."""
     row = {"messages": [*messages, {"role": "assistant", "content": "Yes."}]} | ({"tools": tools} if tools else {})
     example = detect_shape([row], DataSettings(), "x").example(row)
+    assert isinstance(example, ChatExample)
     example = replace(example, messages=example.messages[:-1])
     return ChatEncoder(tokenizer).template(example).render(example, generation_prompt=True)
 
