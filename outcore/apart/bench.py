@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from outcore.data.chat import ChatEncoder
+from outcore.data.chat import ChatEncoder, ensure_chat_template
 from outcore.data.rows import ChatExample, read_messages
 
 Ask = Callable[..., Any]
@@ -29,9 +29,13 @@ class Bench:
     """Works for one model. Every method raises ValueError, in words, for what cannot be."""
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
+        ensure_chat_template(tokenizer)
         self.tokenizer, self._ends = tokenizer, list(end_tokens)
         self._encoder: ChatEncoder | None = None
         self._for_forms: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bench, (self.tokenizer, self._ends)  # what was learned of a template is no thing to send
 
     def ask(self, name: str, *args: Any, limit_s: float | None = None) -> Any:
         """Call a method by its name, here, where no limit of time is kept."""

@@ -29,11 +29,15 @@ READY_S = 120.0
 
 
 class Apart:
-    """Calls methods of a copy of `tool`. Each thread that calls has a process until `close`."""
+    """Calls methods of a copy of `tool`. Each thread that calls has a process until `close`. RuntimeError for a tool
+    that cannot be sent to another process."""
 
     def __init__(self, tool: Any, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._tool, self._limit_s, self._memory_bytes = tool, limit_s, memory_bytes
-        self._packed: bytes | None = None
+        self._limit_s, self._memory_bytes = limit_s, memory_bytes
+        try:
+            self._tool = pickle.dumps(tool)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise RuntimeError(f"the tokenizer cannot be given to a process of its own: {error}") from error
         self._own = threading.local()
         self._lock, self._processes = threading.Lock(), list[_Process]()
 
@@ -41,7 +45,7 @@ class Apart:
         """What the method gives. ValueError with its words where it raises any error, or goes beyond a limit."""
         process = getattr(self._own, "process", None)
         if process is None:
-            process = self._own.process = _Process(self._pack(), self._memory_bytes)
+            process = self._own.process = _Process(self._tool, self._memory_bytes)
             with self._lock:
                 self._processes.append(process)
         return process.call(name, args, self._limit_s if limit_s is None else limit_s)
@@ -51,16 +55,6 @@ class Apart:
         with self._lock:
             for process in self._processes:
                 process.end()
-
-    def _pack(self) -> bytes:
-        """The tool as bytes. RuntimeError where it cannot be sent to another process."""
-        with self._lock:
-            if self._packed is None:
-                try:
-                    self._packed = pickle.dumps(self._tool)
-                except (pickle.PicklingError, TypeError, AttributeError) as error:
-                    raise RuntimeError(f"the tokenizer cannot be given to a process of its own: {error}") from error
-            return self._packed
 
 
 class _Process:

@@ -76,6 +76,26 @@ def tokenizer_of(template="", pattern=None):
     return tokenizer
 
 
+def test_a_bench_that_has_worked_here_works_there_and_one_that_cannot_be_sent_is_said():
+    bench = Bench(tokenizer_of())
+    here = bench.ask("prompt", HI, None, {}, False)
+    apart = Apart(bench)
+    try:
+        assert apart.call("prompt", HI, None, {}, False) == here == ("Hi", [2, 3])
+    finally:
+        apart.close()
+    refused(RuntimeError, "a process of its own", lambda: Apart(Bench(Alone())))
+
+
+class Alone:
+    """A tokenizer that holds what cannot be sent."""
+
+    chat_template = "{{ messages }}"
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
 def chain(count):
     """Rules that refer to each other, deeper than a stack is."""
     return "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1} "b"' for i in range(count)), f'r{count}: "c"'])
