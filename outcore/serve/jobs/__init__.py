@@ -25,16 +25,18 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
 
     @app.post("/v1/files")
     async def send(http: HttpRequest) -> dict[str, Any]:
-        parts = parts_of(http.headers.get("content-type", ""), await read_bytes(http, most))
+        kind, data = http.headers.get("content-type", ""), await read_bytes(http, most)
+        parts = await service.reading.run(parts_of, kind, data)  # forms of many parts take seconds
         if "file" not in parts:
             raise bad("The form has no file.", "file")
         purpose = parts.get("purpose", ("", b""))[1].decode(errors="replace")
         if purpose != "batch":
             raise bad("purpose must be batch.", "purpose")
-        return asdict(files.add(parts["file"][1], parts["file"][0] or "file.jsonl", purpose))
+        name, content = parts["file"]
+        return asdict(await service.reading.run(files.add, content, name or "file.jsonl", purpose))
 
     @app.get("/v1/files")
-    async def list_files(after: str | None = None, limit: FilesLimit = 10_000) -> dict[str, Any]:
+    def list_files(after: str | None = None, limit: FilesLimit = 10_000) -> dict[str, Any]:
         return _page([asdict(file) for file in files.all()], after, limit)
 
     app.get("/v1/files/{name}")(files.get)
@@ -51,10 +53,10 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
 
     @app.post("/v1/batches")
     async def create(http: HttpRequest) -> dict[str, Any]:
-        return batches.create(await read_body(http, most))
+        return await batches.create(await read_body(http, most))
 
     @app.get("/v1/batches")
-    async def list_batches(after: str | None = None, limit: BatchesLimit = 20) -> dict[str, Any]:
+    def list_batches(after: str | None = None, limit: BatchesLimit = 20) -> dict[str, Any]:
         return _page(batches.all(), after, limit)
 
     app.get("/v1/batches/{name}")(batches.get)

@@ -4,11 +4,13 @@ import json
 import random
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
 from outcore.serve import ServeSettings
-from tests.serve.running import send
+from tests.serve.running import get, send
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHAT = "/v1/chat/completions"
@@ -77,6 +79,26 @@ def test_tokens_of_a_long_text_are_made_beside_others_answers(open_server):
     assert asking.is_alive()
     asking.join()
     assert found[0][0] == 200 and json.loads(found[0][1])["count"] > 400_000
+
+
+def test_a_form_of_many_parts_is_read_beside_others_answers(open_server):
+    part = '--x\r\nContent-Disposition: form-data; name="a%d"\r\n\r\nb\r\n'
+    data = "".join(part % number for number in range(100_000)) + "--x--\r\n"
+    headers, found = {"Content-Type": "multipart/form-data; boundary=x"}, []
+    asked = urllib.request.Request(f"{open_server.url}/v1/files", data.encode(), headers)
+
+    def ask():
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(asked, timeout=120)
+        found.append(error.value.code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    answered = 0
+    while asking.is_alive():
+        get(open_server, "/health")
+        answered += 1
+    assert found == [400] and answered > 5, "it has no file"
 
 
 @pytest.mark.parametrize(
