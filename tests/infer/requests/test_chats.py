@@ -146,6 +146,20 @@ def test_a_line_of_a_chat_that_cannot_be_says_why(prompts, entry, words):
     assert words in str(result(prompts, entry, "")[0]["error"])
 
 
+@pytest.mark.parametrize("thought", ["", "let me see</think>\n\n"])
+def test_a_forced_call_may_be_thought_about_where_the_prompt_begins_a_thought(prompts, thought):
+    pytest.importorskip("llguidance")
+    prompts.tokenizer.chat_template = KNOWS_TOOLS + ("<think>" if thought else "")
+    chat = Chat(prompts, ASKED | {"tools": [LOOK], "tool_choice": "required"})
+    said = thought + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    ids = prompts.tokenizer(said, add_special_tokens=False)["input_ids"]
+    form = Grammars(prompts.tokenizer, frozenset({prompts.tokenizer.eos_token_id})).of(*chat.form)
+    assert form is not None and form.matcher().count_allowed(ids) == len(ids)
+    parts = chat.parts_of("r", said)
+    assert [call["function"]["name"] for call in parts.tool_calls] == ["look"] and not parts.content
+    assert parts.reasoning == thought.partition("<")[0]
+
+
 def test_tools_that_a_template_does_not_know_are_refused(prompts):
     prompts.tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ChatError, match="knows no tools"):
