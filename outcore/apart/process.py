@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -111,7 +112,10 @@ def _serve(pipe: Connection, packed: bytes, memory_bytes: int) -> None:
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_work, args=(pipe, tool))
     worker.start()
-    worker.join()
+    parent = os.getppid()
+    while worker.is_alive() and os.getppid() == parent:  # the fork server ends with a server that was killed
+        worker.join(1)
+    os._exit(0)  # whatever the work does
 
 
 def _work(pipe: Connection, tool: Any) -> None:

@@ -1,15 +1,21 @@
 """Work of clients' texts in a process of its own: what never ends, crashes or fills memory is refused, and over."""
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outcore.apart import Apart, Bench
+from tests.forked import ROOT
 from tests.refused import refused
+from tests.waiting import until
 
 HI = [{"role": "user", "content": "Hi"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -20,6 +26,9 @@ class Tool:
 
     def say(self, words):
         return words
+
+    def number(self):
+        return os.getpid()
 
     def sleep(self):
         time.sleep(600)
@@ -64,6 +73,20 @@ def test_each_thread_has_a_process_so_that_none_waits(apart):
     waits.start()
     assert apart.call("say", "yes") == "yes" and waits.is_alive()
     waits.join()
+
+
+def test_work_ends_with_a_server_that_was_killed():
+    script = (
+        "import sys, threading; from outcore.apart import Apart; from tests.apart.test_apart import Tool; "
+        "apart = Apart(Tool()); print(apart.call('number'), flush=True); "
+        "threading.Thread(target=sys.stdin.read).start(); apart.call('sleep', limit_s=600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert server.stdout is not None
+    worker = int(server.stdout.readline())
+    server.kill()
+    server.communicate()
+    until(lambda: not Path(f"/proc/{worker}").exists())
 
 
 def tokenizer_of(template="", pattern=None):
