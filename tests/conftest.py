@@ -22,6 +22,10 @@ TRACED_CASES = 2
 """Of a test with many: the others run the same lines on other models or sizes, and tracing costs a third of a test."""
 
 
+FEW_ROOMS = 3
+"""Runs of so few rooms are someone's who waits: what other rooms' scripts need is not imported for them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked `more`, too, as CI does")
 
@@ -87,7 +91,13 @@ def _choose(item: pytest.Function, case: int, all_cases: bool) -> None:
         item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if len({item.path.relative_to(Path(__file__).parent).parts[0] for item in session.items}) > FEW_ROOMS:
+        # A process has one fork server: the first who asks for it says what it has imported, for tests/forked.py, too.
+        from outcore.apart import process
+        from tests.forked import IMPORTED
+
+        process.PRELOADED.extend(IMPORTED)
     gc.enable()
     gc.freeze()  # a million objects that stay to the end: looking through all of them takes half a second each time
 
