@@ -24,6 +24,10 @@ ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}
 """Whose tests wait for the drive as a run does; elsewhere nobody cuts the power, and waiting took an eighth."""
 
 
+FEW_ROOMS = 3
+"""Runs of so few rooms are someone's who waits: what other rooms' scripts need is not imported for them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked `more`, too, as CI does")
 
@@ -75,7 +79,13 @@ def _choose(item: pytest.Function, case: int, all_cases: bool) -> None:
         item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if len({item.path.relative_to(Path(__file__).parent).parts[0] for item in session.items}) > FEW_ROOMS:
+        # A process has one fork server: the first who asks for it says what it has imported, for tests/forked.py, too.
+        from outcore.apart import process
+        from tests.forked import IMPORTED
+
+        process.PRELOADED.extend(IMPORTED)
     gc.enable()
     gc.freeze()  # a million objects that stay to the end: looking through all of them takes half a second each time
 

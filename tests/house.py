@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("common",),
     ("machine", "model", "optim", "storage", "sizing", "config"),
     ("staging", "data", "formats"),
-    ("checkpoint",),
+    ("checkpoint", "apart"),
     ("flow", "runs"),
     ("states",),
     ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -196,11 +197,16 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     return path
 
 
+_MAY_HALVE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
+"""Bytes without which JSON holds no half of a letter: an escape of one, its own bytes, or another encoding."""
+
+
 def json_of(given: str | bytes) -> Any:
     """What a line or a body says. ValueError in words for what is no JSON, or holds text that no tokenizer takes."""
     try:
         found = json.loads(given)
-        json.dumps(found, ensure_ascii=False).encode()
+        if isinstance(given, str) or _MAY_HALVE.search(given):
+            json.dumps(found, ensure_ascii=False).encode()
     except UnicodeError:
         raise ValueError("it holds bytes that are no UTF-8, or half of a letter (a lone surrogate)") from None
     except RecursionError:

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from outcore.common.output import say
 from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
-from outcore.serve.body import IGNORED_HEADER, read_body
-from outcore.serve.errors import ApiError, gone, stops
+from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
+from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.gate import Guard, KeyCheck, Keys
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
@@ -80,6 +80,7 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     app.state.tell_clients = tell_clients
     add_errors(app, service.metrics.refuse)
     add_gate(app, service.settings, service.metrics.refuse)
+    app.add_middleware(RequestIds)
     _add_plain(app, service)
     add_jobs(app, service, batches)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
@@ -114,8 +115,11 @@ def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: N
 
     @app.exception_handler(Exception)
     async def unknown(http: HttpRequest, error: Exception) -> JSONResponse:
-        logger.exception("a request failed")
-        return answer(ApiError(500, "The server failed; its log says why."))
+        named = {REQUEST_ID: http.scope.get(REQUEST_ID, "")}  # this answer does not go through `RequestIds`
+        logger.exception("a request failed: %s", named[REQUEST_ID])
+        reply = answer(ApiError(500, "The server failed; its log says why."))
+        reply.headers.update(named)
+        return reply
 
 
 def add_gate(app: FastAPI, settings: ServeSettings, refused: Callable[[int], object]) -> None:
@@ -135,7 +139,7 @@ def _add_plain(app: FastAPI, service: Service) -> None:
         service.check_model({"model": name})
         return plain.models(service)["data"][0]
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         status, body = plain.health(service)
         return JSONResponse(body, status)
@@ -146,11 +150,23 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
-        return plain.tokenize(service, await read_body(http, service.settings.max_body_bytes))
+        return await _understood(http, service, plain.tokenize)
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        return plain.detokenize(service, await read_body(http, service.settings.max_body_bytes))
+        return await _understood(http, service, plain.detokenize)
+
+
+async def _understood(http: HttpRequest, service: Service, understand: Callable[[Service, dict[str, Any]], Any]) -> Any:
+    """What a body means to `understand`. Its place is taken meanwhile, so that only so many wait for it."""
+    data = await read_bytes(http, service.settings.max_body_bytes)
+    service.take_place()
+    try:
+        body = await asyncio.to_thread(object_of, data)
+        work = service.reading.of(body, len(data), understand, service, body)
+        return await while_connected(http, work, lambda: service.is_stopping)
+    finally:
+        service.leave_place()
 
 
 def _add_answers(
@@ -163,8 +179,7 @@ def _add_answers(
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
-        body = await read_body(http, service.settings.max_body_bytes)
-        call = await asyncio.to_thread(understand, service, body)  # templates and tokenizers take their time
+        call = await _understood(http, service, understand)
         places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}

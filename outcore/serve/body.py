@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -15,11 +15,20 @@ from outcore.serve.errors import ApiError, bad, gone
 HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
+MAX_PARTS, MAX_VALUES = 400_000, 1_000_000
+"""Signs of lists, objects and names in a body, and of values: a hundred thousand messages, or a million token ids."""
 
 
 async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
     """The JSON object that was sent. ApiError for one that is too long or none."""
-    data = await read_bytes(http, max_bytes)
+    return object_of(await read_bytes(http, max_bytes))
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """The JSON object that these bytes are. ApiError for another thing, and for one that would take seconds to read,
+    in which no other client is served."""
+    if sum(map(data.count, (b"{", b"[", b'":'))) > MAX_PARTS or data.count(b",") > MAX_VALUES:
+        raise bad(f"The body holds more than {MAX_PARTS:,} lists, objects and names, or {MAX_VALUES:,} values.")
     try:
         body = json_of(data)
     except ValueError as error:
@@ -63,16 +72,18 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with what it cost."""
+def wants_usage(body: Mapping[str, Any]) -> Literal["never", "end", "always"]:
+    """Whether a stream ends with what it cost, or tells in each piece what it has cost so far."""
     options = body.get("stream_options")
     if options is None:
-        return False
+        return "never"
     if not isinstance(options, Mapping):
         raise bad("stream_options must be an object.", "stream_options")
     if not body.get("stream"):
         raise bad("stream_options is only for stream: true.", "stream_options")
-    return bool(options.get("include_usage"))
+    if not flag(options, "include_usage"):
+        return "never"
+    return "always" if flag(options, "continuous_usage_stats") else "end"
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int, cached: int = 0) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Piece, Request
@@ -35,13 +34,13 @@ class ChatCall:
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service = service
         service.check_model(fields)
-        self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
+        self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
         try:
             self.chat = Chat(service.prompts, fields)
         except ChatError as error:
             raise bad(str(error), error.field, error.code) from error
-        request = service.request_of(fields, self.chat.ids, service.new_name("chatcmpl"))
-        self.request: Request = replace(request, keeps_special=self.chat.keeps_special)
+        name = service.new_name("chatcmpl")
+        self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat)
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""
@@ -78,7 +77,11 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     ) -> dict[str, str]:
         logprobs = of_chat(call.service.prompts.tokenizer, tokens)
         one = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
+        return {"data": json.dumps(frame | {"choices": [one]} | usage_so_far())}
+
+    def usage_so_far() -> dict[str, Any]:
+        cost = usage_of(len(call.request.prompt), written, cached) if call.usage == "always" else None
+        return {} if call.usage == "never" else {"usage": cost}
 
     def delta_of(choice: int, new: Parsed) -> dict[str, Any]:
         delta = new.fields()
@@ -93,6 +96,7 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
         async for item in items:
             parser = parsers[item.choice]
             if isinstance(item, Piece):
+                written += len(item.tokens)
                 delta = delta_of(item.choice, parser.add(item.text))
                 if delta or (item.tokens and item.tokens[0].logprob is not None):
                     yield chunk(item.choice, delta, None, item.tokens)
@@ -101,11 +105,11 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
                 yield {"data": json.dumps(failure.body())}
                 yield {"data": "[DONE]"}
                 return
-            cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)
+            cached = max(cached, item.timings.cached_tokens)
             if delta := delta_of(item.choice, parser.finish()):
                 yield chunk(item.choice, delta, None)
             yield chunk(item.choice, {}, parser.whole.finish(reason_of(item)))
-    if call.with_usage:
+    if call.usage != "never":
         usage = usage_of(len(call.request.prompt), written, cached)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
     yield {"data": "[DONE]"}

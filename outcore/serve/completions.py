@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
-from outcore.infer.commands import of_completion
+from outcore.infer.commands import CompletionLogprobs
 from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
@@ -30,14 +28,17 @@ class CompletionCall:
     """One request, understood. ApiError for what cannot be."""
 
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        body = {name: value for name, value in body.items() if (name, value) != ("suffix", "")}  # nothing follows
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service = service
         service.check_model(fields)
-        self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
+        self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
         self.echo = flag(fields, "echo")
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
-        self.prompts = texts_of(fields.get("prompt"), "prompt", service)
+        given = fields.get("prompt")
+        self.prompts = texts_of(given, "prompt", service)
+        self.given = given if isinstance(given, list) and not _is_ids(given) else [given]
         says_length = any(fields.get(name) is not None for name in LENGTH_NAMES)
         self.only_scores = fields.get("max_tokens") == 0
         if self.only_scores:
@@ -49,8 +50,7 @@ class CompletionCall:
         for number, ids in enumerate(self.prompts):
             room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
             said = fields if says_length else fields | {"max_tokens": room}
-            request = service.request_of(said, ids, f"{self.name}-{number}")
-            self.requests.append(replace(request, goes_on=True))
+            self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
         self.num_top = self.requests[0].sampling.logprobs
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
@@ -63,19 +63,21 @@ def texts_of(given: Any, field: str, service: Service) -> list[tuple[int, ...]]:
         given = [given]
     if not isinstance(given, list) or not given:
         raise form
-    if all(type(item) is int for item in given):
+    if _is_ids(given):
         given = [given]
     if len(given) > MAX_PROMPTS:
         raise bad(f"{len(given)} texts are more than {MAX_PROMPTS}.", field)
-    found = []
-    for item in given:
-        if isinstance(item, str):
-            found.append(service.prompts.of_text(item))
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
-            found.append(tuple(item))
-        else:
-            raise form
-    return found
+    if not all(isinstance(item, str) or (_is_ids(item) and item) for item in given):
+        raise form
+    try:
+        of_texts = iter(service.prompts.of_texts([item for item in given if isinstance(item, str)]))
+    except ValueError as error:
+        raise bad(str(error), field) from error
+    return [next(of_texts) if isinstance(item, str) else tuple(item) for item in given]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 async def whole(call: CompletionCall) -> dict[str, Any]:
@@ -83,7 +85,10 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
     service = call.service
     scores: Sequence[Sequence[TokenScore]] = [[] for _ in call.prompts]
     if call.echo and call.num_top is not None:
-        scores = await service.thread.score(call.prompts, max(1, call.num_top))
+        scores = [
+            [score._replace(top=score.top[: call.num_top]) for score in found]
+            for found in await service.thread.score(call.prompts, max(1, call.num_top))
+        ]
     answers: list[list[Answer]] = [[] for _ in call.prompts]
     if not call.only_scores:
         tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT, call.name)) for request in call.requests]
@@ -108,7 +113,9 @@ def _choice(
     call: CompletionCall, number: int, index: int, answer: Answer | None, scores: Sequence[TokenScore]
 ) -> dict[str, Any]:
     tokenizer, prompt = call.service.prompts.tokenizer, call.prompts[number]
-    before = tokenizer.decode(list(prompt), skip_special_tokens=False) if call.echo else ""
+    given, before = call.given[number], ""
+    if call.echo:
+        before = given if isinstance(given, str) else tokenizer.decode(list(prompt), skip_special_tokens=False)
     found: dict[str, Any] = {
         "index": index,
         "text": before + ("" if answer is None else answer.text),
@@ -116,9 +123,19 @@ def _choice(
         "logprobs": None,
     }
     if call.num_top is not None:
-        echoed = list(zip(prompt, [None, *scores], strict=True)) if call.echo else ()
-        found["logprobs"] = of_completion(tokenizer, () if answer is None else answer.tokens, echoed)
+        told = CompletionLogprobs(tokenizer, prompt)
+        echoed = {}
+        if call.echo:
+            echoed = told.echo(list(zip(prompt, [None, *scores], strict=True)), _num_added(tokenizer, given, prompt[0]))
+        of_answer = told.of(() if answer is None else answer.tokens)
+        found["logprobs"] = {name: [*echoed.get(name, ()), *values] for name, values in of_answer.items()}
     return found
+
+
+def _num_added(tokenizer: Any, given: Any, first: int) -> int:
+    """Tokens that the tokenizer put before the text that was sent: its start token, or none."""
+    is_special = isinstance(given, str) and first in tokenizer.all_special_ids
+    return int(is_special and not given.startswith(tokenizer.decode([first])))
 
 
 async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
@@ -126,7 +143,10 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     frame, written = call.service.frame(call.name, KIND), 0
     queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
     tokenizer = call.service.prompts.tokenizer
-    told_letters: Counter[int] = Counter()
+    told: dict[int, CompletionLogprobs] = {}
+
+    def cost() -> dict[str, Any]:
+        return usage_of(sum(map(len, call.prompts)), written)
 
     async def pump(number: int, request: Request) -> None:
         try:
@@ -152,22 +172,23 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
                 if failure := failure_of(item):
                     yield {"data": json.dumps(failure.body())}
                     break
-                written += len(item.tokens)
                 text, reason, tokens = "", reason_of(item), ()
             else:
+                written += len(item.tokens)
                 text, reason, tokens = item.text, None, item.tokens
                 if not text and not tokens:
                     continue
             logprobs = None
             if call.num_top is not None and tokens:
-                logprobs = of_completion(tokenizer, tokens, offset=told_letters[index])
-                told_letters[index] += sum(map(len, logprobs["tokens"]))
+                if index not in told:
+                    told[index] = CompletionLogprobs(tokenizer, call.prompts[number])
+                logprobs = told[index].of(tokens)
             one = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
-            yield {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
+            usage = {} if call.usage == "never" else {"usage": cost() if call.usage == "always" else None}
+            yield {"data": json.dumps(frame | {"choices": [one]} | usage)}
     finally:
         for task in tasks:
             task.cancel()
-    if call.with_usage:
-        usage = usage_of(sum(map(len, call.prompts)), written)
-        yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
+    if call.usage != "never":
+        yield {"data": json.dumps(frame | {"choices": [], "usage": cost()})}
     yield {"data": "[DONE]"}

@@ -1,22 +1,23 @@
-"""Errors in the shape that OpenAI's clients read."""
+"""Errors in the shape that OpenAI's clients read, and the ids by which a client's request is found in a log."""
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Any
 
-KINDS = {
-    400: "invalid_request_error",
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+KINDS = {  # by status; others are by their hundred
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
 }
 
 
@@ -40,7 +41,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON that is sent."""
-        kind = KINDS.get(self.status, "server_error")
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -62,3 +63,27 @@ def gone() -> ApiError:
 def stops() -> ApiError:
     """The server ends before the answer does."""
     return ApiError(503, STOPS, code="server_stopping")
+
+
+REQUEST_ID = "x-request-id"
+_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+
+class RequestIds:
+    """Middleware that gives each answer the id of its request: the client's own (`X-Request-Id`), or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == REQUEST_ID.encode()), "")
+        found = scope[REQUEST_ID] = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = found
+            await send(message)
+
+        await self._app(scope, receive, named)

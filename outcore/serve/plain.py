@@ -38,7 +38,7 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
             ids = list(Chat(service.prompts, fields).ids)
         elif isinstance(prompt, str):
             special = fields.get("add_special_tokens", True) is not False
-            ids = list(service.prompts.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+            (ids,) = service.prompts.ask("texts", [prompt], special)
         else:
             raise ValueError("prompt must be a text.")
     except ChatError as error:
@@ -54,7 +54,7 @@ def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     vocab = service.opened.engine.speech.vocab_size
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab for t in tokens):
         raise bad(f"tokens must be a list of ids from 0 to {vocab - 1}.", "tokens")
-    return {"prompt": service.prompts.tokenizer.decode(tokens, skip_special_tokens=False)}
+    return {"prompt": service.prompts.ask("decoded", tokens)}
 
 
 def health(service: Service) -> tuple[int, dict[str, Any]]:

@@ -50,8 +50,7 @@ class ResponseCall:
         chat["messages"] = _messages_of(fields)
         if (tools := fields.get("tools")) is not None:
             chat["tools"] = _tools_of(tools)
-        if fields.get("tool_choice") is not None:
-            chat["tool_choice"] = fields["tool_choice"]
+        chat |= {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields}
         if (form := _form_of(fields.get("text"))) is not None:
             chat["response_format"] = form
         self.chat = ChatCall(service, chat)

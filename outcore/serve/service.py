@@ -15,13 +15,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from outcore.apart import Bench
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.quantities import counted
 from outcore.infer import Answer, InferenceEngine, Piece, Request, Sampling
+from outcore.infer.chats import Chat
 from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.errors import STOPS, ApiError, bad, stops
+from outcore.serve.reading import Reading
 from outcore.serve.settings import ServeSettings
 from outcore.serve.under_way import UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
@@ -185,9 +188,10 @@ class Service:
     def __init__(self, opened: OpenedModel, settings: ServeSettings) -> None:
         self.opened, self.settings = opened, settings
         self.name = settings.name or opened.found.words
-        self.prompts = Prompts(opened.found.tokenizer)
-        engine = opened.engine
-        self.grammars = Grammars(opened.found.tokenizer, engine.speech.end_tokens)
+        tokenizer, ends = opened.found.tokenizer, opened.engine.speech.end_tokens
+        self.reading = Reading(Bench(tokenizer, sorted(ends)))
+        self.prompts = Prompts(tokenizer, self.reading.ask)
+        self.grammars = Grammars(tokenizer, ends, self.reading.ask)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
@@ -209,6 +213,7 @@ class Service:
         self.events.note(
             "serve started", model=self.name, placement=self.opened.placement.lines(), device=str(self.opened.device)
         )
+        self.reading.start()
         self.thread.start()
 
     def end_answers(self) -> None:
@@ -218,6 +223,7 @@ class Service:
 
     def close(self) -> None:
         """Cancel what is left, let the model go."""
+        self.reading.close()
         has_ended = self.thread.stop()
         self.events.note("serve ended", **self.metrics.against_plan.facts())
         self.records.close()
@@ -258,8 +264,8 @@ class Service:
         longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
         return longest.fitting(prompt_tokens, self.max_context)
 
-    def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str) -> Request:
-        """A request for answers to these tokens. ApiError for what cannot be."""
+    def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None) -> Request:
+        """A request for answers to these tokens, or to a chat. ApiError for what cannot be."""
         count = body.get("n", 1)
         count = 1 if count is None else count
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 128:
@@ -273,8 +279,10 @@ class Service:
             )
         try:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
-            grammar = self.grammars.of(body.get("response_format"))
-            request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s)
+            form = chat.form if chat else (body.get("response_format"), "response_format")
+            grammar = self.grammars.of(*form)
+            reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
+            request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s, **reads)
             self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def service_of(name="tiny"):
-    return SimpleNamespace(opened=SimpleNamespace(placement=SimpleNamespace(max_sequences=2)), name=name, started_s=0)
+    opened = SimpleNamespace(placement=SimpleNamespace(max_sequences=2))
+    return SimpleNamespace(opened=opened, name=name, started_s=0, reading=SimpleNamespace(run=asyncio.to_thread))
 
 
 def test_a_server_leaves_jobs_of_others_alone(tmp_path):

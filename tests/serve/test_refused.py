@@ -117,7 +117,15 @@ def test_an_error_about_the_form_names_its_field(server, form):
     assert error["param"] == "response_format" and error["code"] is None
 
 
-@pytest.mark.parametrize("raw, status", [(b"", 400), (b"{", 400), (b"[]", 400), (b"{" + b" " * 200_000 + b"}", 413)])
+UTF16 = '{"prompt": "\ud83d"}'.encode("utf-16", "surrogatepass")
+HALVES = [b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\\ud83d"}', UTF16]
+"""Half of a letter as bytes, as an escape, and in another encoding."""
+
+
+@pytest.mark.parametrize(
+    "raw, status",
+    [(b"", 400), (b"{", 400), (b"[]", 400), (b"{" + b" " * 200_000 + b"}", 413), *((half, 400) for half in HALVES)],
+)
 def test_bodies_that_are_no_request(server, raw, status):
     assert post(server, CHAT, None, raw)[0] == status
 

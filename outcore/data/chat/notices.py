@@ -26,6 +26,7 @@ def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str])
     is trained."""
     text, notices = rendering.text, []
     messages = example.messages
+    check_calls(example, rendering)
     last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
         content, role = str(message["content"]), message["role"]
@@ -37,10 +38,6 @@ def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str])
             notices.append("words beside a tool call are not written by the chat template")
         elif not _is_written(words, text):
             raise RowError(f"the chat template leaves out what message {i + 1} ({role}) says: {shorten(words, 60)!r}")
-        for call in message.get("tool_calls") or ():
-            name = str((call.get("function") or call).get("name"))
-            if not any(name in text[piece.start : piece.end] for piece in rendering.of(i)):
-                raise RowError(f"the chat template does not write the tool call {name!r} of message {i + 1}")
         if thought and not _is_written(str(thought), text):
             which = "the last answer" if i > last_user else "earlier answers"
             notices.append(f"reasoning of {which} is not written by the chat template")
@@ -51,6 +48,16 @@ def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str])
     unread = [key for key in example.variables if key not in read]
     notices += [f"chat_template_kwargs key {key!r} is not read by the chat template" for key in unread]
     return notices
+
+
+def check_calls(example: ChatExample, rendering: Rendering) -> None:
+    """RowError for a tool call that the template does not write."""
+    for i, message in enumerate(example.messages):
+        written = [rendering.text[piece.start : piece.end] for piece in rendering.of(i)]
+        for call in message.get("tool_calls") or ():
+            name = str((call.get("function") or call).get("name"))
+            if not any(name in part for part in written):
+                raise RowError(f"the chat template does not write the tool call {name!r} of message {i + 1}")
 
 
 def _tool_name(tool: Any) -> str:

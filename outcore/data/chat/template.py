@@ -25,7 +25,7 @@ from outcore.data.chat.habits import (
     user,
 )
 from outcore.data.chat.marks import CLOSE, OPEN, Rendering, marked_template
-from outcore.data.chat.notices import notices_of
+from outcore.data.chat.notices import check_calls, notices_of
 from outcore.data.chat.spans import SpanFinder, Spans, assistants, is_spoken
 from outcore.data.rows import REASONING_KEYS, ChatExample
 from outcore.data.sources import RowError
@@ -39,6 +39,8 @@ class Form:
     """True: content as a list of parts, as templates of vision models read it."""
     calls_as_text: bool = False
     """True: tool arguments as JSON text, for templates that only join texts."""
+    knows_developer: bool = False
+    """False: a developer's message is the system's, which OpenAI's clients mean by it."""
 
     def prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages in this form."""
@@ -46,6 +48,8 @@ class Form:
 
     def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
         ready = {key: value for key, value in message.items() if value is not None}
+        if ready.get("role") == "developer" and not self.knows_developer:
+            ready["role"] = "system"
         reasoning = next((ready[key] for key in REASONING_KEYS if key in ready), None)
         if reasoning is not None:  # as transformers does: templates read one name or the other
             ready = {"thinking": reasoning, **ready, "reasoning_content": reasoning}
@@ -101,6 +105,7 @@ class ChatTemplate:
         self._form = Form()
         self._form = next((form for form in (Form(), Form(parts=True)) if self._writes(TOLD, told(TOLD), form)), Form())
         self._call = self._choose_call()
+        self._form = replace(self._form, knows_developer="developer" in self._words)
         specials = special_tokens(tokenizer)
         learned = habits.learn(self._try, specials, self._call)
         self.finder = SpanFinder(learned, specials, str(tokenizer.bos_token or ""), str(tokenizer.eos_token or ""))
@@ -185,7 +190,16 @@ class ChatTemplate:
         fixed = {"tools": example.tools, "documents": None, "add_generation_prompt": False}
         return {**self.tokenizer.special_tokens_map, **fixed, **example.variables}
 
-    def render(self, example: ChatExample, *, generation_prompt: bool = False) -> str:
+    def prompt(self, example: ChatExample, *, goes_on: bool = False) -> str:
+        """The text up to where an answer begins, or, where it `goes_on`, to the end of what the last message says.
+        Raises RowError as `mark` does, also for a tool call that the template does not write."""
+        text = self.render(example, generation_prompt=not goes_on, goes_on=goes_on)
+        if any(message.get("tool_calls") for message in example.messages):
+            variables = {**self.variables(example), "add_generation_prompt": not goes_on}
+            check_calls(example, self._twin.render(self._form.prepared(example.messages), variables))
+        return text
+
+    def render(self, example: ChatExample, *, generation_prompt: bool = False, goes_on: bool = False) -> str:
         """The text that transformers' own `apply_chat_template` gives."""
         try:
             text = self.tokenizer.apply_chat_template(
@@ -194,10 +208,12 @@ class ChatTemplate:
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                continue_final_message=goes_on,
                 **example.variables,
             )
         except Exception as error:  # jinja2's TemplateError and whatever the template's own code raises
-            raise RowError(f"the tokenizer's chat template refuses this conversation: {shorten(str(error))}") from error
+            why = shorten(str(error) or type(error).__name__)
+            raise RowError(f"the tokenizer's chat template refuses this conversation: {why}") from error
         return str(text)
 
     def _writes(self, words: str, message: dict[str, Any], form: Form) -> bool:

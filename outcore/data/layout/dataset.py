@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from outcore.common.quantities import round_up
 from outcore.data.cache import CheckedArray, carries_loss, token_ids
+
+if TYPE_CHECKING:  # tokens are made in processes that never need torch, which takes seconds to import
+    import torch
 
 IGNORE_INDEX = -100
 """transformers' and torch's label that carries no loss."""
 PAD_MULTIPLE = 8
 
-MicroBatch = dict[str, torch.Tensor]
+MicroBatch = dict[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class RowDataset:
 
     def filler(self, like: MicroBatch) -> MicroBatch:
         """A micro-batch of the same shape without any loss, so that ranks that have run out stay in step."""
-        return {**like, "labels": torch.full_like(like["labels"], IGNORE_INDEX)}
+        return {**like, "labels": _tensor(np.full(like["labels"].shape, IGNORE_INDEX, dtype=np.int64))}
 
     def _packed(self, rows: list[list[np.ndarray]]) -> MicroBatch:
         shape = (len(rows), self.seq_length)
@@ -97,9 +100,9 @@ class RowDataset:
                 at = end
             position_ids_BT[b, at:] = np.arange(self.seq_length - at)
         return {
-            "input_ids": torch.from_numpy(input_ids_BT),
-            "labels": torch.from_numpy(labels_BT),
-            "position_ids": torch.from_numpy(position_ids_BT),
+            "input_ids": _tensor(input_ids_BT),
+            "labels": _tensor(labels_BT),
+            "position_ids": _tensor(position_ids_BT),
         }
 
     def _padded(self, rows: list[np.ndarray]) -> MicroBatch:
@@ -141,4 +144,10 @@ def _right_padded(rows: list[np.ndarray], width: int, value: int) -> torch.Tenso
     padded = np.full((len(rows), width), value, dtype=np.int64)
     for b, row in enumerate(rows):
         padded[b, : len(row)] = row
-    return torch.from_numpy(padded)
+    return _tensor(padded)
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(values)

@@ -51,10 +51,12 @@ class Parsed:
 
 class AnswerParser:
     """`add` text, `finish` once; each returns what is new. `marks`: which to look for; `begins_in`: what the prompt has
-    already opened."""
+    already opened; `most_calls`: calls beyond these are left out."""
 
-    def __init__(self, name: str, marks: frozenset[Mode], begins_in: Mode = "content") -> None:
-        self.whole = Parsed()
+    def __init__(
+        self, name: str, marks: frozenset[Mode], begins_in: Mode = "content", most_calls: int | None = None
+    ) -> None:
+        self.whole, self._most_calls = Parsed(), most_calls
         self._name, self._marks = name, marks
         self._mode: Mode = begins_in
         self._held, self._tool = "", ""
@@ -111,10 +113,11 @@ class AnswerParser:
 
     def _end_tool(self, new: Parsed) -> None:
         text, self._tool = self._tool.strip(), ""
-        call = tool_call_of(text, f"{self._name}-{len(self.whole.tool_calls) + len(new.tool_calls)}")
+        count = len(self.whole.tool_calls) + len(new.tool_calls)
+        call = tool_call_of(text, f"{self._name}-{count}")
         if call is None:
             new.content += f"{MARKS['tool'][0]}{text}{MARKS['tool'][1]}"
-        else:
+        elif count != self._most_calls:
             new.tool_calls.append(call)
 
 
@@ -122,10 +125,10 @@ class TemplateParser:
     """Parser like `AnswerParser`, for a tokenizer that says itself how its answers are written (`response_template`):
     read by transformers' own parser, special marks included. `prompt`: what the answer goes on from."""
 
-    def __init__(self, name: str, template: Any, prompt: str, tools: list[Any]) -> None:
+    def __init__(self, name: str, template: Any, prompt: str, tools: list[Any], most_calls: int | None = None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self.whole = Parsed()
+        self.whole, self._most_calls = Parsed(), most_calls
         self._name = name
         self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._unfinished = ""
@@ -171,9 +174,9 @@ class TemplateParser:
         found = []
         for one in value if isinstance(value, list) else [value]:
             function = one.get("function", one) if isinstance(one, dict) else None
-            name = f"{self._name}-{len(self.whole.tool_calls) + before + len(found)}"
-            call = tool_call_of(json.dumps(function), name)
-            if call is not None:
+            count = len(self.whole.tool_calls) + before + len(found)
+            call = tool_call_of(json.dumps(function), f"{self._name}-{count}")
+            if call is not None and count != self._most_calls:
                 found.append(call)
         return found
 

@@ -2,5 +2,5 @@
 
 from outcore.infer.commands.journal import JobError, Journal
 from outcore.infer.commands.lines import Line, batch_body, body_of, failure_of, numbered, read_line, result_of
-from outcore.infer.commands.logprobs import of_chat, of_completion
+from outcore.infer.commands.logprobs import CompletionLogprobs, of_chat
 from outcore.infer.commands.options import settings_of

@@ -81,9 +81,9 @@ def read_line(
             raise ValueError("a job's answers are not streamed: leave stream out")
         ids = _prompt_of(body, prompts, chat)
         sampling = sampling_of(body, defaults(len(ids)))
-        grammar = grammars.of(body.get("response_format"))
+        grammar = grammars.of(*(chat.form if chat else (body.get("response_format"), "response_format")))
         count = 1 if body.get("n") is None else body["n"]
-        reads = {"keeps_special": chat is not None and chat.keeps_special, "goes_on": chat is None}
+        reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
         request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar, None, **reads)
         return Line(number, shape, name, request, chat=chat)
     except JSONDecodeError as error:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outcore.infer.passes import TokenScore
-from outcore.infer.requests import Chosen
+from outcore.infer.requests import Chosen, TextStream
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What decoding gives for bytes that are no whole letter."""
@@ -54,35 +54,65 @@ def of_chat(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def of_completion(
-    tokenizer: Any,
-    tokens: Sequence[Chosen],
-    prompt: Sequence[tuple[int, TokenScore | None]] = (),
-    offset: int = 0,
-) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. `prompt`: tokens that are echoed before it, with their scores (the first
-    has none); `offset`: letters of the choice that were told before, by this function."""
-    texts, values, tops, offsets = [], [], [], []
+def of_completion(tokenizer: Any, tokens: Sequence[Chosen]) -> dict[str, Any]:
+    """`logprobs` of a completion's choice without its prompt."""
+    return CompletionLogprobs(tokenizer).of(tokens)
 
-    def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
-        nonlocal offset
-        text = text_of(tokenizer, token) if offsets or not prompt else tokenizer.decode([token])
-        texts.append(text)
-        values.append(logprob)
-        tops.append(None if top is None else _by_text(tokenizer, top))
-        offsets.append(offset)
-        offset += len(text)
 
-    for token, score in prompt:
-        add(token, None if score is None else score.logprob, None if score is None else score.top)
-    for chosen in tokens:
-        add(chosen.token, chosen.logprob, chosen.top)
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+class CompletionLogprobs:
+    """`logprobs` of one choice of a completion, also piece by piece. `before`: tokens that its text goes on from."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer, self._told = tokenizer, 0
+        self._text = TextStream(tokenizer, before=before)
+
+    def echo(self, prompt: Sequence[tuple[int, TokenScore | None]], added: int = 0) -> dict[str, Any]:
+        """Log-probabilities of a prompt that stands before the answer; its first token has none. `added`: tokens at its
+        beginning that the tokenizer put there, which are no part of the text."""
+        read, found = TextStream(self._tokenizer, keeps_special=True), _nothing()
+        for number, (token, score) in enumerate(prompt):
+            text = self._tokenizer.decode([token]) if number <= added else piece_of(self._tokenizer, token)
+            _add(self._tokenizer, found, text, read.length, token, score)
+            read.add([token] if number >= added else [])
+        self._told = read.length + len(read.finish())
+        return found
+
+    def of(self, tokens: Sequence[Chosen]) -> dict[str, Any]:
+        """Log-probabilities of tokens behind all that came before. A token's place is that of its letter."""
+        found = _nothing()
+        for chosen in tokens:
+            text = piece_of(self._tokenizer, chosen.token)
+            _add(self._tokenizer, found, text, self._told + self._text.length, chosen.token, chosen)
+            self._text.add([chosen.token])
+        return found
+
+
+def _nothing() -> dict[str, Any]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _add(
+    tokenizer: Any, found: dict[str, Any], text: str, offset: int, token: int, score: TokenScore | Chosen | None
+) -> None:
+    found["tokens"].append(text)
+    found["text_offset"].append(offset)
+    found["token_logprobs"].append(None if score is None else score.logprob)
+    top = None if score is None or score.logprob is None else _by_text(tokenizer, (*score.top, (token, score.logprob)))
+    found["top_logprobs"].append(top)
+
+
+def piece_of(tokenizer: Any, token: int) -> str:
+    """One token as text, or, where it is only a piece of a letter, its bytes in words, as OpenAI writes them: such
+    pieces would all read alike."""
+    text = text_of(tokenizer, token)
+    if UNFINISHED not in text or (found := bytes_of(tokenizer, token)) == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
 def _by_text(tokenizer: Any, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Likeliest first; of tokens that read alike the likelier stays."""
+    """Likeliest first, the token itself last unless it is among them; of tokens that read alike the likelier stays."""
     found: dict[str, float] = {}
     for token, value in top:
-        found.setdefault(text_of(tokenizer, token), value)
+        found.setdefault(piece_of(tokenizer, token), value)
     return found

@@ -1,39 +1,45 @@
 """Answers that must have a form: JSON of a schema, a regular expression, a grammar; by the package llguidance.
 
-A grammar is compiled when a request is read, so what is wrong with it is told before anything runs. Each answer has a
-matcher of its own, which tells after every token what may follow: on threads beside the engine's, while the layers run.
+A grammar is tried and compiled when a request is read, so what is wrong with it is told before anything runs. Each
+answer has a matcher of its own, which tells after every token what may follow: on threads beside the engine's, while
+the layers run. The package works without Python's lock.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from outcore.apart import JSON_OPTIONS, Ask, Bench, first_line, for_forms
+
 PACKAGE = "llguidance"
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 MASK_THREADS = 4
-"""Answers whose masks are computed at a time; the package works without Python's lock."""
-
-BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
-"""Blanks between the parts of a JSON text, as llama.cpp allows them: a small model may write nothing else for ever."""
+"""Answers whose masks are computed at a time."""
+MASK_WAIT_S = 2.0
+"""Seconds that a pass waits for a mask, with everyone's answers in it; it is some thousandths usually."""
+MAX_LETTERS, COMPILE_S = 1 << 20, 5.0
+"""Size of a form's description, and seconds until it is tried: five thousand properties take a tenth of either."""
+KEPT = 64
+"""Forms that are kept compiled: clients send the same ones again."""
 
 
 class Grammar:
     """One form, compiled for one model."""
 
-    def __init__(self, tokenizer: Any, text: str, threads: Executor) -> None:
-        self._tokenizer, self._text, self._threads = tokenizer, text, threads
+    def __init__(self, compiled: Any, threads: Executor) -> None:
+        self._compiled, self._threads = compiled, threads
 
     def matcher(self) -> Matcher:
         """One for each answer."""
-        from llguidance import LLMatcher
-
-        return Matcher(LLMatcher(self._tokenizer, self._text), self._threads)
+        return Matcher(self._compiled.deep_copy(), self._threads)
 
 
 class Matcher:
@@ -41,7 +47,9 @@ class Matcher:
 
     def __init__(self, matcher: Any, threads: Executor) -> None:
         self._matcher, self._threads = matcher, threads
-        self._masks: Future[list[torch.Tensor]] | None = None
+        self._masks: Future[list[tuple[torch.Tensor, str]]] | None = None
+        self.error = ""
+        """Why the answer cannot go on in its form: a limit of the package was met. What follows means nothing."""
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens the form allows, one after the other."""
@@ -55,36 +63,57 @@ class Matcher:
         """Bits of the tokens that may come behind so many guesses (uint8, the lowest bit first); the model's end token
         where the form is complete. Waits for the threads."""
         assert self._masks is not None
-        return self._masks.result()[place]
+        try:
+            bits, error = self._masks.result(MASK_WAIT_S)[place]
+        except TimeoutError:
+            bits, error = torch.tensor([255], dtype=torch.uint8), f"its next token took more than {MASK_WAIT_S:g} s"
+        self.error = self.error or error
+        return bits
 
     def take(self, token: int) -> None:
         """A token has come."""
-        self._matcher.consume_token(token)
+        if not self.error:
+            self._matcher.consume_token(token)
+            self.error = _error_of(self._matcher)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing more may come."""
-        return self._matcher.is_stopped()
+        return not self.error and self._matcher.is_stopped()
 
-    def _masks_of(self, guesses: list[int]) -> list[torch.Tensor]:
+    def _masks_of(self, guesses: list[int]) -> list[tuple[torch.Tensor, str]]:
         # The package's own rollback does not bring back a matcher that has taken the end token.
-        ahead, bits = self._matcher.deep_copy() if guesses else self._matcher, [self._matcher.compute_bitmask()]
+        ahead, masks = self._matcher.deep_copy() if guesses else self._matcher, [_mask_of(self._matcher)]
         for token in guesses:
             ahead.consume_token(token)
-            bits.append(ahead.compute_bitmask())
-        return [torch.frombuffer(bytearray(of_place), dtype=torch.uint8) for of_place in bits]
+            masks.append(_mask_of(ahead))
+        return masks
+
+
+def _mask_of(matcher: Any) -> tuple[torch.Tensor, str]:
+    """(bits, what went wrong); a matcher that goes wrong says that the answer may end."""
+    bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+    return bits, _error_of(matcher)
+
+
+def _error_of(matcher: Any) -> str:
+    return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 class Grammars:
-    """Compiles forms for one model. ValueError in words for what cannot be."""
+    """Compiles forms for one model. ValueError in words for what cannot be. `ask`: tries them where that can be given
+    up, and harms nobody; None: here."""
 
-    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int], ask: Ask | None = None) -> None:
         self._source, self._ends = tokenizer, sorted(end_tokens)
+        self._ask: Ask = ask or Bench(tokenizer, self._ends).ask
         self._tokenizer: Any = None
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(MASK_THREADS, "grammar")
 
-    def of(self, response_format: Any) -> Grammar | None:
-        """The form that a request's `response_format` asks for; None for plain text."""
+    def of(self, response_format: Any, said_as: str = "response_format") -> Grammar | None:
+        """The form that a request asks for; None for plain text. `said_as`: the field that says it."""
         if response_format is None:
             return None
         if not isinstance(response_format, Mapping) or response_format.get("type") not in TYPES:
@@ -93,34 +122,44 @@ class Grammars:
             return None
         if importlib.util.find_spec(PACKAGE) is None:
             raise ValueError(f"response_format needs the package {PACKAGE}: pip install -r requirements/serve.txt")
-        return self._compiled(response_format)
+        return self._compiled(response_format, said_as)
 
-    def _compiled(self, wanted: Mapping[str, Any]) -> Grammar:
+    def _compiled(self, wanted: Mapping[str, Any], said_as: str) -> Grammar:
         from llguidance import LLMatcher
 
         kind = wanted["type"]
         try:
             if kind in ("json_object", "json_schema"):
                 schema = {"type": "object"} if kind == "json_object" else _schema_of(wanted)
-                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": BLANKS})
+                text = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": dict(JSON_OPTIONS)}))
             elif kind == "regex":
                 text = LLMatcher.grammar_from_regex(_text_of(wanted, "pattern"))
             else:
                 text = LLMatcher.grammar_from_lark(_text_of(wanted, "grammar"))
-            error = LLMatcher.validate_grammar(text, self._ready())
+            return self._kept_or_made(text)
         except (ValueError, TypeError) as problem:
-            raise ValueError(f"response_format: {problem}") from problem
-        if error:
-            raise ValueError(f"response_format: {str(error).strip().splitlines()[0]}")
-        return Grammar(self._ready(), text, self._threads)
+            raise ValueError(f"{said_as}: {problem}") from problem
 
-    def _ready(self) -> Any:
-        """The tokenizer as llguidance knows it; made once."""
+    def _kept_or_made(self, text: str) -> Grammar:
+        with self._lock:
+            found = self._kept.pop(text, None)
+        if found is None:
+            if len(text) > MAX_LETTERS:
+                raise ValueError(f"it has more than {MAX_LETTERS} letters. Make it simpler.")
+            self._ask("try_form", text, limit_s=COMPILE_S)
+            found = self._made(text)
+        with self._lock:
+            self._kept[text] = found
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _made(self, text: str) -> Grammar:
+        from llguidance import LLMatcher
+
         if self._tokenizer is None:
-            from llguidance.hf import from_tokenizer
-
-            self._tokenizer = from_tokenizer(self._source, eos_token=list(self._ends) or None)
-        return self._tokenizer
+            self._tokenizer = for_forms(self._source, self._ends)
+        return Grammar(LLMatcher(self._tokenizer, text), self._threads)
 
 
 def _schema_of(wanted: Mapping[str, Any]) -> Any:

@@ -123,15 +123,18 @@ class Sequence:
         self.chosen.append(chosen)
         if self.clock.first_token_s is None:
             self.clock.first_token_s = now_s
+        if self.matcher is not None and chosen.token not in self.end_tokens:
+            self.matcher.take(chosen.token)
+        if self.matcher is not None and self.matcher.error:  # no answer of this form goes on so: not an end
+            self.finish, self.error = "error", f"response_format: {self.matcher.error}"
+            return self.text.finish()
         if chosen.token in self.end_tokens:
             self.finish, self.stop = "stop", chosen.token
             return self.text.finish()
         said = self.text.add([chosen.token], may_stop=self.num_answer >= sampling.min_tokens)
-        if self.matcher is not None:
-            self.matcher.take(chosen.token)
-            if self.matcher.is_complete:
-                self.finish = "stop"
-                return said + self.text.finish()
+        if self.matcher is not None and self.matcher.is_complete:
+            self.finish = "stop"
+            return said + self.text.finish()
         if self.text.is_stopped:
             self.finish, self.stop = "stop", self.text.stop
         elif self.left <= 0:

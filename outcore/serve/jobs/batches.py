@@ -50,6 +50,7 @@ class Batches:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # what clients sent is theirs and ours
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending = asyncio.Lock()
         self._room = asyncio.Semaphore(max(1, service.opened.placement.max_sequences // 2))
 
     def go_on(self) -> None:
@@ -72,7 +73,7 @@ class Batches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def create(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """Begin a job. ApiError for what cannot be."""
         endpoint = body.get("endpoint")
         if endpoint not in ENDPOINTS:
@@ -80,7 +81,7 @@ class Batches:
         if not isinstance(body.get("input_file_id"), str):
             raise bad("input_file_id must be the id of a file.", "input_file_id")
         source = self.files.path(body["input_file_id"])
-        total = sum(1 for _ in numbered(source))
+        total = len(await asyncio.to_thread(list, numbered(source)))
         if not total:
             raise bad("The file has no lines.", "input_file_id")
         batch = {
@@ -126,23 +127,26 @@ class Batches:
         batch = self.get(name)
         if batch["status"] not in RUNNING:
             raise ApiError(409, f"The batch is {batch['status']} already.", param="batch_id")
-        task = self._tasks.get(name)  # two may cancel: both wait for its end, the first to go on does the rest
-        if task is not None:
+        if (task := self._tasks.get(name)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        batch = self.get(name)
-        if batch["status"] in RUNNING:
-            try:
-                journal = self._journal(batch)
-            except ValueError as error:
-                raise ApiError(409, str(error), param="batch_id") from error
-            total = batch["request_counts"]["total"]
-            for number, text in numbered(self.files.path(batch["input_file_id"])):
-                if number not in journal.done:
-                    line = self._line(batch, number, text)
-                    journal.add(number, self._result(Line(number, line.shape, line.name, None, "cancelled"), []))
-            self._finish(batch, journal, total, "cancelled")
+        async with self._ending:  # two may cancel: the first to go on does the rest
+            batch = self.get(name)
+            if batch["status"] in RUNNING:
+                try:
+                    journal = self._journal(batch)
+                except ValueError as error:
+                    raise ApiError(409, str(error), param="batch_id") from error
+                await self.service.reading.run(self._end_early, batch, journal)
         return self.get(name)
+
+    def _end_early(self, batch: dict[str, Any], journal: Journal) -> None:
+        """Note of every line that has no answer that it was cancelled, and write the files."""
+        for number, text in numbered(self.files.path(batch["input_file_id"])):
+            if number not in journal.done:
+                line = self._line(batch, number, text)
+                journal.add(number, self._result(Line(number, line.shape, line.name, None, "cancelled"), []))
+        self._finish(batch, journal, batch["request_counts"]["total"], "cancelled")
 
     def check_free(self, file: str) -> None:
         """409 for a file that a job reads."""
@@ -175,7 +179,8 @@ class Batches:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for number, text in numbered(self.files.path(batch["input_file_id"])):
+                lines = numbered(self.files.path(batch["input_file_id"]))
+                for number, text in await asyncio.to_thread(list, lines):
                     if number not in journal.done:
                         await self._room.acquire()
                         task = group.create_task(one(number, text))
@@ -198,7 +203,7 @@ class Batches:
     async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
         if batch["endpoint"] == EMBEDDINGS:
             return await self._embedded(number, text)
-        line = await asyncio.to_thread(self._line, batch, number, text)
+        line = await self.service.reading.run(self._line, batch, number, text)
         if line.request is None:
             return self._result(line, [])
         try:
@@ -216,7 +221,7 @@ class Batches:
                 raise ValueError("a line must be a JSON object")
             line = Line(number, "batch", entry.get("custom_id"), None)
             _, body = batch_body(entry, {EMBEDDINGS: "input"})
-            call = await asyncio.to_thread(EmbeddingCall, self.service, body)
+            call = await self.service.reading.run(EmbeddingCall, self.service, body)
             if call.ignored:
                 raise ValueError(f"unknown field {call.ignored[0]!r}")
         except (ValueError, TypeError, ApiError) as error:

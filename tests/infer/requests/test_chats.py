@@ -133,7 +133,10 @@ def test_half_a_letter_in_a_call_leaves_it_text_that_can_be_written(prompts):
     [
         ({"prompt": "Hi", "tools": [LOOK]}, "unknown field 'tools'"),
         (ASKED | {"tools": "look"}, "must be a list of functions"),
-        (ASKED | {"tools": [LOOK], "tool_choice": "required"}, "auto or none"),
+        (ASKED | {"tools": [LOOK], "tool_choice": "any"}, "auto, none, required, or name a function"),
+        (ASKED | {"tool_choice": "required"}, "tools has no such function"),
+        (ASKED | {"continue_final_message": "yes"}, "must be true or false"),
+        (ASKED | {"continue_final_message": True, "add_generation_prompt": True}, "each other's opposite"),
         (ASKED | {"logprobs": 3}, "logprobs must be true or false"),
         (ASKED | {"prompt": "Hi"}, "either prompt or messages"),
         ({"url": "/v1/completions", "body": ASKED}, "body must have prompt"),
@@ -141,6 +144,20 @@ def test_half_a_letter_in_a_call_leaves_it_text_that_can_be_written(prompts):
 )
 def test_a_line_of_a_chat_that_cannot_be_says_why(prompts, entry, words):
     assert words in str(result(prompts, entry, "")[0]["error"])
+
+
+@pytest.mark.parametrize("thought", ["", "let me see</think>\n\n"])
+def test_a_forced_call_may_be_thought_about_where_the_prompt_begins_a_thought(prompts, thought):
+    pytest.importorskip("llguidance")
+    prompts.tokenizer.chat_template = KNOWS_TOOLS + ("<think>" if thought else "")
+    chat = Chat(prompts, ASKED | {"tools": [LOOK], "tool_choice": "required"})
+    said = thought + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    ids = prompts.tokenizer(said, add_special_tokens=False)["input_ids"]
+    form = Grammars(prompts.tokenizer, frozenset({prompts.tokenizer.eos_token_id})).of(*chat.form)
+    assert form is not None and form.matcher().count_allowed(ids) == len(ids)
+    parts = chat.parts_of("r", said)
+    assert [call["function"]["name"] for call in parts.tool_calls] == ["look"] and not parts.content
+    assert parts.reasoning == thought.partition("<")[0]
 
 
 def test_tools_that_a_template_does_not_know_are_refused(prompts):

@@ -1,10 +1,14 @@
 """Forms that answers must have: masks for every place of a pass, worked out while its layers run."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from outcore.infer.requests import Grammars, Request, Sampling
+from outcore.infer.requests import Grammars, Matcher, Request, Sampling
 from tests.infer.models import TinyEngine
+from tests.refused import refused
 
 pytest.importorskip("llguidance")
 
@@ -86,3 +90,58 @@ def test_masks_are_worked_out_during_the_pass_and_guesses_change_no_text(grammar
 
     assert answers(True) == answers(False)
     assert seen
+
+
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(500)}}
+"""What llguidance compiles, and cannot go on with behind the first brace."""
+
+
+def test_a_form_that_cannot_be_followed_is_refused(grammars):
+    refused(
+        ValueError, "Current row has", lambda: grammars[1].of({"type": "json_schema", "json_schema": {"schema": WIDE}})
+    )
+    refused(ValueError, "a token", lambda: grammars[1].of({"type": "regex", "pattern": "(a{1000}){1000}"}))
+    refused(ValueError, "letters", lambda: grammars[1].of({"type": "regex", "pattern": "a" * (1 << 20)}))
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_an_answer_that_cannot_go_on_in_its_form_ends_with_an_error(grammars, speculates):
+    tokenizer = grammars[0]
+    untried = Grammars(tokenizer, frozenset({tokenizer.eos_token_id}), ask=lambda *what, **limits: None)
+    form = untried.of({"type": "json_schema", "json_schema": {"schema": WIDE}})
+    tiny = TinyEngine("llama", vocab_size=len(tokenizer), speculates=speculates)
+    try:
+        (answer,) = tiny.engine.generate([Request("r", (5, 6, 7), Sampling(max_tokens=40), grammar=form)])
+    finally:
+        tiny.close()
+    assert answer.finish == "error" and "Current row has" in answer.error
+
+
+def test_a_form_that_comes_again_is_not_compiled_again(grammars):
+    asked = []
+    compiler = Grammars(
+        grammars[0], frozenset({grammars[0].eos_token_id}), ask=lambda *what, **limits: asked.append(what)
+    )
+    first, again = (compiler.of({"type": "regex", "pattern": "(yes|no)!"}) for _ in range(2))
+    assert first is again and len(asked) == 1
+
+
+def test_an_answer_whose_next_token_takes_too_long_ends_and_others_go_on(monkeypatch):
+    monkeypatch.setattr("outcore.infer.requests.grammar.MASK_WAIT_S", 0.05)
+    is_over = threading.Event()
+
+    class Slow:
+        def compute_bitmask(self):
+            is_over.wait(60)
+            return bytes(8)
+
+        def is_error(self):
+            return False
+
+    with ThreadPoolExecutor(1) as threads:
+        matcher = Matcher(Slow(), threads)
+        matcher.begin()
+        assert len(allowed(matcher.mask(0))) and "took more than" in matcher.error
+        matcher.take(0)  # the threads have it still
+        assert not matcher.is_complete
+        is_over.set()

@@ -25,7 +25,7 @@ def test_calls_are_numbered_through_each_answer():
 
     call: Any = SimpleNamespace(
         service=SimpleNamespace(frame=lambda *_: {}, prompts=SimpleNamespace(tokenizer=None), stream=pieces),
-        request=SimpleNamespace(n=2, name="r"), with_usage=False, name_of=str,
+        request=SimpleNamespace(n=2, name="r"), usage="never", name_of=str,
         chat=SimpleNamespace(parser=lambda name: AnswerParser(name, frozenset({"tool"}))),
     )  # fmt: skip
 

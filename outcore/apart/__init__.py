@@ -1,0 +1,7 @@
+"""What a client's text can make slow or fatal, in processes of their own: templates, tokenizers, forms of answers.
+
+`Bench` does that work; `Apart` calls it elsewhere, with limits of time and memory. Without torch, so that a process
+begins in a moment and takes little RAM."""
+
+from outcore.apart.bench import JSON_OPTIONS, Ask, Bench, first_line, for_forms
+from outcore.apart.process import Apart
