@@ -40,6 +40,7 @@ from outcore.model.weights import (
     check_weight_files,
     gathered,
     initialise_weights,
+    made_of,
     meta_skeleton,
     partition_while_loading,
     shard_files,
@@ -193,7 +194,7 @@ def _from_scratch(
     from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
+        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights(), made_of(source.config):
             torch.manual_seed(settings.seed)
             model = model_class._from_config(source.config, dtype=settings.dtype, attn_implementation=attention)
             model.tie_weights()
@@ -265,7 +266,7 @@ def _lazily(
 
     def build() -> Any:
         arguments = {"dtype": settings.dtype, "attn_implementation": attention}
-        with no_init_weights():
+        with no_init_weights(), made_of(source.config):
             torch.manual_seed(settings.seed)
             if model_class is not None:
                 model = model_class._from_config(source.config, **arguments)

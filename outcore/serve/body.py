@@ -17,9 +17,12 @@ HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadat
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
 
 
-async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
-    """The JSON object that was sent. ApiError for one that is too long or none."""
+async def read_body(http: HttpRequest, max_bytes: int, *, may_lack: bool = False) -> dict[str, Any]:
+    """The JSON object that was sent; {} for no body at all, where it `may_lack`. ApiError for one that is too long or
+    none."""
     data = await read_bytes(http, max_bytes)
+    if may_lack and not data:
+        return {}
     try:
         body = json_of(data)
     except ValueError as error:

@@ -29,6 +29,9 @@ class Chat:
             raise ChatError("messages must be a list of at least one message.", "messages")
         if not isinstance(fields.get("logprobs") or False, bool):
             raise ChatError("logprobs must be true or false; top_logprobs is the number beside it.", "logprobs")
+        if not isinstance(fields.get("parallel_tool_calls") or False, bool):
+            raise ChatError("parallel_tool_calls must be true or false.", "parallel_tool_calls")
+        self._most_calls = 1 if fields.get("parallel_tool_calls") is False else None
         more = fields.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise ChatError("chat_template_kwargs must be an object.", "chat_template_kwargs")
@@ -53,8 +56,11 @@ class Chat:
     def parser(self, name: str) -> AnswerParser | TemplateParser:
         """What tells an answer's parts apart; calls of tools are named after `name`."""
         if self._template is not None:
-            return TemplateParser(name, self._template, self._prompt, self._tools)
-        return AnswerParser(name, self._marks, self._begins_in)
+            parser = TemplateParser(name, self._template, self._prompt, self._tools)
+        else:
+            parser = AnswerParser(name, self._marks, self._begins_in)
+        parser.whole.most_calls = self._most_calls
+        return parser
 
     def parts_of(self, name: str, text: str) -> Parsed:
         """A whole answer, told apart."""

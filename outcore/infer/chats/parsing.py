@@ -26,9 +26,13 @@ class Parsed:
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    most_calls: int | None = None
+    """Calls of tools that are told; what the model writes beyond them is left out."""
 
     def take(self, new: Parsed) -> Parsed:
         """Add what is new; returns it."""
+        if self.most_calls is not None:
+            del new.tool_calls[max(0, self.most_calls - len(self.tool_calls)) :]
         self.content += new.content
         self.reasoning += new.reasoning
         self.tool_calls += new.tool_calls

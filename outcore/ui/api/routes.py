@@ -96,7 +96,7 @@ def _told(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _body(http: Request) -> Record:
-    return await read_body(http, MAX_BODY_BYTES) if int(http.headers.get("content-length") or 0) else {}
+    return await read_body(http, MAX_BODY_BYTES, may_lack=True)
 
 
 def _add_plain(app: FastAPI, api: PanelsApi) -> None:

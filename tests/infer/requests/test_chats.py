@@ -143,6 +143,18 @@ def test_a_line_of_a_chat_that_cannot_be_says_why(prompts, entry, words):
     assert words in str(result(prompts, entry, "")[0]["error"])
 
 
+def test_one_call_is_told_where_several_are_not_wanted(prompts):
+    asked = ASKED | {"tools": [LOOK], "parallel_tool_calls": False}
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    assert len(result(prompts, asked, call * 2)[0]["tool_calls"]) == 1
+    assert len(result(prompts, asked | {"parallel_tool_calls": True}, call * 2)[0]["tool_calls"]) == 2
+    parser = Chat(prompts, asked).parser("r")
+    told = [parser.add(call), parser.add(call), parser.finish()]
+    assert [len(one.tool_calls) for one in told] == [1, 0, 0] and parser.whole.finish("stop") == "tool_calls"
+    with pytest.raises(ChatError, match="must be true or false"):
+        Chat(prompts, asked | {"parallel_tool_calls": "no"})
+
+
 def test_tools_that_a_template_does_not_know_are_refused(prompts):
     prompts.tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ChatError, match="knows no tools"):
