@@ -30,6 +30,7 @@ from outcore.model.facts import (
 from outcore.model.forward import attention_of
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
+from outcore.model.making import made_of
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.trial import Abilities, check_abilities, freeze
@@ -40,7 +41,6 @@ from outcore.model.weights import (
     check_weight_files,
     gathered,
     initialise_weights,
-    made_of,
     meta_skeleton,
     partition_while_loading,
     shard_files,

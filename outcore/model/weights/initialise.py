@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.common.errors import line_of
+from outcore.model.making import made_of
 from outcore.model.weights.random_stream import RandomStream, SharedStreamNeeded
 
 AHEAD_BYTES = 1 << 30
@@ -111,17 +111,6 @@ def meta_skeleton(model_class: type[nn.Module], config: object) -> nn.Module:
     """The model without any memory: every parameter and buffer on the meta device. ValueError as `made_of`."""
     with made_of(config), torch.device("meta"):
         return model_class(config)
-
-
-@contextmanager
-def made_of(config: Any) -> Iterator[None]:
-    """A model is built inside. ValueError for a config of which its class makes none: unknown names, and sizes that do
-    not go together, end in whatever comes first there."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        where = getattr(config, "_name_or_path", "") or "config.json"
-        raise ValueError(f"{where}: no {config.model_type} model can be made of it: {line_of(error)}.") from error
 
 
 def init_regions(skeleton: nn.Module) -> list[InitRegion]:
