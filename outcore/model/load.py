@@ -30,6 +30,7 @@ from outcore.model.facts import (
 from outcore.model.forward import attention_of
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
+from outcore.model.making import made_of
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.trial import Abilities, check_abilities, freeze
@@ -193,7 +194,7 @@ def _from_scratch(
     from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
+        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights(), made_of(source.config):
             torch.manual_seed(settings.seed)
             model = model_class._from_config(source.config, dtype=settings.dtype, attn_implementation=attention)
             model.tie_weights()
@@ -265,7 +266,7 @@ def _lazily(
 
     def build() -> Any:
         arguments = {"dtype": settings.dtype, "attn_implementation": attention}
-        with no_init_weights():
+        with no_init_weights(), made_of(source.config):
             torch.manual_seed(settings.seed)
             if model_class is not None:
                 model = model_class._from_config(source.config, **arguments)

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outcore.common.errors import line_of
 from outcore.common.hub import ask_hub_once, near_models
 from outcore.common.output import say
 from outcore.common.words import did_you_mean
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GGUF = ".gguf"
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+"""Fields of a config that count what a model is made of."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
 _WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
@@ -92,6 +97,7 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
         _apply_tokenizer(source.config, tokenizer)
     else:
         _check_vocabulary(source, vocab_size)
+    _check_sizes(source.config, settings.config_file or source.path or source.words)
     check_seq_length(source.config, settings.seq_length)
     return source
 
@@ -149,8 +155,18 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
         )
     try:
         return language_config(AutoConfig.for_model(model_type, **fields))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config_file {str(path)!r} is not a valid {model_type} config: {error}") from error
+    except Exception as error:  # each model's config class judges in its own way
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"config_file {str(path)!r} is not a valid {model_type} config: {words}") from error
+
+
+def _check_sizes(config: PreTrainedConfig, where: object) -> None:
+    """ValueError for counts of nothing, of which transformers makes a model that divides by zero or learns nothing."""
+    text_config = config.get_text_config(decoder=True)
+    for name in SIZES:
+        size = getattr(text_config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"{where}: {name} is {size}, but must be at least 1.")
 
 
 def _trained_source(settings: ModelSettings) -> ModelSource:
@@ -225,7 +241,7 @@ def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
         ask_hub_once(say)
     try:
         return language_config(AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code))
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the hub's errors, and those of each model's config class
         raise hub_error(name, error, settings.trust_remote_code) from error
 
 
@@ -238,7 +254,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
         at = at.__cause__ or at.__context__
     kinds = {cls.__name__ for link in chain for cls in type(link).__mro__}
     text = " ".join(str(link) for link in chain).lower()
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    is_told = isinstance(error, (OSError, ValueError)) and str(error).strip()
+    first_line = str(error).strip().splitlines()[0] if is_told else line_of(error)
     if "SafetensorError" in kinds:
         return RuntimeError(
             f"The weights of {name} are damaged or cut short ({first_line}). Copy or download them again."

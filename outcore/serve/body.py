@@ -19,9 +19,11 @@ MAX_PARTS, MAX_VALUES = 400_000, 1_000_000
 """Signs of lists, objects and names in a body, and of values: a hundred thousand messages, or a million token ids."""
 
 
-async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
-    """The JSON object that was sent. ApiError for one that is too long or none."""
-    return object_of(await read_bytes(http, max_bytes))
+async def read_body(http: HttpRequest, max_bytes: int, *, may_lack: bool = False) -> dict[str, Any]:
+    """The JSON object that was sent; {} for no body at all, where it `may_lack`. ApiError for one that is too long or
+    none."""
+    data = await read_bytes(http, max_bytes)
+    return {} if may_lack and not data else object_of(data)
 
 
 def object_of(data: bytes) -> dict[str, Any]:

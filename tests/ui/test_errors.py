@@ -331,6 +331,24 @@ def test_code_and_folders_elsewhere_are_for_the_command_line(client, api, tmp_pa
     assert client.get("/v1/paths/folders", params={"path": "/etc"}).status_code == 403
 
 
+def test_a_body_in_pieces_is_read_as_one_that_is_whole(client, api):
+    pieces = (piece for piece in (b'{"fields": {"max_st', b'eps": 0}}'))
+    answer = client.post("/v1/runs", content=pieces, headers={"Content-Type": "application/json"})
+    assert "max_steps" in words_of(answer, 400) and not api.training._children
+
+
+def test_a_nul_is_no_name(client):
+    for method, path in (
+        ("GET", "/v1/runs/a%00b"),
+        ("POST", "/v1/runs/a%00b/stop"),
+        ("GET", "/v1/paths/folders?path=%00"),
+    ):
+        assert "NUL" in words_of(client.request(method, path), 400)
+    for path, body in (("/v1/runs", {"fields": {"run_name": "a\0b"}}), ("/v1/model", {"model": "a\0"})):
+        assert words_of(client.post(path, json=body), 400)
+    words_of(client.post("/v1/paths/check", json={"path": "a\0b"}), 403)
+
+
 @pytest.mark.parametrize(("body", "words"), [
     ({"model": " --help"}, "is a flag"), ({"model": "m", "adapter": "--insecure"}, "is a flag"),
     ({"model": "m", "precision": ["bf16"]}, "expected one value"), ({"model": "m", "nvme_path": {"a": 1}}, "one value"),

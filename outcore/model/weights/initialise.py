@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model.making import made_of
 from outcore.model.weights.random_stream import RandomStream, SharedStreamNeeded
 
 AHEAD_BYTES = 1 << 30
@@ -107,8 +108,8 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
 
 
 def meta_skeleton(model_class: type[nn.Module], config: object) -> nn.Module:
-    """The model without any memory: every parameter and buffer on the meta device."""
-    with torch.device("meta"):
+    """The model without any memory: every parameter and buffer on the meta device. ValueError as `made_of`."""
+    with made_of(config), torch.device("meta"):
         return model_class(config)
 
 

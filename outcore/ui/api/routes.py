@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import wraps
@@ -30,6 +31,8 @@ from outcore.ui.api.serving import ServingWatch
 from outcore.ui.api.training import Training
 
 MAX_BODY_BYTES = 4 << 20
+DRIVE_STATUS = {errno.ENOSPC: 507, errno.EDQUOT: 507, errno.ENAMETOOLONG: 400}
+"""Statuses of what a drive refuses; of the rest 500."""
 Record = dict[str, Any]
 
 
@@ -87,14 +90,14 @@ def _told(work: Callable[..., Any]) -> Callable[..., Any]:
             return work(*args, **more)
         except OSError as error:
             words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            status = 507 if error.errno in (28, 122) else 500
+            status = DRIVE_STATUS.get(error.errno or 0, 500)
             raise ApiError(status, f"The drive says: {words}.", code="drive") from error
 
     return told
 
 
 async def _body(http: Request) -> Record:
-    return await read_body(http, MAX_BODY_BYTES) if int(http.headers.get("content-length") or 0) else {}
+    return await read_body(http, MAX_BODY_BYTES, may_lack=True)
 
 
 def _add_plain(app: FastAPI, api: PanelsApi) -> None:
