@@ -12,7 +12,8 @@ from outcore.config.commands import ui_flags
 from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
 
-NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client", "gradio", "httpx")
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client", "gradio", "httpx",
+          "markdown_it")  # fmt: skip
 STOP_WITHIN_S = 3
 """Connections that are still open so long after the panels were told to stop are cut: pages in browsers keep some."""
 

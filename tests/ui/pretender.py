@@ -49,9 +49,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
+        said = body["messages"][-1]["content"]
+        words = [said.removeprefix("say ")] if said.startswith("say ") else WORDS
         count = int(body.get("max_tokens", 3))
         self._event({"choices": [{"delta": {"reasoning_content": "I think."}, "finish_reason": None}]})
-        for word in WORDS[:count]:
+        for word in words[:count]:
             if self.ending.is_set():
                 self._event({"error": {"message": "The server stops.", "code": "server_stopping"}})
                 return

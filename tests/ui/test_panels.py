@@ -218,13 +218,13 @@ def test_deleting_asks_first():
 
 
 def test_reasoning_is_folded_and_costs_are_said():
-    from outcore.ui.panels.chat import bubbles, costs_of, residency_of
+    from outcore.ui.panels.chat import costs_of, messages_of, residency_of
 
     times = {"tokens": 3, "tokens_per_s": 2.5, "prefill_s": 0.1, "decode_s": 0.8, "hit_rate": 0.5, "prompt_tokens": 10}
     message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "finish": "length", "timings": times}
-    user, thought, answer = bubbles([{"role": "user", "content": "2 + 2?"}, message])
-    assert thought["metadata"] == {"title": "Reasoning", "status": "done"} and answer["content"] == "four"
-    assert user["content"] == "2 + 2?"
+    user, answer = messages_of([{"role": "user", "content": "2 + 2?"}, message]).split("</article>")[:2]
+    assert "<details><summary>Reasoning</summary><p>2 + 2</p>" in answer and "<p>four</p>" in answer
+    assert '<div class="text">2 + 2?</div>' in user
     said = costs_of(message)
     homes = {"weight_bytes": {"ram": 3 << 30, "nvme": 0}, "kv_used_share": 0.25, "kv_bytes": 1 << 30}
     assert residency_of(homes) == ["weights 3.00 GiB in RAM", "keys and values 25% of 1.00 GiB used"]

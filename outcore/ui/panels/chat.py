@@ -13,6 +13,7 @@ from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
 from outcore.ui.panels.model import ModelBar
+from outcore.ui.panels.script import EDIT
 
 SAMPLING = (
     ("temperature", "0: the likeliest token each time"),
@@ -22,6 +23,7 @@ SAMPLING = (
     ("repetition_penalty", "above 1: fewer repetitions"),
     ("seed", "same seed, same text"),
 )
+EMPTY = draw.said("Load a model, then ask something.", "dim")
 DRAW_EVERY_S = 0.2
 """A page that draws every word of a fast model has no time left for the button that stops it."""
 STOP_S = 10.0
@@ -39,10 +41,7 @@ class ChatPanel:
                                       elem_id="conversation")  # fmt: skip
             self.new = gr.Button("New", scale=1, min_width=90, elem_id="new_conversation")
             self.delete = gr.Button("Delete", scale=1, min_width=90)
-        self.chat = gr.Chatbot(
-            label="Conversation", height=430, editable="user", buttons=["copy"], feedback_options=(), elem_id="chat",
-            placeholder="Load a model, then ask something.", layout="panel", latex_delimiters=[],
-        )  # fmt: skip
+        self.chat = gr.HTML(EMPTY, js_on_load=EDIT, autoscroll=True, elem_id="chat")
         self.costs = gr.HTML(elem_id="timings")
         self.text = gr.Textbox(
             label="Message", placeholder="Enter sends, Shift+Enter begins a line", max_lines=8, elem_id="message"
@@ -87,13 +86,13 @@ class ChatPanel:
     def show(self, name: str | None) -> tuple[Any, ...]:
         """A conversation as it is kept."""
         if not name:
-            return [], "", "", gr.skip()
+            return EMPTY, "", "", gr.skip()
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return [], draw.said(str(error), "bad"), "", gr.skip()
+            return EMPTY, draw.said(str(error), "bad"), "", gr.skip()
         last = one["messages"][-1] if one["messages"] else {}
-        return bubbles(one["messages"]), costs_of(last), self._links(name), one["system"]
+        return messages_of(one["messages"]), costs_of(last), self._links(name), one["system"]
 
     # --- events
 
@@ -129,19 +128,19 @@ class ChatPanel:
                     kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
                     names = gr.update(choices=self._names(), value=chosen)
                 if event["event"] == "error":
-                    yield bubbles(kept), draw.said(event["message"], "bad"), gr.skip(), names
+                    yield messages_of(kept), draw.said(event["message"], "bad"), gr.skip(), names
                     return
                 if event["event"] == "piece" and time.monotonic() - drawn_s < DRAW_EVERY_S:
                     continue
                 drawn_s = time.monotonic()
                 message = event.get("message") or {"role": "assistant", **event}
-                yield bubbles([*kept, message]), costs_of(message), "" if "text" in what else gr.skip(), names
+                yield messages_of([*kept, message]), costs_of(message), "" if "text" in what else gr.skip(), names
         except ClientError as error:
-            raise gr.Error(str(error), duration=30, title="Not answered", print_exception=False) from error
+            raise gr.Error(draw.text(error), duration=30, title="Not answered", print_exception=False) from error
 
     def _new(self, *settings: Any) -> tuple[Any, ...]:
         name = self.client.post("conversations", **self._told(settings))["id"]
-        return gr.update(choices=self._names(), value=name), [], "", ""
+        return gr.update(choices=self._names(), value=name), EMPTY, "", ""
 
     def _delete(self, name: str | None) -> tuple[Any, ...]:
         if not name:
@@ -168,17 +167,20 @@ class ChatPanel:
         return [(one["title"] or f"new ({one['id'][-4:]})", one["id"]) for one in found]
 
 
-def bubbles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as the chat draws them; reasoning is folded."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if message.get("reasoning"):
-            done = "done" if message.get("content") or message.get("finish") else "pending"
-            thought = {"title": "Reasoning", "status": done}
-            found.append({"role": "assistant", "content": message["reasoning"], "metadata": thought})
-        if message.get("content") or not message.get("reasoning"):
-            found.append({"role": message["role"], "content": message.get("content") or ""})
-    return found
+def messages_of(messages: list[dict[str, Any]]) -> str:
+    """A conversation; what the model wrote is Markdown, what the user wrote stays as it is. Reasoning is folded."""
+    return draw.page(*(_message(index, one) for index, one in enumerate(messages))) if messages else EMPTY
+
+
+def _message(index: int, one: dict[str, Any]) -> str:
+    content = one.get("content") or ""
+    if one["role"] == "user":
+        body = f'<div class="text">{draw.text(content)}</div><button type="button" class="oc-edit">Edit</button>'
+    else:
+        reasoning = draw.markdown(one.get("reasoning") or "")
+        folded = f"<details><summary>Reasoning</summary>{reasoning}</details>" if reasoning else ""
+        body = f'<div class="md">{folded}{draw.markdown(content)}</div>'
+    return f'<article class="{draw.text(one["role"])}" data-index="{index}">{body}{draw.copy_button(content)}</article>'
 
 
 def costs_of(message: dict[str, Any]) -> str:

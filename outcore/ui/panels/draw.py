@@ -5,13 +5,17 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from outcore.common.quantities import GB, format_gb, format_gib, format_s
 
 COLORS = tuple(f"var(--oc-{number})" for number in range(1, 8))
 TIER_NAMES = {"vram": "VRAM", "ram": "RAM", "nvme": "Drive"}
 LARGEST_PARTS = 6
+LINKS_TO = ("http://", "https://", "mailto:")
 
 
 def page(*parts: str) -> str:
@@ -22,6 +26,35 @@ def page(*parts: str) -> str:
 def text(value: Any) -> str:
     """Escaped."""
     return html.escape(str(value))
+
+
+def markdown(words: str) -> str:
+    """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is shown as text, pictures as links."""
+    return _markdown().render(words)
+
+
+@lru_cache(maxsize=1)
+def _markdown() -> MarkdownIt:
+    reader = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
+    reader.disable("image")  # a browser fetches pictures unasked
+    reader.validateLink = lambda url: url.lower().startswith(LINKS_TO)
+    reader.add_render_rule("link_open", _link_open)
+    reader.add_render_rule("fence", _fence)
+    return reader
+
+
+def _link_open(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
+    return f'<a href="{text(tokens[index].attrGet("href"))}" target="_blank" rel="noopener noreferrer">'
+
+
+def _fence(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
+    code = tokens[index].content
+    return f'<div class="code">{copy_button(code)}<pre tabindex="0"><code>{text(code)}</code></pre></div>'
+
+
+def copy_button(words: str) -> str:
+    """A button that puts these words into the clipboard; the page's own script listens."""
+    return f'<button type="button" class="oc-copy" data-text="{text(words)}">Copy</button>'
 
 
 def paragraph(words: str, kind: str = "") -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import gradio as gr
 
 from outcore.ui.client import ClientError
+from outcore.ui.panels import draw
 
 Result = TypeVar("Result")
 
@@ -21,7 +22,7 @@ def telling(work: Callable[..., Result]) -> Callable[..., Result]:
         try:
             return work(*args)
         except ClientError as error:
-            raise gr.Error(str(error), duration=30, title="Not done", print_exception=False) from error
+            raise gr.Error(draw.text(error), duration=30, title="Not done", print_exception=False) from error
 
     return told
 

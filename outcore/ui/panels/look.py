@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gradio import themes
 
+from outcore.ui.panels.script import COPY
+
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "Liberation Mono", "monospace")
 CSS = """
@@ -15,7 +17,20 @@ CSS = """
 .gradio-container main, .gradio-container .main, .gradio-container .wrap, .gradio-container .tabs,
 .gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; box-sizing: border-box; }
 .gradio-container .tabitem .column, .gradio-container .tabitem .row { min-width: 0; }
-#chat .message, #chat .prose, #chat .prose * { overflow-wrap: anywhere; min-width: 0; }
+#chat { height: 430px; overflow-y: auto; border: 1px solid var(--border-color-primary); border-radius: 6px; }
+#chat article { padding: 8px 14px; position: relative; }
+#chat article.user { background: var(--background-fill-secondary); }
+#chat .text { white-space: pre-wrap; }
+#chat .md > :first-child { margin-top: 0; }
+#chat .md ul, #chat .md ol { padding-left: 22px; margin: 4px 0; list-style: revert; }
+#chat .md h1, #chat .md h2, #chat .md h3 { font-size: 15px; font-weight: 600; margin: 10px 0 4px; }
+#chat .md blockquote { border-left: 3px solid var(--border-color-primary); padding-left: 10px; }
+#chat [contenteditable=plaintext-only] { outline: 2px solid var(--oc-1); padding: 4px; }
+#chat [contenteditable=plaintext-only]::after { content: "Enter sends, Escape leaves it as it was"; display: block;
+  font-size: 12px; color: var(--body-text-color-subdued); }
+#chat .code { position: relative; }
+#chat .code .oc-copy { position: absolute; right: 6px; top: 6px; }
+.oc-copy, .oc-edit { font-size: 12px; text-decoration: underline; margin-right: 10px; }
 .oc td, .oc th { overflow-wrap: break-word; }
 .oc thead, .oc tbody, .oc tr { border: 0 !important; }
 .oc { color: var(--body-text-color); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
@@ -66,6 +81,7 @@ CSS = """
 """
 HEAD = (
     '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+    f"<script>{COPY}</script>"
     f"<style>{CSS}</style>"  # Gradio's own css argument narrows every rule to the inside of its container
 )
 
