@@ -5,6 +5,7 @@ python pretender.py train ...                                       sleeps until
 """
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -99,6 +100,7 @@ def main():
         print("outcore serve: missing is not a folder here and no hub id either.", flush=True)
         sys.exit(1)
     print(f"reading {model}", flush=True)
+    time.sleep(float(os.environ.get("PRETENDER_LOADS_S", 0)))
     if model == "slow":
         time.sleep(600)
     Handler.key = Path(argv[argv.index("--api_key_file") + 1]).read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 from functools import wraps
 from typing import Any
 
@@ -16,7 +15,7 @@ from outcore import __version__
 from outcore.evaluate.http import Evaluations
 from outcore.serve.additions import ApiError, ClosedEvents, bad, read_body
 from outcore.ui.api import form
-from outcore.ui.api.conversations import Conversations
+from outcore.ui.api.conversations import Conversations, Running
 from outcore.ui.api.estimate import estimate
 from outcore.ui.api.machine import MachineWatch
 from outcore.ui.api.model import ModelHost
@@ -115,8 +114,8 @@ def _add_plain(app: FastAPI, api: PanelsApi) -> None:
         found = api.training.settings_of(name)
         return {"fields": found, "command": form.command_of(found), "yaml": form.yaml_of(found)}
 
-    def list_conversations() -> Record:
-        return {"object": "list", "data": api.conversations.all()}
+    def list_conversations(search: str = "") -> Record:
+        return {"object": "list", "data": api.conversations.all(search)}
 
     got: dict[str, Callable[..., Any]] = {
         "/health": health,
@@ -143,6 +142,7 @@ def _add_plain(app: FastAPI, api: PanelsApi) -> None:
     app.delete("/v1/runs/{name}")(_told(api.runs.delete))
     app.delete("/v1/model")(_told(api.host.unload))
     app.delete("/v1/conversations/{name}")(_told(api.conversations.remove))
+    app.delete("/v1/conversations/{name}/answer")(_told(api.conversations.stop))
 
 
 def _add_with_body(app: FastAPI, api: PanelsApi) -> None:
@@ -180,10 +180,12 @@ def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
     @app.post("/v1/conversations/{name}/answer")
     async def answer(name: str, http: Request) -> Response:
         one = await asyncio.to_thread(_told(conversations.prepare), name, await _body(http))
+        return _events(conversations.begin(one))
 
-        async def told():
-            async with aclosing(conversations.answer(one)) as events:
-                async for event in events:
-                    yield event
+    @app.get("/v1/conversations/{name}/answer")
+    async def watch(name: str) -> Response:
+        return _events(conversations.running(name))
 
-        return ClosedEvents(told(), sep="\n", shutdown_grace_period=TOLD_WITHIN_S)
+
+def _events(running: Running) -> Response:
+    return ClosedEvents(running.watch(), sep="\n", shutdown_grace_period=TOLD_WITHIN_S)

@@ -29,7 +29,7 @@ def text(value: Any) -> str:
 
 
 def markdown(words: str) -> str:
-    """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is shown as text, pictures as links."""
+    """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is text, pictures are links."""
     return _markdown().render(words)
 
 
