@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from outcore.config.commands import DEFAULT_UI_PORT
 from outcore.serve import is_loopback
 
+ONE_READER = "latency"
+"""Preset that panels load a model with unless told otherwise: one person reads the answers."""
+
 
 @dataclass(frozen=True)
 class UiSettings:

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-WORDS = [f"word{number} " for number in range(200)]
+WORDS = [f"word{number} " for number in range(1000)]
 CONTEXT = 2000
 METRICS = b"""# HELP x
 outcore_kv_bytes 4096

@@ -68,9 +68,17 @@ def page(chromium, here):
     context = chromium.new_context(viewport={"width": 1280, "height": 860})
     page = context.new_page()
     page.set_default_timeout(30_000)
-    page.goto(here.url)
+    opened(page, here)
     yield page
     context.close()
+
+
+def opened(page, here) -> None:
+    """Load the page and wait until it has asked for everything that it begins with."""
+    page.goto(here.url)
+    page.locator("#start_talk").wait_for(timeout=90_000)
+    tab(page, "Chat")
+    page.locator("#chat .oc").wait_for()
 
 
 def tab(page, name: str) -> None:
@@ -108,7 +116,7 @@ def test_html_in_an_answer_is_text_also_after_a_reload(page, here):
         assert links == ["https://example.org/"]
         assert '<div style="position:fixed">' in answer.locator("pre code").inner_text()
         assert "{{value}} ${window.pwned=1}" in answer.inner_text() and "covers</div>" in answer.inner_text()
-        page.reload()
+        opened(page, here)
         tab(page, "Chat")
 
 
@@ -119,16 +127,123 @@ def test_titles_names_rows_and_refusals_are_text(page, here):
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"event": "header", "run": "<svg onload=window.pwned=1>", "config": {}}\n')
     (here.folder / "rows.jsonl").write_text('{"text": "<img src=x onerror=window.pwned=1>"}\n' * 40)
-    page.reload()
+    opened(page, here)
     tab(page, "Runs")
     page.locator("#run_state", has_text="<img src=x").wait_for()
     harmless(page, "#run_state .oc")
     tab(page, "Chat")
-    page.locator("#conversation input").first.click()
-    harmless(page, "#conversation li")
+    page.locator("#conversation label", has_text="<div style").wait_for()
+    harmless(page, "#conversation label span")
     tab(page, "Train")
     page.locator("button.label-wrap", has_text="Data").first.click()
     page.locator("#field_dataset textarea").fill("rows.jsonl")
     page.get_by_role("button", name="Look at the data").click()
     page.locator("pre", has_text="<img src=x").first.wait_for()
     assert not page.evaluate("window.pwned")
+    page.locator("#field_dataset textarea").fill("<img src=x onerror=window.pwned=1>.jsonl")
+    page.get_by_role("button", name="Look at the data").click()
+    page.locator("#notice", has_text="<img src=x").wait_for()
+    harmless(page, "#notice .oc")
+    page.get_by_role("button", name="Dismiss").click()
+    page.locator("#notice [role=alert]").wait_for(state="detached")
+
+
+def ask(page, words: str, tokens: int | None = None) -> None:
+    """Send a message in Chat, with a limit to its answer."""
+    if tokens is not None:
+        accordion = page.locator("button.label-wrap", has_text="System prompt").first
+        accordion.click()
+        page.get_by_label("Longest answer, tokens").first.fill(str(tokens))
+        accordion.click()
+    page.locator("#message textarea").fill(words)
+    page.keyboard.press("Enter")
+
+
+def test_an_answer_goes_on_over_a_reload_and_is_stopped(page, here):
+    load(here)
+    forget(here)
+    opened(page, here)
+    tab(page, "Chat")
+    ask(page, "go on", 1900)
+    page.locator("#chat article.assistant", has_text="word3").wait_for()
+    assert page.locator("#stop_answer").is_visible() and not page.locator("#send").is_visible()
+    opened(page, here)
+    tab(page, "Chat")
+    page.locator("#chat article.assistant", has_text="word20").wait_for()
+    page.locator("#stop_answer").click()
+    page.locator("#timings", has_text="stopped").wait_for()
+    assert page.locator("#send").is_visible() and not page.locator("#stop_answer").is_visible()
+    (kept,) = here.http.get("/v1/conversations").json()["data"]
+    finish = here.http.get(f"/v1/conversations/{kept['id']}").json()["messages"][-1]["finish"]
+    assert finish == "cancelled"
+
+
+def test_who_sends_while_the_model_loads_waits(page, here, monkeypatch):
+    monkeypatch.setenv("PRETENDER_LOADS_S", "6")
+    forget(here)
+    opened(page, here)
+    tab(page, "Chat")
+    page.locator("#model input").fill("quick")
+    page.keyboard.press("Escape")
+    page.locator("#load_model").click()
+    page.locator("#model_state", has_text="Loading quick").wait_for()
+    ask(page, "hello")
+    page.locator("#chat article", has_text="quick is still being loaded").wait_for()
+    assert page.locator("[role=alert]:visible, .error:visible").count() == 0
+    page.locator("#chat article.assistant", has_text="word0 word1 word2").wait_for()
+    assert page.locator("#model_state").inner_text().startswith("quick is loaded")
+    assert not page.get_by_text("tensor parallel").first.is_visible(), "the launch descriptor, unasked"
+    assert "--preset latency" in here.http.get("/v1/model").json()["command"]
+
+
+def test_conversations_are_listed_searched_and_deleted(page, here):
+    load(here)
+    forget(here)
+    for title in ("Cats", "Dogs"):
+        here.http.post("/v1/conversations", json={"title": title})
+    opened(page, here)
+    tab(page, "Chat")
+    listed = page.locator("#conversation label")
+    listed.filter(has_text="Cats").wait_for()
+    assert listed.all_inner_texts() == ["Dogs", "Cats"]
+    page.locator("#search_conversations textarea, #search_conversations input").fill("cat")
+    listed.filter(has_text="Dogs").wait_for(state="detached")
+    listed.filter(has_text="Cats").click()
+    page.locator("#delete_conversation").click()
+    page.locator("#delete_conversation_yes").click()
+    listed.filter(has_text="Dogs").wait_for()
+    assert listed.all_inner_texts() == ["Dogs"]
+    assert [one["title"] for one in here.http.get("/v1/conversations").json()["data"]] == ["Dogs"]
+
+
+def test_a_message_is_changed_in_its_place(page, here):
+    load(here)
+    forget(here)
+    opened(page, here)
+    tab(page, "Chat")
+    ask(page, "say one", 3)
+    page.locator("#timings", has_text="3 tokens").wait_for()
+    page.get_by_role("button", name="Edit").click()
+    page.locator("#chat .text").fill("say two")
+    page.keyboard.press("Enter")
+    page.locator("#chat article.assistant", has_text="two").wait_for()
+    (kept,) = here.http.get("/v1/conversations").json()["data"]
+    said = [m["content"] for m in here.http.get(f"/v1/conversations/{kept['id']}").json()["messages"]]
+    assert said == ["say two", "two"]
+
+
+@pytest.mark.parametrize("size", [(1280, 860), (390, 844), (1280, 560)])
+def test_the_message_box_is_always_in_view(chromium, here, size):
+    load(here)
+    context = chromium.new_context(viewport={"width": size[0], "height": size[1]})
+    page = context.new_page()
+    opened(page, here)
+    tab(page, "Chat")
+    for scrolled in (0, 10_000):
+        page.mouse.wheel(0, scrolled)
+        page.wait_for_timeout(300)
+        for place in ("#message textarea", "#send"):
+            box = page.locator(place).bounding_box()
+            assert box and box["y"] >= 0 and box["y"] + box["height"] <= size[1], (place, box)
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    context.close()

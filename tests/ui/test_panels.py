@@ -63,6 +63,8 @@ def run(tmp_path):
 
 @pytest.mark.more
 def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
+    from outcore.ui.panels.labels import label_of
+
     monkeypatch.chdir(tmp_path)
     with TestClient(create_app(UiSettings(), PanelsApi(Place())), base_url="http://127.0.0.1:7860") as client:
         page = client.get("/")
@@ -73,18 +75,21 @@ def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     assert not [one for one in loads if 'rel="preconnect' not in one], loads
     config = json.loads(re.search(r"window\.gradio_config = (\{.*?\});</script>", page.text, re.S)[1])
     assert config["analytics_enabled"] is False
-    labels = {part["props"].get("label") for part in config["components"]}
-    assert not set(FIELDS) - HIDDEN - labels  # every setting of a run is in the form
     shown = {part["props"].get("elem_id"): part["props"] for part in config["components"]}
-    assert all(shown[f"field_{name}"]["info"] for name in FIELDS if f"field_{name}" in shown)  # and says what it is
+    fields = {name: shown.get(f"field_{name}") or shown[name] for name in set(FIELDS) - HIDDEN}  # all are in the form
+    for name, field in fields.items():  # in words, with the flag's name beneath
+        assert "_" not in field["label"] and field["label"][0].isupper() and field["info"].endswith(f" `{name}`")
+        assert len(field["info"]) > len(name) + 10, "and says what it is"
+    assert len({field["label"] for field in fields.values()}) == len(fields), "no two have one label"
     sizes, depths = (shown[f"field_{name}"]["choices"] for name in ("aio_block_size", "aio_queue_depth"))
     assert [value for _, value in sizes[1:]] == [512 << 10, 1 << 20, 2 << 20, 4 << 20]
     assert [value for _, value in depths[1:]] == [4, 8, 16, 32]
     drawer = {part["props"]["label"]: part["props"] for part in config["components"] if "label" in part["props"]}
-    assert {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"} <= set(drawer)
-    assert [value for _, value in drawer["kv_home"]["choices"]] == ["auto", "vram", "ram", "nvme"]
+    degrees = {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"}
+    assert {label_of(name) for name in degrees} <= set(drawer)
+    assert [value for _, value in drawer[label_of("kv_home")]["choices"]] == ["auto", "vram", "ram", "nvme"]
     tabs = [part["props"]["label"] for part in config["components"] if part["type"] == "tabitem"]
-    assert tabs == ["Train", "Runs", "Chat", "Evaluate", "Machine"]
+    assert tabs == ["Start", "Train", "Runs", "Chat", "Evaluate", "Machine"]
 
 
 def test_a_form_becomes_flags_and_yaml_that_training_understands():
@@ -102,11 +107,11 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
 
 @pytest.mark.more
 def test_the_forecast_is_drawn_against_what_is_there(client):
-    from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
+    from outcore.ui.panels.train import RECIPES, banner_of, forecast_of, headline_of, space_of, stages_of
 
     small = client.post("/v1/estimate", json={"fields": {"preset": "tiny"}}).json()
     assert small["fits"] and "do not need infinity" in small["needs_infinity"]
-    assert banner_of(small) == "" and "tokens/s" in forecast_of(small)
+    assert banner_of(small) == "" and "tokens/s" in headline_of(small)
     small["offloaded"] |= {"needed_bytes": 3 * 10**12, "free_bytes": 10**12}
     assert "Space needed, with reserve: 3.00 TB; free: 1.00 TB" in space_of(small)
     assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
@@ -114,9 +119,10 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     assert "rating lasts 2,000,000 steps (30 days of training)" in forecast_of(small)
     assert small["command"] == "outcore train --preset tiny" and small["yaml"] == "preset: tiny\n"
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
-    assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
+    assert not large["fits"] and "Does not fit this machine" in headline_of(large) and "short" in forecast_of(large)
     none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
-    assert "not a folder here" in none["problem"] and "No forecast" in banner_of(none)
+    assert "not a folder here" in none["problem"] and "No forecast" in headline_of(none)
+    assert all(checked(said(recipe)) for recipe in RECIPES.values())
     on_drive = client.post("/v1/estimate", json={"fields": {"preset": "tiny", "residency": "nvme"}}).json()
     assert (
         on_drive["problem"] == ""
@@ -125,7 +131,9 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     )
     for name, value in {"offload_params": "cpu", "nvme_offload_params": False}.items():
         refused = client.post("/v1/estimate", json={"fields": {"preset": "tiny", name: value}}).json()
-        assert "No forecast" in banner_of(refused) and f"{name}: outcore plan chooses this itself" in banner_of(refused)
+        assert "No forecast" in headline_of(refused) and f"{name}: outcore plan chooses this itself" in banner_of(
+            refused
+        )
         assert f"--{name} {str(value).lower()}" in refused["command"], "the run's own command is shown all the same"
 
 

@@ -26,14 +26,13 @@ from outcore.serve.additions import ApiError, bad
 from outcore.serve.handover import refuse_ours
 from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, write_json
+from outcore.ui.settings import ONE_READER
 
 FIELDS = (
     "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens",
     "page_tokens", "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers",
     "compile", "cpu_tokens", "draft_tokens",
 )  # fmt: skip
-ONE_READER = "latency"
-"""Preset that the panels load a model with unless told otherwise: one person reads the answers."""
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S, ANSWER_S = 0.3, 30.0
 OWNERS = ("outcore", "vllm")

@@ -63,6 +63,20 @@ def paragraph(words: str, kind: str = "") -> str:
     return f'<p class="{kind}"{role}>{text(words)}</p>' if words else ""
 
 
+def refused(words: str) -> str:
+    """What a route refused, with a button that dismisses it."""
+    return (
+        f'<div class="oc" role="alert"><p>{text(words)}</p><button type="button" aria-label="Dismiss">✕</button></div>'
+    )
+
+
+def command(label: str, words: str) -> str:
+    """Lines to copy into a terminal or a file."""
+    return page(
+        f'<div class="code">{copy_button(words)}<b>{text(label)}</b><pre tabindex="0">{text(words)}</pre></div>'
+    )
+
+
 def said(words: str, kind: str = "") -> str:
     """A panel's HTML that is one sentence."""
     return page(paragraph(words, kind))
@@ -162,8 +176,9 @@ def chart(
     xs: Sequence[float],
     series: Mapping[str, Sequence[float | None]],
     told: Callable[[float], str] = number,
+    axis: str = "step",
 ) -> str:
-    """Lines over a common axis; the newest figures and both ends of the axes in words. '' without two points.
+    """Lines over a common axis; the newest figures and both ends of the axes in words. Empty without two points.
 
     A line alone may be called ''."""
     lines = {name: [(x, y) for x, y in zip(xs, ys) if y is not None] for name, ys in series.items()}
@@ -183,12 +198,13 @@ def chart(
         for (name, value), color in zip(latest.items(), COLORS)
         if name
     )
-    span = f"{told(low)} to {told(high)}"
-    label = f"{title}: {', '.join(f'{n} {v}'.strip() for n, v in latest.items())} now, from {span}"
+    label = f"{title}: {', '.join(f'{n} {v}'.strip() for n, v in latest.items())} now, from {told(low)} to {told(high)}"
     return (
         f'<div class="chart"><div class="head"><b>{text(title)}</b><span>{text(latest.get("", ""))}</span></div>'
+        f'<div class="plot"><span class="high">{text(told(high))}</span><span class="low">{text(told(low))}</span>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{text(label)}">{paths}</svg>'
-        f'<div class="ends"><span>{number(float(left))}</span><span>{text(span)}</span>'
+        "</div>"
+        f'<div class="ends"><span>{number(float(left))}</span><span>{text(axis)}</span>'
         f"<span>{number(float(right))}</span></div><div class=keys>{keys}</div></div>"
     )
 

@@ -9,6 +9,19 @@ document.addEventListener("click", (event) => {
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 });
 """
+DISMISS = """
+element.addEventListener("click", (event) => { if (event.target.closest("button")) props.value = ""; });
+"""
+GONE = """
+let unanswered = 0;
+setInterval(async () => {
+  const answers = await fetch("/health", {cache: "no-store"}).then((answer) => answer.ok, () => false);
+  if (answers && document.body.classList.contains("oc-gone")) location.reload();
+  unanswered = answers ? 0 : unanswered + 1;
+  document.body.classList.toggle("oc-gone", unanswered > 1);
+}, 2000);
+"""
+"""Says that the panels' server does not answer, in place of what each part of the page would say of it."""
 EDIT = """
 element.addEventListener("click", (event) => {
   const button = event.target.closest(".oc-edit");
