@@ -247,3 +247,124 @@ def test_the_message_box_is_always_in_view(chromium, here, size):
             assert box and box["y"] >= 0 and box["y"] + box["height"] <= size[1], (place, box)
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     context.close()
+
+
+def test_three_ways_begin(page, here):
+    tab(page, "Start")
+    page.locator("#start_base input, #start_base textarea").fill("/no/such")
+    page.locator("#start_data input, #start_data textarea").fill("mine.jsonl")
+    page.locator("#start_teach").click()
+    page.locator("#field_model_name_or_path").wait_for()
+    assert page.locator("#field_model_name_or_path input").input_value() == "/no/such"
+    tab(page, "Start")
+    page.locator("#start_fits").click()
+    page.locator("#start_forecast", has_text="tokens/s").wait_for()
+    page.locator("#start_model input").fill("quick")
+    page.keyboard.press("Enter")
+    page.locator("#start_talk").click()
+    page.locator("#message textarea").wait_for()
+    page.locator("#model_state", has_text="quick is loaded").wait_for()
+    assert page.locator("#model input").input_value() == "quick"
+
+
+def test_forecast_and_start_are_in_view_on_a_phone_and_recipes_fill_the_form(chromium, here):
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    opened(page, here)
+    tab(page, "Train")
+    page.locator("#headline", has_text="tokens/s").wait_for()
+    for scrolled in (0, 10_000):
+        page.mouse.wheel(0, scrolled)
+        page.wait_for_timeout(300)
+        for place in ("#headline", "#start_training"):
+            box = page.locator(place).bounding_box()
+            assert box and box["y"] >= 0 and box["y"] + box["height"] <= 844, (place, box)
+    page.get_by_role("button", name="Adapters over 4 bits").click()
+    page.locator("button.label-wrap", has_text="The same as a command line").click()
+    page.locator("#command", has_text="--learning_rate 0.0002 --lora_r 16 --quantize nf4").wait_for()
+    page.get_by_role("button", name="All weights").click()
+    page.locator("#command", has_text="--lora_r").wait_for(state="detached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    context.close()
+
+
+def test_evaluate_loads_a_model_itself(page, here):
+    if here.http.get("/v1/model").json()["state"] == "ready":
+        here.http.delete("/v1/model")
+    tab(page, "Evaluate")
+    page.locator("#start_evaluation").click()
+    page.locator("#notice", has_text="load one first").wait_for()  # what is refused is said in one place
+    assert page.locator("[role=alert]:visible, .error:visible, .toast-body:visible").count() == 1
+    page.locator("#evaluated_model input").fill("quick")
+    page.keyboard.press("Enter")
+    page.locator("#evaluated_load_model").click()
+    page.locator("#evaluated_model_state", has_text="quick is loaded").wait_for()
+    page.locator("#notice [role=alert]").wait_for(state="detached")
+    assert "--preset throughput" in here.http.get("/v1/model").json()["command"]
+
+
+PANELS = ("Start", "Train", "Runs", "Chat", "Evaluate", "Machine")
+FOCUSED = """() => {
+  const at = document.activeElement, label = at.closest("label") || at;
+  const outlined = (e) => {
+    const look = getComputedStyle(e);
+    return look.outlineStyle !== "none" && parseFloat(look.outlineWidth) >= 2;
+  };
+  window.passed = window.passed || new Map();
+  if (!passed.has(at)) passed.set(at, passed.size);
+  return [at === document.body ? -1 : passed.get(at), outlined(at) || outlined(label), at.outerHTML.slice(0, 200)];
+}"""
+
+
+def unfold(page) -> None:
+    page.evaluate(
+        "document.querySelectorAll('button.label-wrap:not(.open)').forEach((b) => b.offsetParent && b.click())"
+    )
+    page.wait_for_timeout(800)
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(page, here):
+    for name in PANELS:
+        tab(page, name)
+        unfold(page)
+        page.get_by_role("tab", name=name, exact=True).first.focus()
+        before = None
+        for _ in range(300):
+            page.keyboard.press("Tab")
+            number, is_outlined, html = page.evaluate(FOCUSED)
+            if number == -1:  # through the page and out of it
+                break
+            assert number != before, f"Tab stays in {html}"
+            assert is_outlined, f"{name}: the focus is not to be seen on {html}"
+            before = number
+        else:
+            raise AssertionError(f"{name}: the keyboard goes round in circles")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_contrast_and_every_part_a_name(chromium, here, scheme):
+    """Rules of WCAG 2, levels A and AA, by axe-core: contrast of 4.5:1 at least, names of fields, roles."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="requirements/test.txt has it")
+    context = chromium.new_context(viewport={"width": 1280, "height": 860}, color_scheme=scheme)
+    page = context.new_page()
+    opened(page, here)
+    for name in PANELS:
+        tab(page, name)
+        unfold(page)
+        found = axe.Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa"]}).response["violations"]
+        assert not found, [(one["id"], one["nodes"][0]["html"]) for one in found]
+    context.close()
+
+
+def test_a_killed_server_is_said_with_the_command_that_brings_it_back(chromium, panels):
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    page.goto(panels.url)
+    page.locator("#start_talk").wait_for(timeout=90_000)
+    panels.process.kill()
+    page.get_by_text("The panels' server does not answer").wait_for(timeout=30_000)
+    command = page.locator("#gone pre").inner_text()
+    assert command == f"cd {panels.folder} && outcore ui --port {panels.url.rpartition(':')[2]}"
+    page.wait_for_timeout(3000)
+    assert page.locator(".toast-body:visible, .error:visible").count() == 0, "said once"
+    context.close()

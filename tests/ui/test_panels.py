@@ -162,6 +162,7 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert "Of it waited for" in graphs_of(series) and "other GPUs" not in graphs_of({**series, "phases": {}})
     phases = {"forward": [0.1, 0.2], "collective_update": [0.3, 0.4], "waited_rank_2": [0.1, 0.5]}
     drawn = graphs_of({**series, "phases": phases})
+    assert ">step<" in drawn and '<span class="high">' in drawn, "axes say what they are"
     assert "In collectives: update 400 ms now" in drawn and "GPU 0 waited for: GPU 2 500 ms now" in drawn
     assert drawn.count("work: forward 200 ms now") == 1  # what passes within a phase is none
     assert "alert" in state_of({**one, "state": "stopped", "job": {"message": "It ended unseen."}}, series)
@@ -176,6 +177,18 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert settings["command"] == "outcore train --learning_rate 0.002 --preset tiny"
     assert client.delete("/v1/runs/one").json()["deleted"] and not (tmp_path / "logs" / "one").exists()
     assert [row["name"] for row in client.get("/v1/runs").json()["data"]] == ["two"]
+
+
+def test_where_there_is_no_gpu_nobody_waits_for_pcie(client, run):
+    from outcore.ui.panels.runs import graphs_of, state_of
+
+    run("one")
+    one, series = client.get("/v1/runs/one").json(), client.get("/v1/runs/one/series").json()
+    one["phases"] = {"stall_pcie": 0.5}
+    series["phases"] = {"stall_pcie": [0.4, 0.5, 0.4, 0.5, 0.5]}
+    assert "waiting for weights 500 ms" in state_of(one, series) and "PCIe" not in state_of(one, series)
+    one["last"]["gpu_mem_bytes"], series["series"]["gpu_mem_bytes"] = 1 << 30, [1 << 30] * 5
+    assert "waiting for PCIe 500 ms" in state_of(one, series) and "PCIe 500 ms" in graphs_of(series)
 
 
 def test_a_run_whose_process_is_not_gone_is_ending(client, run, monkeypatch):

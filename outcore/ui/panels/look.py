@@ -83,7 +83,8 @@ html { scroll-padding-bottom: 140px; }
 .oc-actions { flex-wrap: wrap !important; }
 .oc-actions button { min-width: 110px !important; }
 .gradio-container button.lg { font-size: 14px; font-weight: 600; padding: 8px 14px; }
-:focus-visible, .gradio-container :focus-visible { outline: 3px solid var(--oc-1) !important; outline-offset: 1px; }
+:is(#outranks-gradio, .gradio-container) :focus-visible { outline: 3px solid var(--oc-1) !important;
+  outline-offset: 1px; }
 .gradio-container label:has(input[type=radio]:focus-visible) { outline: 3px solid var(--oc-1); }
 .gradio-container [role=tab][aria-selected=true] { color: var(--oc-1); font-weight: 600; }
 .gradio-container code { font-size: 11px; background: none; padding: 0; border: 0; color: inherit; }
@@ -111,7 +112,7 @@ html { scroll-padding-bottom: 140px; }
 @media (min-width: 900px) { .oc-side { position: sticky; top: 8px; align-self: flex-start; } }
 @media (max-width: 640px) {
   .gradio-container .main.fillable { padding: 6px !important; }
-  .gradio-container [role=tab] { padding-left: 5px !important; padding-right: 5px !important; font-size: 12.5px; }
+  .gradio-container .tab-container button { padding: 0 6px !important; font-size: 12.5px !important; }
   .oc th, .oc td { padding-right: 8px; }
   .oc .chart svg { height: 96px; }
   #conversation .wrap { max-height: 92px; }
