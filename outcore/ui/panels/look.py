@@ -96,6 +96,7 @@ html { scroll-padding-bottom: 140px; }
 .oc-gone #gone { display: block; position: fixed; inset: 0 0 auto 0; z-index: 100; padding: 12px 16px;
   background: var(--background-fill-primary); border-bottom: 3px solid var(--oc-bad); box-shadow: 0 4px 18px #0004; }
 .oc-gone .toast-wrap, .oc-gone [data-testid=status-tracker] { display: none !important; }
+#conversation { overflow: visible !important; }
 #conversation .wrap { flex-direction: column; flex-wrap: nowrap; gap: 0; max-height: calc(100dvh - 330px);
   overflow-y: auto; }
 #conversation label { width: 100%; border: 0; padding: 6px 8px; background: none; box-shadow: none; }
@@ -115,7 +116,8 @@ html { scroll-padding-bottom: 140px; }
   .gradio-container .tab-container button { padding: 0 6px !important; font-size: 12.5px !important; }
   .oc th, .oc td { padding-right: 8px; }
   .oc .chart svg { height: 96px; }
-  #conversation .wrap { max-height: 92px; }
+  #conversation { overflow: visible !important; }
+#conversation .wrap { max-height: 92px; }
   #composer, #train_bar { position: fixed; left: 0; right: 0; bottom: 0; z-index: 20; padding: 8px 10px;
     border-top: 1px solid var(--border-color-primary); box-sizing: border-box; }
   #train_bar { flex-wrap: nowrap; } #train_bar .big { font-size: 15px; }

@@ -9,7 +9,7 @@ import gradio as gr
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.chat import ChatPanel
-from outcore.ui.panels.events import Notice
+from outcore.ui.panels.events import QUIET, Notice
 from outcore.ui.panels.train import TrainPanel, banner_of, forecast_of, headline_of
 from outcore.ui.settings import ONE_READER
 
@@ -43,8 +43,9 @@ class StartPanel:
         """Lead into the other panels."""
         self.notice.on([self.talk.click], self._talk, self.talk_to, [tabs, chat.bar.model])
         filled = [tabs, train.parts["model_name_or_path"], train.parts["dataset"]]
-        self.notice.on([self.teach.click], lambda base, data: (gr.Tabs(selected="train"), base, data),
-                       [self.base, self.data], filled)  # fmt: skip
+        taught = self.notice.on([self.teach.click], lambda base, data: (gr.Tabs(selected="train"), base, data),
+                                [self.base, self.data], filled)  # fmt: skip
+        taught.then(train.estimate, train.inputs, train.shown, **QUIET)
         self.notice.on([self.fits.click], self._fits, self.asked, [self.forecast])
 
     def _talk(self, model: str | None) -> tuple[Any, Any]:

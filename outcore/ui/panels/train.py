@@ -179,7 +179,8 @@ class TrainPanel:
         usual = {name: self.parts[name].value for name in touched}
         for name, button in self.recipes.items():
             values = [RECIPES[name].get(field, usual[field]) for field in touched]
-            button.click(lambda values=values: values, None, [self.parts[field] for field in touched], **QUIET)
+            filled = button.click(lambda values=values: values, None, [self.parts[n] for n in touched], **QUIET)
+            filled.then(estimate, parts, shown, **QUIET)  # a field in a closed part of the form says no change
 
     def _path(self, path: str, stage: str) -> tuple[str, Any]:
         if stage != "infinity":
