@@ -281,7 +281,7 @@ def test_forecast_and_start_are_in_view_on_a_phone_and_recipes_fill_the_form(chr
             assert box and box["y"] >= 0 and box["y"] + box["height"] <= 844, (place, box)
     page.get_by_role("button", name="Adapters over 4 bits").click()
     page.locator("button.label-wrap", has_text="The same as a command line").click()
-    page.locator("#command", has_text="--learning_rate 0.0002 --lora_r 16 --quantize nf4").wait_for()
+    page.locator("#command", has_text="--learning_rate 0.0002 --lora_r 16 --quantize nf4").wait_for(timeout=120_000)
     page.get_by_role("button", name="All weights").click()
     page.locator("#command", has_text="--lora_r").wait_for(state="detached")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
