@@ -50,9 +50,16 @@ class Client:
         return self._ask("DELETE", path)
 
     def events(self, *path: str, **body: Any) -> Iterator[Record]:
-        """Server-sent events of POST /v1/PATH. Closing the iterator ends what is answered."""
+        """Server-sent events of POST /v1/PATH."""
+        return self._events("POST", path, json=body)
+
+    def watch(self, *path: str) -> Iterator[Record]:
+        """Server-sent events of GET /v1/PATH."""
+        return self._events("GET", path)
+
+    def _events(self, method: str, path: tuple[str, ...], **more: Any) -> Iterator[Record]:
         try:
-            with self._http.stream("POST", _url(path), json=body, timeout=httpx.Timeout(None, connect=5.0)) as answer:
+            with self._http.stream(method, _url(path), timeout=httpx.Timeout(None, connect=5.0), **more) as answer:
                 if answer.status_code >= 400:
                     answer.read()
                     raise _error_of(answer)

@@ -13,7 +13,7 @@ from outcore.config.commands import ui_flags
 from outcore.serve import listen, read_keys
 from outcore.ui.settings import UiSettings
 
-NEEDED = ("fastapi", "uvicorn", "python_multipart", "gradio", "httpx")
+NEEDED = ("fastapi", "uvicorn", "python_multipart", "gradio", "httpx", "markdown_it")
 STOP_WITHIN_S = 3
 """Connections that are still open so long after the panels were told to stop are cut: pages in browsers keep some."""
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from outcore.config.commands import DEFAULT_UI_PORT
 from outcore.serve import check_hosts, is_loopback
 
+ONE_READER = "latency"
+"""Preset that panels load a model with unless told otherwise: one person reads the answers."""
+
 
 @dataclass(frozen=True)
 class UiSettings:

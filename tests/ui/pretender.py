@@ -5,6 +5,7 @@ python pretender.py train ...                                       sleeps until
 """
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-WORDS = [f"word{number} " for number in range(200)]
+WORDS = [f"word{number} " for number in range(1000)]
 CONTEXT = 2000
 METRICS = b"""# HELP x
 outcore_kv_bytes 4096
@@ -49,9 +50,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
+        said = body["messages"][-1]["content"]
+        words = [said.removeprefix("say ")] if said.startswith("say ") else WORDS
         count = int(body.get("max_tokens", 3))
         self._event({"choices": [{"delta": {"reasoning_content": "I think."}, "finish_reason": None}]})
-        for word in WORDS[:count]:
+        for word in words[:count]:
             if self.ending.is_set():
                 self._event({"error": {"message": "The server stops.", "code": "server_stopping"}})
                 return
@@ -97,6 +100,7 @@ def main():
         print("outcore serve: missing is not a folder here and no hub id either.", flush=True)
         sys.exit(1)
     print(f"reading {model}", flush=True)
+    time.sleep(float(os.environ.get("PRETENDER_LOADS_S", 0)))
     if model == "slow":
         time.sleep(600)
     Handler.key = Path(flags["api_key_file"]).read_text()

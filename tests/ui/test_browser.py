@@ -33,7 +33,7 @@ class Visit:
         self.url, self.asked = url, []
         self.context.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(url)
-        self.page.locator("#start_training").wait_for(timeout=PATIENCE * 60_000)
+        self.page.locator("#start_talk").wait_for(timeout=PATIENCE * 60_000)
 
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name, exact=True).first.click()
@@ -81,7 +81,8 @@ class Visit:
 @pytest.mark.timeout(1800)
 def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_path):
     visit = Visit(chromium, panels.url)
-    visit.waits("body", r"a step, [\d,]+ tokens/s", 60)  # the forecast came by itself
+    visit.tab("Train")
+    visit.waits("#headline", r"a step, [\d,]+ tokens/s", 60)  # the forecast came by itself
     choose_a_folder(visit, tmp_path)
     train_stop_and_resume(visit)
     export(visit, tmp_path)
@@ -118,7 +119,7 @@ def train_stop_and_resume(visit: Visit) -> None:
     visit.field("per_device_train_batch_size").fill("1")
     visit.field("gradient_accumulation_steps").fill("1")
     visit.open("The same as a command line and as YAML")
-    visit.waits("body", r"--max_steps 40", 30)
+    visit.waits("#command", r"--max_steps 40", 30)
     page.locator("#start_training").click()
     visit.waits("#run_state", r"tiny-embedded: (running|starting)", 60)
     visit.waits("#run_state", r"step [1-9]\d* of 40", 240)
@@ -140,27 +141,29 @@ def export(visit: Visit, folder: Path) -> None:
 def chat(visit: Visit, folder: Path) -> None:
     """An answer, one that is stopped, a question that is changed, and the conversation as a file."""
     page = visit.page
-    page.get_by_role("tab", name="Train", exact=True).first.focus()  # from here without the mouse
+    page.get_by_role("tab", name="Runs", exact=True).first.focus()  # from here without the mouse
     page.keyboard.press("Tab")
     page.get_by_role("tab", name="Chat", exact=True).first.focus()
     page.keyboard.press("Enter")
     visit.pick("#model", "final_model/tiny-embedded")
     page.locator("#load_model").click()
-    visit.waits("#model_state", r"tiny-embedded is loaded.*tensor parallel 1.*ZeRO stage 0", 180)
-    visit.open("System prompt, sampling")
-    page.get_by_label("max_tokens").first.fill("1900")
-    page.get_by_label("temperature").first.fill("0")
+    visit.waits("#model_state", r"tiny-embedded is loaded", 180)
+    visit.open("How the model is loaded")
+    visit.waits("#launch", r"tensor parallel 1.*ZeRO stage 0", 30)
+    visit.open("How the model is loaded")
+    visit.open("System prompt, sampling, files")
+    page.get_by_label("Longest answer, tokens").first.fill("1900")
+    page.get_by_label("Temperature").first.fill("0")
     page.locator("#message textarea").fill("def add(a, b):")
     page.keyboard.press("Enter")
-    page.locator("#chat .bot").first.wait_for(timeout=PATIENCE * 60_000)
-    page.locator("#stop_answer").click()
+    page.locator("#stop_answer").click(timeout=PATIENCE * 60_000)
     visit.waits("#timings", r"stopped", 60)
-    page.get_by_label("max_tokens").first.fill("24")
+    page.get_by_label("Longest answer, tokens").first.fill("24")
     page.locator("#again").click()
     visit.waits("#timings", r"24 tokens.*weights [\d.]+ MiB in RAM", 120)
     page.get_by_role("button", name="Edit").first.click()
-    page.locator("#chat textarea").fill("class Stack:")
-    page.get_by_role("button", name="Submit").first.click()
+    page.locator("#chat .text").first.fill("class Stack:")
+    page.keyboard.press("Enter")
     visit.waits("#chat", r"class Stack:", 60)
     kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
     until(lambda: roles_of(kept[0], "class Stack:") == ["user", "assistant"], 180)
@@ -213,7 +216,7 @@ def photograph(browser, url: str, folder: Path) -> None:
     """Every panel at both widths, and two in the dark; none is wider than the screen."""
     for width in WIDTHS:
         visit = Visit(browser, url, width)
-        for name in ("Train", "Runs", "Chat", "Evaluate", "Machine"):
+        for name in ("Start", "Train", "Runs", "Chat", "Evaluate", "Machine"):
             visit.tab(name)
             visit.page.wait_for_timeout(2500)
             visit.picture(f"{name.lower()}_{width}", folder)

@@ -200,7 +200,7 @@ def test_a_run_that_was_refused_says_why_and_is_resumed_with_what_is_otherwise_n
     assert "--resume_from_checkpoint auto" in resumed["command"]
 
 
-def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
+def test_an_answer_goes_on_without_its_page_until_it_is_stopped(served, monkeypatch):
     with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
         one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
@@ -210,8 +210,18 @@ def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
             assert sum(next(lines).startswith("data: ") for _ in range(10)) == 5
             assert "being written" in words_of(http.post(f"{path}/answer", json={"text": "and this"}), 409)
             http.patch(path, json={"title": "changed meanwhile"})
+        watched = http.get(path).json()
+        assert watched["is_under_way"], "who asked went away, and the answer goes on"
+        with http.stream("GET", f"{path}/answer") as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            seen = [json.loads(next(lines).removeprefix("data: "))["content"] for _ in range(5)]
+            assert seen[-1].startswith("word0 ") and len(seen[-1]) > len(seen[0])
             slow = lambda file: (read_object(file), time.sleep(0.3))[0]  # noqa: E731
             monkeypatch.setattr(conversations_module, "read_object", slow)
+            assert http.delete(f"{path}/answer").json()["stopped"]
+            assert json.loads(list(lines)[-1].removeprefix("data: "))["message"]["finish"] == "cancelled"
+        assert not http.delete(f"{path}/answer").json()["stopped"]
+        assert "No answer is being written" in words_of(http.get(f"{path}/answer"), 404)
         kept = until(lambda: not (found := http.get(path).json())["is_under_way"] and found)
         asked, answered = kept["messages"]
         assert kept["title"] == "changed meanwhile" and asked["content"] == "go on"
@@ -225,16 +235,41 @@ def test_reload_in_mid_stream_keeps_what_was_written(served, monkeypatch):
         assert done["message"]["timings"]["hit_rate"] == 0.5 and len(http.get(path).json()["messages"]) == 2
 
 
+def test_who_asks_while_the_model_loads_is_answered_when_it_is_there(served, monkeypatch):
+    monkeypatch.setenv("PRETENDER_LOADS_S", "2")
+    with httpx.Client(base_url=served, timeout=120) as http:
+        http.post("/v1/model", json={"model": "quick"})
+        one = http.post("/v1/conversations", json={}).json()
+        said = http.post(f"/v1/conversations/{one['id']}/answer", json={"text": "go on"}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in said.splitlines() if line.startswith("data: ")]
+        assert "quick is still being loaded" in next(e for e in events if e["event"] == "waiting")["message"]
+        assert events[-1]["message"]["content"] == "word0 word1 word2 "
+
+
+def test_conversations_are_searched(client):
+    for title in ("Cats", "Dogs"):
+        client.post("/v1/conversations", json={"title": title})
+    found = client.get("/v1/conversations", params={"search": "cAt"}).json()["data"]
+    assert [one["title"] for one in found] == ["Cats"]
+
+
+def test_the_last_model_is_remembered(client, place):
+    client.post("/v1/model", json={"model": "missing"})
+    until(lambda: client.get("/v1/model").json()["state"] == "failed")
+    state = PanelsApi(place).host.state()
+    assert (state["state"], state["model"]) == ("none", "missing")
+
+
 def test_conversation_removed_in_mid_stream_stays_removed(served):
     with httpx.Client(base_url=served, timeout=120) as http:
         loaded(http.request)
-        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 3}}).json()
+        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
         path = f"/v1/conversations/{one['id']}"
         with http.stream("POST", f"{path}/answer", json={"text": "go on"}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             http.delete(path)
-            list(lines)
+            assert '"cancelled"' in [line for line in lines if line][-1]
         assert http.get(path).status_code == 404
 
 
@@ -434,7 +469,7 @@ def test_no_run_no_conversation_no_threshold(client):
     ({"tensor_parallel": 64}, "needs 64 GPUs, and there are"), ({"pipeline_parallel": 0}, "must be at least 1"),
     ({"tensor_parallel": "two"}, "must be a whole number"),
     ({"tensor_parallel": 2, "kv_home": "ram"}, "kv_home belongs to our own engine"),
-    ({"tensor_parallel": 2, "preset": "latency"}, "preset belongs to our own engine"),
+    ({"tensor_parallel": 2, "preset": "throughput"}, "preset belongs to our own engine"),
 ])  # fmt: skip
 def test_degrees_that_cannot_be_load_nothing(client, more, words):
     assert words in words_of(client.post("/v1/model", json={"model": "m", **more}), 400)
@@ -444,7 +479,7 @@ def test_degrees_that_cannot_be_load_nothing(client, more, words):
 def test_degrees_are_handed_over_and_their_launch_is_kept(client, api, place, monkeypatch):
     islands = tuple(tuple(PlacedGpu("here", index) for index in pair) for pair in ((0, 1), (2, 3)))
     monkeypatch.setattr(model_module, "detect_topology", lambda found: Topology(islands, "this test"))
-    loaded(client.request, tensor_parallel=2, pipeline_parallel=2, preset="balanced", context=512)
+    loaded(client.request, tensor_parallel=2, pipeline_parallel=2, preset="latency", context=512)
     state = client.get("/v1/model").json()
     degrees = "--tensor_parallel=2 --pipeline_parallel=2"
     assert state["command"] == f"outcore serve quick --engine=vllm --context=512 {degrees}"

@@ -63,6 +63,8 @@ def run(tmp_path):
 
 @pytest.mark.more
 def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
+    from outcore.ui.panels.labels import label_of
+
     monkeypatch.chdir(tmp_path)
     with TestClient(create_app(UiSettings(), PanelsApi(Place())), base_url="http://127.0.0.1:7860") as client:
         page = client.get("/")
@@ -73,19 +75,21 @@ def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     assert not [one for one in loads if 'rel="preconnect' not in one], loads
     config = json.loads(re.search(r"window\.gradio_config = (\{.*?\});</script>", page.text, re.S)[1])
     assert config["analytics_enabled"] is False
-    labels = {part["props"].get("label") for part in config["components"]}
-    assert not set(FIELDS) - HIDDEN - COMMAND_LINE - labels  # every setting of a run is in the form
     shown = {part["props"].get("elem_id"): part["props"] for part in config["components"]}
-    assert all(shown[f"field_{name}"]["info"] for name in FIELDS if f"field_{name}" in shown)  # and says what it is
+    fields = {name: shown.get(f"field_{name}") or shown[name] for name in set(FIELDS) - HIDDEN - COMMAND_LINE}
+    for name, field in fields.items():  # in words, with the flag's name beneath
+        assert "_" not in field["label"] and field["label"][0].isupper() and field["info"].endswith(f" `{name}`")
+        assert len(field["info"]) > len(name) + 10, "and says what it is"
+    assert len({field["label"] for field in fields.values()}) == len(fields), "no two have one label"
     sizes, depths = (shown[f"field_{name}"]["choices"] for name in ("aio_block_size", "aio_queue_depth"))
     assert [value for _, value in sizes[1:]] == [512 << 10, 1 << 20, 2 << 20, 4 << 20]
     assert [value for _, value in depths[1:]] == [4, 8, 16, 32]
     drawer = {part["props"]["label"]: part["props"] for part in config["components"] if "label" in part["props"]}
-    assert {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"} <= set(drawer)
-    assert drawer["Aim"]["value"] == "latency"  # one reader
-    assert [value for _, value in drawer["kv_home"]["choices"]] == ["auto", "vram", "ram", "nvme"]
+    degrees = {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"}
+    assert {label_of(name) for name in degrees} <= set(drawer)
+    assert [value for _, value in drawer[label_of("kv_home")]["choices"]] == ["auto", "vram", "ram", "nvme"]
     tabs = [part["props"]["label"] for part in config["components"] if part["type"] == "tabitem"]
-    assert tabs == ["Train", "Runs", "Chat", "Evaluate", "Machine"]
+    assert tabs == ["Start", "Train", "Runs", "Chat", "Evaluate", "Machine"]
 
 
 def test_a_form_becomes_flags_and_yaml_that_training_understands():
@@ -104,11 +108,11 @@ def test_a_form_becomes_flags_and_yaml_that_training_understands():
 
 @pytest.mark.more
 def test_the_forecast_is_drawn_against_what_is_there(client):
-    from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
+    from outcore.ui.panels.train import banner_of, forecast_of, headline_of, space_of, stages_of
 
     small = client.post("/v1/estimate", json={"fields": {"preset": "tiny"}}).json()
     assert small["fits"] and "do not need infinity" in small["needs_infinity"]
-    assert banner_of(small) == "" and "tokens/s" in forecast_of(small)
+    assert banner_of(small) == "" and "tokens/s" in headline_of(small)
     small["offloaded"] |= {"needed_bytes": 3 * 10**12, "free_bytes": 10**12}
     assert "Space needed, with reserve: 3.00 TB; free: 1.00 TB" in space_of(small)
     assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
@@ -116,9 +120,9 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     assert "rating lasts 2,000,000 steps (30 days of training)" in forecast_of(small)
     assert small["command"] == "outcore train --preset tiny" and small["yaml"] == "preset: tiny\n"
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
-    assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
+    assert not large["fits"] and "Does not fit this machine" in headline_of(large) and "short" in forecast_of(large)
     none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "no/such/model"}}).json()
-    assert "not a folder here" in none["problem"] and "No forecast" in banner_of(none)
+    assert "not a folder here" in none["problem"] and "No forecast" in headline_of(none)
     on_drive = client.post("/v1/estimate", json={"fields": {"preset": "tiny", "residency": "nvme"}}).json()
     assert (
         on_drive["problem"] == ""
@@ -127,7 +131,9 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     )
     for name, value in {"offload_params": "cpu", "nvme_offload_params": False}.items():
         refused = client.post("/v1/estimate", json={"fields": {"preset": "tiny", name: value}}).json()
-        assert "No forecast" in banner_of(refused) and f"{name}: outcore plan chooses this itself" in banner_of(refused)
+        assert "No forecast" in headline_of(refused) and f"{name}: outcore plan chooses this itself" in banner_of(
+            refused
+        )
         assert f"--{name} {str(value).lower()}" in refused["command"], "the run's own command is shown all the same"
 
 
@@ -156,6 +162,7 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert "Of it waited for" in graphs_of(series) and "other GPUs" not in graphs_of({**series, "phases": {}})
     phases = {"forward": [0.1, 0.2], "collective_update": [0.3, 0.4], "waited_rank_2": [0.1, 0.5]}
     drawn = graphs_of({**series, "phases": phases})
+    assert ">step<" in drawn and '<span class="high">' in drawn, "axes say what they are"
     assert "In collectives: update 400 ms now" in drawn and "GPU 0 waited for: GPU 2 500 ms now" in drawn
     assert drawn.count("work: forward 200 ms now") == 1  # what passes within a phase is none
     assert "alert" in state_of({**one, "state": "stopped", "job": {"message": "It ended unseen."}}, series)
@@ -170,6 +177,18 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert settings["command"] == "outcore train --learning_rate 0.002 --preset tiny"
     assert client.delete("/v1/runs/one").json()["deleted"] and not (tmp_path / "logs" / "one").exists()
     assert [row["name"] for row in client.get("/v1/runs").json()["data"]] == ["two"]
+
+
+def test_where_there_is_no_gpu_nobody_waits_for_pcie(client, run):
+    from outcore.ui.panels.runs import graphs_of, state_of
+
+    run("one")
+    one, series = client.get("/v1/runs/one").json(), client.get("/v1/runs/one/series").json()
+    one["phases"] = {"stall_pcie": 0.5}
+    series["phases"] = {"stall_pcie": [0.4, 0.5, 0.4, 0.5, 0.5]}
+    assert "waiting for weights 500 ms" in state_of(one, series) and "PCIe" not in state_of(one, series)
+    one["last"]["gpu_mem_bytes"], series["series"]["gpu_mem_bytes"] = 1 << 30, [1 << 30] * 5
+    assert "waiting for PCIe 500 ms" in state_of(one, series) and "PCIe 500 ms" in graphs_of(series)
 
 
 def test_a_run_whose_process_is_not_gone_is_ending(client, run, monkeypatch):
@@ -220,13 +239,13 @@ def test_deleting_asks_first():
 
 
 def test_reasoning_is_folded_and_costs_are_said():
-    from outcore.ui.panels.chat import bubbles, costs_of, residency_of
+    from outcore.ui.panels.chat import costs_of, messages_of, residency_of
 
     times = {"tokens": 3, "tokens_per_s": 2.5, "prefill_s": 0.1, "decode_s": 0.8, "hit_rate": 0.5, "prompt_tokens": 10}
     message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "finish": "length", "timings": times}
-    user, thought, answer = bubbles([{"role": "user", "content": "2 + 2?"}, message])
-    assert thought["metadata"] == {"title": "Reasoning", "status": "done"} and answer["content"] == "four"
-    assert user["content"] == "2 + 2?"
+    user, answer = messages_of([{"role": "user", "content": "2 + 2?"}, message]).split("</article>")[:2]
+    assert "<details><summary>Reasoning</summary><p>2 + 2</p>" in answer and "<p>four</p>" in answer
+    assert '<div class="text">2 + 2?</div>' in user
     said = costs_of(message)
     homes = {"weight_bytes": {"ram": 3 << 30, "nvme": 0}, "kv_used_share": 0.25, "kv_bytes": 1 << 30}
     assert residency_of(homes) == ["weights 3.00 GiB in RAM", "keys and values 25% of 1.00 GiB used"]

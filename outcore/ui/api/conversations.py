@@ -9,13 +9,14 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from outcore.common import read_object
 from outcore.serve.additions import ApiError, bad
-from outcore.ui.api.model import ModelHost
+from outcore.ui.api.model import LOOK_EVERY_S, ModelHost, StillLoading
 from outcore.ui.api.place import Place, write_json
 
 _ID = re.compile(r"^chat-[0-9a-f]{12}$")
@@ -28,6 +29,36 @@ SAMPLING = (
 )  # fmt: skip
 
 
+class Running:
+    """An answer that is being written. Whoever watches gets its latest state, from whatever moment on."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._latest: dict[str, Any] = {"event": "piece", "content": "", "reasoning": ""}
+        self._changed = asyncio.Event()
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Pass on a new state."""
+        self._latest = {"event": event, **more}
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def watch(self) -> AsyncGenerator[dict[str, str], None]:
+        """Yield states until the last one, `done` or `error`; who is slow misses some in between."""
+        while True:
+            latest, changed = self._latest, self._changed
+            yield {"data": json.dumps(latest)}
+            if latest["event"] in ("done", "error"):
+                return
+            await changed.wait()
+
+    def stop(self) -> None:
+        """End it, from any thread."""
+        self._loop.call_soon_threadsafe(self.task.cancel)
+
+
 class Conversations:
     """Conversations kept on disk. A conversation: id, title, system, sampling, messages; a message: role, content,
     and of an answer reasoning, finish, timings, model."""
@@ -35,13 +66,14 @@ class Conversations:
     def __init__(self, place: Place, host: ModelHost) -> None:
         self.place, self.host = place, host
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0))
-        self._under_way: set[str] = set()
+        self._running: dict[str, Running] = {}
         self._lock = threading.Lock()  # one at a time reads a conversation, changes it and writes it
 
-    def all(self) -> list[dict[str, Any]]:
-        """The latest first, without their messages."""
+    def all(self, search: str = "") -> list[dict[str, Any]]:
+        """The latest first, without their messages; `search`: those in which these words stand."""
         found = [read_object(path) for path in self._folder.glob("chat-*.json")]
-        found = [{k: v for k, v in one.items() if k != "messages"} | {"turns": _turns(one)} for one in found if one]
+        found = [one for one in found if one and search.casefold() in _words(one)]
+        found = [{k: v for k, v in one.items() if k != "messages"} | {"turns": _turns(one)} for one in found]
         return sorted(found, key=lambda one: -one["changed_at"])
 
     def create(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +84,7 @@ class Conversations:
 
     def get(self, name: str) -> dict[str, Any]:
         """One with its messages; 404 when there is none."""
-        is_under_way = name in self._under_way  # asked before reading: what the answer kept last is in the file then
+        is_under_way = name in self._running  # asked before reading: what the answer kept last is in the file then
         one = read_object(self._folder / f"{name}.json") if _ID.match(name) else {}
         if not one:
             raise ApiError(404, f"There is no conversation {name!r}.", param="id")
@@ -65,7 +97,8 @@ class Conversations:
             return self._save(self.get(name) | told)
 
     def remove(self, name: str) -> dict[str, Any]:
-        """Forget one."""
+        """Forget one, with the answer that is being written in it."""
+        self.stop(name)
         with self._lock:
             self.get(name)
             (self._folder / f"{name}.json").unlink()
@@ -88,21 +121,39 @@ class Conversations:
         with self._lock:
             return self._prepared(self.get(name), body)
 
-    async def answer(self, one: dict[str, Any]) -> AsyncGenerator[dict[str, str], None]:
-        """Events of the answer to a prepared conversation: pieces, then the message as it was kept, or an error."""
+    def begin(self, one: dict[str, Any]) -> Running:
+        """Begin to answer a prepared conversation. The answer goes on when whoever asked for it goes away."""
+        if one["id"] in self._running:  # both were asked for before the first began
+            raise ApiError(409, UNDER_WAY, code="under_way")
+        running = self._running[one["id"]] = Running()
+        running.task = asyncio.create_task(self._write(one, running))
+        return running
+
+    def running(self, name: str) -> Running:
+        """The answer that is being written in this conversation; 404 where there is none."""
+        if name not in self._running:
+            raise ApiError(404, "No answer is being written in this conversation.", param="id")
+        return self._running[name]
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """End the answer that is being written, if any; what was written is kept."""
+        running = self._running.get(name)
+        if running is not None:
+            running.stop()
+        return {"id": name, "stopped": running is not None}
+
+    # --- parts
+
+    async def _write(self, one: dict[str, Any], running: Running) -> None:
+        """Answer and keep the answer. Tells pieces, then the message as it was kept, or an error."""
         began_s = saved_s = time.monotonic()
         said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "finish": "cancelled"}
         times: dict[str, Any] = {"first_s": None, "usage": {}, "pieces": 0}
-        if one["id"] in self._under_way:  # both were asked for before the first began
-            yield _event("error", message=UNDER_WAY)
-            return
-        self._under_way.add(one["id"])
-        messages = list(one["messages"])
+        messages, error = list(one["messages"]), ""
         try:
-            async for chunk in self._chunks(one):
+            async for chunk in self._chunks(one, running):
                 if "error" in chunk:
-                    said["finish"] = "error"
-                    yield _event("error", message=chunk["error"]["message"])
+                    said["finish"], error = "error", chunk["error"]["message"]
                     break
                 times["usage"] = chunk.get("usage") or times["usage"]
                 for choice in chunk.get("choices", []):
@@ -113,27 +164,25 @@ class Conversations:
                     if delta.get("content") or delta.get("reasoning_content"):
                         times["first_s"] = times["first_s"] or time.monotonic() - began_s
                         times["pieces"] += 1
-                        yield _event("piece", content=said["content"], reasoning=said["reasoning"])
+                        running.tell("piece", content=said["content"], reasoning=said["reasoning"])
                 if time.monotonic() - saved_s > SAVE_EVERY_S:
                     saved_s = time.monotonic()
                     self._keep(one["id"], [*messages, said])
-            if said["finish"] != "error":
-                total_s = time.monotonic() - began_s
-                said |= {
-                    "timings": _timings(times, total_s) | await asyncio.to_thread(self.host.residency),
-                    "model": self.host.state().get("model"),
-                }
+        except asyncio.CancelledError:
+            said["finish"] = "cancelled"  # by `stop`: what was written so far is the answer
+        except OSError as full:
+            said["finish"], error = "error", f"The answer cannot be kept: {full.strerror or full}."
         finally:
+            said["timings"] = _timings(times, time.monotonic() - began_s)
             try:
+                if said["finish"] != "error":
+                    said["timings"] |= await asyncio.to_thread(self.host.residency)
+                    said["model"] = self.host.state().get("model")
                 if said["content"] or said["reasoning"]:
-                    said.setdefault("timings", _timings(times, time.monotonic() - began_s))
                     self._keep(one["id"], [*messages, said])
-            finally:
-                self._under_way.discard(one["id"])
-        if said["finish"] != "error":  # told when it is kept: who reads it may ask on at once
-            yield _event("done", message=said)
-
-    # --- parts
+            finally:  # told when it is kept: who reads it may ask on at once
+                del self._running[one["id"]]
+                running.tell("error", message=error) if error else running.tell("done", message=said)
 
     @property
     def _folder(self):
@@ -142,7 +191,8 @@ class Conversations:
     def _prepared(self, one: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
         if one.pop("is_under_way"):
             raise ApiError(409, UNDER_WAY, code="under_way")
-        self.host.address()
+        with suppress(StillLoading):  # then the answer waits
+            self.host.address()
         messages, text, at = one["messages"], body.get("text"), body.get("at")
         if body.get("regenerate"):
             while messages and messages[-1]["role"] == "assistant":
@@ -171,13 +221,22 @@ class Conversations:
         write_json(self._folder / f"{one['id']}.json", one)
         return one
 
-    async def _chunks(self, one: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _address(self, running: Running) -> tuple[str, dict[str, str]]:
+        """The model's server, as soon as the model is loaded."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.host.address)
+            except StillLoading as error:
+                running.tell("waiting", message=f"{error} The answer follows by itself.")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _chunks(self, one: Mapping[str, Any], running: Running) -> AsyncGenerator[dict[str, Any], None]:
         system = [{"role": "system", "content": one["system"]}] if one["system"] else []
         said = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
         body = {"messages": system + said, "stream": True, "stream_options": {"include_usage": True}, **one["sampling"]}
         broken, is_whole = "The model's server broke off; what it wrote is kept.", False
         try:
-            base, headers = await asyncio.to_thread(self.host.address)
+            base, headers = await self._address(running)
             url = f"{base}/v1/chat/completions"
             async with self._client.stream("POST", url, json=body, headers=headers) as answer:
                 if answer.status_code != 200:
@@ -192,6 +251,11 @@ class Conversations:
             broken = str(error) if isinstance(error, ApiError) else broken
         if not is_whole:
             yield {"error": {"message": broken}}
+
+
+def _words(one: Mapping[str, Any]) -> str:
+    """Everything that can be searched for in a conversation."""
+    return "\n".join([one["title"], *(message["content"] for message in one["messages"])]).casefold()
 
 
 def _told(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +295,3 @@ def _timings(times: Mapping[str, Any], total_s: float) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "hit_rate": cached / prompt if prompt else None,
     }
-
-
-def _event(kind: str, **more: Any) -> dict[str, str]:
-    return {"data": json.dumps({"event": kind, **more})}

@@ -28,6 +28,7 @@ from outcore.serve.additions import ApiError, bad, check_folder
 from outcore.serve.handover import refuse_ours
 from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, write_json
+from outcore.ui.settings import ONE_READER
 
 FIELDS = (
     "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens",
@@ -41,6 +42,10 @@ LOOK_EVERY_S, ANSWER_S = 0.3, 30.0
 OWNERS = ("outcore", "vllm")
 """Engines that answer, as /v1/models names them."""
 _METRIC = re.compile(r"^(?:outcore_|vllm:)(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$")
+
+
+class StillLoading(ApiError):
+    """The model is not there yet; it is worth waiting for."""
 
 
 class ModelHost:
@@ -78,6 +83,7 @@ class ModelHost:
                     409, f"{self._note['model']} is being loaded. Stop that first, or wait for it.", code="loading"
                 )
             self._end()
+            write_json(self._last, {"model": model})
             port, key = free_port(), secrets.token_urlsafe(24)
             keys = self.place.of("model") / "key"
             write_atomic(keys, key, for_us=True)
@@ -116,7 +122,7 @@ class ModelHost:
         if note["state"] == "ready":
             return f"http://127.0.0.1:{note['port']}", {"Authorization": f"Bearer {note['key']}"}
         if note["state"] == "loading":
-            raise ApiError(503, f"{note['model']} is still being loaded.", code="loading", retry_s=2)
+            raise StillLoading(503, f"{note['model']} is still being loaded.", code="loading", retry_s=2)
         why = f" {note['model']} is gone: {note['message']}" if note["state"] == "failed" else ""
         raise ApiError(409, f"No model is loaded: load one first.{why}", code="no_model")
 
@@ -160,11 +166,16 @@ class ModelHost:
     def _file(self) -> Path:
         return self.place.own / "model" / "loaded.json"
 
+    @property
+    def _last(self) -> Path:
+        return self.place.own / "model" / "last.json"
+
     def _adopt(self) -> None:
         note = read_object(self._file)
-        if not note or not _answers(note):
-            return
-        self._note = note
+        if note and _answers(note):
+            self._note = note
+        elif last := read_object(self._last).get("model"):
+            self._note = {"state": "none", "model": last}
 
     def _await(self, child: Child, note: dict[str, Any]) -> None:
         while child.exit_code is None and self._note is note:
@@ -236,7 +247,7 @@ def _over_gpus(settings: dict[str, Any], degrees: Mapping[str, Any]) -> dict[str
     for name, value in degrees.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise bad(f"{name} must be a whole number, got {value!r}.", name)
-    if settings.get("preset") == InferSettings().preset:
+    if settings.get("preset") == ONE_READER:
         settings = {name: value for name, value in settings.items() if name != "preset"}
     try:
         refuse_ours(settings)

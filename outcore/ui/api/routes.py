@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from outcore import __version__
 from outcore.evaluate.http import Evaluations
 from outcore.serve.additions import ApiError, ClosedEvents, bad, read_body
 from outcore.ui.api import form
-from outcore.ui.api.conversations import Conversations
+from outcore.ui.api.conversations import Conversations, Running
 from outcore.ui.api.estimate import estimate
 from outcore.ui.api.machine import MachineWatch
 from outcore.ui.api.model import ModelHost
@@ -122,8 +121,8 @@ def _add_plain(app: FastAPI, api: PanelsApi) -> None:
     def folders(path: str = "") -> Record:
         return folders_in(path, api.allowed)
 
-    def list_conversations() -> Record:
-        return {"object": "list", "data": api.conversations.all()}
+    def list_conversations(search: str = "") -> Record:
+        return {"object": "list", "data": api.conversations.all(search)}
 
     got: dict[str, Callable[..., Any]] = {
         "/health": health,
@@ -149,6 +148,7 @@ def _add_plain(app: FastAPI, api: PanelsApi) -> None:
     app.delete("/v1/runs/{name}")(_told(api.runs.delete))
     app.delete("/v1/model")(_told(api.host.unload))
     app.delete("/v1/conversations/{name}")(_told(api.conversations.remove))
+    app.delete("/v1/conversations/{name}/answer")(_told(api.conversations.stop))
 
 
 def _add_with_body(app: FastAPI, api: PanelsApi) -> None:
@@ -187,10 +187,12 @@ def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
     @app.post("/v1/conversations/{name}/answer")
     async def answer(name: str, http: Request) -> Response:
         one = await asyncio.to_thread(_told(conversations.prepare), name, await _body(http))
+        return _events(conversations.begin(one))
 
-        async def told():
-            async with aclosing(conversations.answer(one)) as events:
-                async for event in events:
-                    yield event
+    @app.get("/v1/conversations/{name}/answer")
+    async def watch(name: str) -> Response:
+        return _events(conversations.running(name))
 
-        return ClosedEvents(told())
+
+def _events(running: Running) -> Response:
+    return ClosedEvents(running.watch())

@@ -11,8 +11,10 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
+from outcore.ui.panels.events import QUIET, Notice, number_box, number_in
+from outcore.ui.panels.labels import info_of, label_of
 from outcore.ui.panels.model import ModelBar
+from outcore.ui.panels.script import EDIT
 
 SAMPLING = (
     ("temperature", "0: the likeliest token each time"),
@@ -22,88 +24,104 @@ SAMPLING = (
     ("repetition_penalty", "above 1: fewer repetitions"),
     ("seed", "same seed, same text"),
 )
+EMPTY = draw.said("Load a model, then ask something.", "dim")
 DRAW_EVERY_S = 0.2
 """A page that draws every word of a fast model has no time left for the button that stops it."""
-STOP_S = 10.0
-"""How long a stopped answer may take to end before it is shown as it is."""
 
 
 class ChatPanel:
-    """One conversation at a time."""
+    """Conversations, and the one that is open."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.bar = ModelBar(client)
-        with gr.Row():
-            self.chosen = gr.Dropdown([], label="Conversation", interactive=True, scale=3, min_width=240,
-                                      elem_id="conversation")  # fmt: skip
-            self.new = gr.Button("New", scale=1, min_width=90, elem_id="new_conversation")
-            self.delete = gr.Button("Delete", scale=1, min_width=90)
-        self.chat = gr.Chatbot(
-            label="Conversation", height=430, editable="user", buttons=["copy"], feedback_options=(), elem_id="chat",
-            placeholder="Load a model, then ask something.", layout="panel", latex_delimiters=[],
-        )  # fmt: skip
-        self.costs = gr.HTML(elem_id="timings")
-        self.text = gr.Textbox(
-            label="Message", placeholder="Enter sends, Shift+Enter begins a line", max_lines=8, elem_id="message"
-        )
-        with gr.Row(elem_classes="oc-actions"):
-            self.send = gr.Button("Send", variant="primary", elem_id="send")
-            self.halt = gr.Button("Stop", variant="stop", elem_id="stop_answer")
-            self.again = gr.Button("Answer again", elem_id="again")
-        with gr.Accordion("System prompt, sampling", open=False):
-            self.system = gr.Textbox(label="System prompt", info="who the model is told to be", lines=2)
-            with gr.Row():
-                self.sampling = {name: number_box(name, words, min_width=140) for name, words in SAMPLING}
-        self.links = gr.HTML()
+    def __init__(self, client: Client, notice: Notice) -> None:
+        self.client, self.notice = client, notice
+        with gr.Row(elem_id="talk"):
+            with gr.Column(scale=1, min_width=220, elem_id="conversations"):
+                with gr.Row():
+                    self.new = gr.Button("New", min_width=70, elem_id="new_conversation")
+                    self.delete = gr.Button("Delete ...", variant="stop", min_width=70, elem_id="delete_conversation")
+                with gr.Group(visible=False) as self.asked:
+                    gr.HTML(draw.said("Delete this conversation for good?"))
+                    self.yes = gr.Button("Yes, delete it", variant="stop", elem_id="delete_conversation_yes")
+                    self.no = gr.Button("Keep it")
+                self.search = gr.Textbox(label="Search", placeholder="Search", show_label=False, max_lines=1,
+                                         container=False, elem_id="search_conversations")  # fmt: skip
+                self.chosen = gr.Radio([], label="Conversations", show_label=False, container=False, interactive=True,
+                                       elem_id="conversation")  # fmt: skip
+            with gr.Column(scale=4, min_width=300):
+                self.bar = ModelBar(client, notice)
+                self.chat = gr.HTML(js_on_load=EDIT, elem_id="chat")
+                with gr.Column(elem_id="composer"):
+                    self.costs = gr.HTML(elem_id="timings")
+                    with gr.Row(equal_height=True):
+                        self.text = gr.Textbox(
+                            label="Message", placeholder="Ask something. Enter sends, Shift+Enter begins a line.",
+                            show_label=False, container=False, max_lines=8, scale=6, min_width=160, elem_id="message",
+                        )  # fmt: skip
+                        self.send = gr.Button("Send", variant="primary", scale=1, min_width=90, elem_id="send")
+                        self.halt = gr.Button("■ Stop", visible=False, scale=1, min_width=90, elem_id="stop_answer")
+                with gr.Accordion("System prompt, sampling, files", open=False):
+                    self.system = gr.Textbox(label="System prompt", info="who the model is told to be", lines=2)
+                    with gr.Row():
+                        self.sampling = {
+                            name: number_box(label_of(name), info_of(name, words), min_width=140)
+                            for name, words in SAMPLING
+                        }
+                    with gr.Row(elem_classes="oc-actions"):
+                        self.again = gr.Button("Answer again", elem_id="again")
+                    self.links = gr.HTML()
+        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt]
         self._wire()
 
     def _wire(self) -> None:
         settings = [self.system, *self.sampling.values()]
-        shown = [self.chat, self.costs, self.text, self.chosen]
-        asked = [self.chosen, self.text, *settings]
-        sent = gr.on([self.send.click, self.text.submit], self._send, asked, shown, **SHOWN)
-        again = self.again.click(self._again, [self.chosen, *settings], shown, **SHOWN)
-        edited = self.chat.edit(self._edit, [self.chosen, *settings], shown, **SHOWN)
-        stopped = self.halt.click(None, None, None, cancels=[sent, again, edited], api_visibility="private")
-        stopped.then(self._after_stop, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
-        self.chosen.input(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
-        for event in (sent, again, edited):
-            event.then(self._links, self.chosen, self.links, **QUIET)
-        opened = [self.chosen, self.chat, self.costs, self.links]
-        self.new.click(telling(self._new), settings, opened, **SHOWN)
-        self.delete.click(telling(self._delete), self.chosen, opened, **SHOWN)
+        self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt]
+        answers = [
+            self.notice.on(triggers, work, [self.chosen, *inputs, *settings], self.drawn)
+            for triggers, work, inputs in (
+                ([self.send.click, self.text.submit], self._send, [self.text]),
+                ([self.again.click], self._again, []),
+                ([self.chat.edit], self._edit, []),
+            )
+        ]
+        self.halt.click(self._stop, self.chosen, None, **QUIET)
+        found = self.search.change(self._found, self.search, self.chosen, trigger_mode="always_last", **QUIET)
+        new = self.notice.on([self.new.click], self._new, settings, self.opened, cancels=answers)
+        shown = self.chosen.input(self.show, self.chosen, self.opened, cancels=[*answers, found], **QUIET)
+        shown.then(self.follow, self.chosen, self.drawn, **QUIET)
+        gr.on([self.delete.click], lambda: gr.update(visible=True), None, self.asked, **QUIET)
+        gr.on([self.no.click, self.yes.click, self.chosen.change], lambda: gr.update(visible=False), None, self.asked,
+              **QUIET)  # fmt: skip
+        self.notice.on([self.yes.click], self._delete, [self.chosen], self.opened, cancels=[*answers, new])
 
     def open(self) -> tuple[Any, ...]:
-        """The latest conversation, also after the page was loaded anew in the middle of an answer."""
+        """The latest conversation."""
         try:
             names = self._names()
         except ClientError as error:
-            return gr.skip(), gr.skip(), draw.said(str(error), "bad"), ""
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 4
         name = names[0][1] if names else None
-        chat, costs, links, _ = self.show(name)
-        return gr.update(choices=names, value=name), chat, costs, links
+        return gr.update(choices=names, value=name), *self.show(name)[1:]
 
     def show(self, name: str | None) -> tuple[Any, ...]:
         """A conversation as it is kept."""
         if not name:
-            return [], "", "", gr.skip()
+            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False)
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return [], draw.said(str(error), "bad"), "", gr.skip()
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False)
         last = one["messages"][-1] if one["messages"] else {}
-        return bubbles(one["messages"]), costs_of(last), self._links(name), one["system"]
+        whole = messages_of(one["messages"]), costs_of(last), self._links(name), one["system"]
+        return gr.skip(), *whole, *buttons(one["is_under_way"])
+
+    def follow(self, name: str | None) -> Iterator[tuple[Any, ...]]:
+        """Draw the answer that is being written in a conversation, if any: a page that was loaded anew goes on."""
+        yield (gr.skip(),) * len(self.drawn)  # of nothing at all Gradio would make empty parts
+        with contextlib.suppress(ClientError):  # none is being written
+            if name:
+                yield from self._drawn(name, self.client.watch("conversations", name, "answer"))
 
     # --- events
-
-    def _after_stop(self, name: str | None) -> tuple[Any, ...]:
-        """The conversation with what the answer cost: the server notices at its next piece that nobody listens."""
-        until_s = time.monotonic() + STOP_S
-        with contextlib.suppress(ClientError):  # `show` tells it
-            while name and self.client.get("conversations", name)["is_under_way"] and time.monotonic() < until_s:
-                time.sleep(0.05)
-        return self.show(name)
 
     def _send(self, name: str | None, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         yield from self._answer(name, {"text": text}, settings)
@@ -115,33 +133,45 @@ class ChatPanel:
         yield from self._answer(name, {"text": edited.value, "at": edited.index}, settings)
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        try:
-            told = self._told(settings)
-            chosen = name or self.client.post("conversations", **told)["id"]
-            if name:
-                self.client.patch("conversations", name, **told)
-            kept: list[dict[str, Any]] = []
-            drawn_s = 0.0
-            for event in self.client.events("conversations", chosen, "answer", **what):
-                names = gr.skip()
-                if not kept:  # the user's message is kept now; the answer that is being written may be, too
-                    kept = self.client.get("conversations", chosen)["messages"]
-                    kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
-                    names = gr.update(choices=self._names(), value=chosen)
-                if event["event"] == "error":
-                    yield bubbles(kept), draw.said(event["message"], "bad"), gr.skip(), names
-                    return
-                if event["event"] == "piece" and time.monotonic() - drawn_s < DRAW_EVERY_S:
-                    continue
-                drawn_s = time.monotonic()
-                message = event.get("message") or {"role": "assistant", **event}
-                yield bubbles([*kept, message]), costs_of(message), "" if "text" in what else gr.skip(), names
-        except ClientError as error:
-            raise gr.Error(str(error), duration=30, title="Not answered", print_exception=False) from error
+        told = self._told(settings)
+        chosen = name or self.client.post("conversations", **told)["id"]
+        if name:
+            self.client.patch("conversations", name, **told)
+        for drawn in self._drawn(chosen, self.client.events("conversations", chosen, "answer", **what)):
+            yield *drawn[:2], "" if "text" in what else gr.skip(), *drawn[3:]
+
+    def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+        """What the page shows at each event of an answer."""
+        kept: list[dict[str, Any]] = []
+        drawn_s = 0.0
+        for event in events:
+            is_last = event["event"] in ("done", "error")
+            names = gr.skip() if kept and not is_last else gr.update(choices=self._names(), value=name)
+            if not kept:  # the user's message is kept now; the answer that is being written may be, too
+                kept = self.client.get("conversations", name)["messages"]
+                kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
+            if not is_last and time.monotonic() - drawn_s < DRAW_EVERY_S:
+                continue
+            drawn_s = time.monotonic()
+            if event["event"] == "error":
+                kept = self.client.get("conversations", name)["messages"]
+                chat, costs = messages_of(kept), draw.said(event["message"], "bad")
+            else:
+                message = event["message"] if is_last else event
+                chat = messages_of([*kept, {"role": "assistant", "is_under_way": not is_last, **message}])
+                costs = costs_of(message) if is_last else ""
+            yield chat, costs, gr.skip(), names, *buttons(not is_last)
+
+    def _stop(self, name: str | None) -> None:
+        if name:  # the answer's last event then draws the rest
+            self.client.delete("conversations", name, "answer")
+
+    def _found(self, words: str) -> Any:
+        return gr.update(choices=self._names(words))
 
     def _new(self, *settings: Any) -> tuple[Any, ...]:
         name = self.client.post("conversations", **self._told(settings))["id"]
-        return gr.update(choices=self._names(), value=name), [], "", ""
+        return gr.update(choices=self._names(), value=name), *self.show(name)[1:]
 
     def _delete(self, name: str | None) -> tuple[Any, ...]:
         if not name:
@@ -163,41 +193,52 @@ class ChatPanel:
         sampling = {name: number_in(name, text) for name, text in zip(self.sampling, numbers, strict=True)}
         return {"system": system or "", "sampling": sampling}
 
-    def _names(self) -> list[tuple[str, str]]:
-        found = self.client.get("conversations")["data"]
-        return [(one["title"] or f"new ({one['id'][-4:]})", one["id"]) for one in found]
+    def _names(self, search: str = "") -> list[tuple[str, str]]:
+        found = self.client.get("conversations", search=search)["data"]
+        return [(one["title"] or "New conversation", one["id"]) for one in found]
 
 
-def bubbles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as the chat draws them; reasoning is folded."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if message.get("reasoning"):
-            done = "done" if message.get("content") or message.get("finish") else "pending"
-            thought = {"title": "Reasoning", "status": done}
-            found.append({"role": "assistant", "content": message["reasoning"], "metadata": thought})
-        if message.get("content") or not message.get("reasoning"):
-            found.append({"role": message["role"], "content": message.get("content") or ""})
-    return found
+def buttons(is_under_way: bool) -> tuple[Any, Any]:
+    """Send or Stop, never both."""
+    return gr.update(visible=not is_under_way), gr.update(visible=is_under_way)
+
+
+def messages_of(messages: list[dict[str, Any]]) -> str:
+    """A conversation; what the model wrote is Markdown, what the user wrote stays as it is. Reasoning is folded."""
+    return draw.page(*(_message(index, one) for index, one in enumerate(messages))) if messages else EMPTY
+
+
+def _message(index: int, one: dict[str, Any]) -> str:
+    content = one.get("content") or ""
+    if one["role"] == "user":
+        body = f'<div class="text">{draw.text(content)}</div><button type="button" class="oc-edit">Edit</button>'
+    else:
+        reasoning = draw.markdown(one.get("reasoning") or "")
+        waits = draw.paragraph(one.get("message") or "Writing ...", "dim") if one.get("is_under_way") else ""
+        folded = f"<details><summary>Reasoning</summary>{reasoning}</details>" if reasoning else ""
+        body = f'<div class="md">{folded}{draw.markdown(content)}{waits}</div>'
+    return f'<article class="{draw.text(one["role"])}" data-index="{index}">{body}{draw.copy_button(content)}</article>'
 
 
 def costs_of(message: dict[str, Any]) -> str:
-    """What an answer cost, in a line."""
+    """What an answer cost, in a line; the rest is folded."""
     times = message.get("timings")
     if not times:
         return ""
-    words = [f"{times['tokens']} tokens"]
+    words, more = [f"{times['tokens']} tokens"], []
     if times["tokens_per_s"]:
         words.append(f"{times['tokens_per_s']:.1f} tokens/s")
     if times["prefill_s"] is not None:
-        words.append(f"first word after {draw.seconds(times['prefill_s'])}, then {draw.seconds(times['decode_s'])}")
-    if times["hit_rate"] is not None:
-        words.append(f"{times['hit_rate']:.0%} of {times['prompt_tokens']} prompt tokens known from before")
-    words += residency_of(times)
+        words.append(f"first word after {draw.seconds(times['prefill_s'])}")
+        more.append(f"then {draw.seconds(times['decode_s'])}")
     ends = {"cancelled": "stopped", "length": "ended at max_tokens", "error": "broken off"}
     if message.get("finish") in ends:
-        words.append(ends[message["finish"]])
-    return draw.said("; ".join(words), "dim")
+        words.insert(0, ends[message["finish"]])
+    if times["hit_rate"] is not None:
+        more.append(f"{times['hit_rate']:.0%} of {times['prompt_tokens']} prompt tokens known from before")
+    more += residency_of(times)
+    folded = f"<summary>{draw.text('; '.join(words))}</summary>{draw.paragraph('; '.join(more))}"
+    return draw.page(f'<details class="dim">{folded}</details>')
 
 
 def residency_of(times: dict[str, Any]) -> list[str]:

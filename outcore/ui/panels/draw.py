@@ -5,13 +5,17 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from outcore.common.quantities import GB, format_gb, format_gib, format_s
 
 COLORS = tuple(f"var(--oc-{number})" for number in range(1, 8))
 TIER_NAMES = {"vram": "VRAM", "ram": "RAM", "nvme": "Drive"}
 LARGEST_PARTS = 6
+LINKS_TO = ("http://", "https://", "mailto:")
 
 
 def page(*parts: str) -> str:
@@ -24,10 +28,53 @@ def text(value: Any) -> str:
     return html.escape(str(value))
 
 
+def markdown(words: str) -> str:
+    """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is text, pictures are links."""
+    return _markdown().render(words)
+
+
+@lru_cache(maxsize=1)
+def _markdown() -> MarkdownIt:
+    reader = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
+    reader.disable("image")  # a browser fetches pictures unasked
+    reader.validateLink = lambda url: url.lower().startswith(LINKS_TO)
+    reader.add_render_rule("link_open", _link_open)
+    reader.add_render_rule("fence", _fence)
+    return reader
+
+
+def _link_open(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
+    return f'<a href="{text(tokens[index].attrGet("href"))}" target="_blank" rel="noopener noreferrer">'
+
+
+def _fence(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
+    code = tokens[index].content
+    return f'<div class="code">{copy_button(code)}<pre tabindex="0"><code>{text(code)}</code></pre></div>'
+
+
+def copy_button(words: str) -> str:
+    """A button that puts these words into the clipboard; the page's own script listens."""
+    return f'<button type="button" class="oc-copy" data-text="{text(words)}">Copy</button>'
+
+
 def paragraph(words: str, kind: str = "") -> str:
     """A sentence; kind: '', dim, note, bad, good, big."""
     role = ' role="alert"' if kind == "bad" else ""
     return f'<p class="{kind}"{role}>{text(words)}</p>' if words else ""
+
+
+def refused(words: str) -> str:
+    """What a route refused, with a button that dismisses it."""
+    return (
+        f'<div class="oc" role="alert"><p>{text(words)}</p><button type="button" aria-label="Dismiss">✕</button></div>'
+    )
+
+
+def command(label: str, words: str) -> str:
+    """Lines to copy into a terminal or a file."""
+    return page(
+        f'<div class="code">{copy_button(words)}<b>{text(label)}</b><pre tabindex="0">{text(words)}</pre></div>'
+    )
 
 
 def said(words: str, kind: str = "") -> str:
@@ -129,8 +176,9 @@ def chart(
     xs: Sequence[float],
     series: Mapping[str, Sequence[float | None]],
     told: Callable[[float], str] = number,
+    axis: str = "step",
 ) -> str:
-    """Lines over a common axis; the newest figures and both ends of the axes in words. '' without two points.
+    """Lines over a common axis; the newest figures and both ends of the axes in words. Empty without two points.
 
     A line alone may be called ''."""
     lines = {name: [(x, y) for x, y in zip(xs, ys) if y is not None] for name, ys in series.items()}
@@ -150,12 +198,13 @@ def chart(
         for (name, value), color in zip(latest.items(), COLORS)
         if name
     )
-    span = f"{told(low)} to {told(high)}"
-    label = f"{title}: {', '.join(f'{n} {v}'.strip() for n, v in latest.items())} now, from {span}"
+    label = f"{title}: {', '.join(f'{n} {v}'.strip() for n, v in latest.items())} now, from {told(low)} to {told(high)}"
     return (
         f'<div class="chart"><div class="head"><b>{text(title)}</b><span>{text(latest.get("", ""))}</span></div>'
+        f'<div class="plot"><span class="high">{text(told(high))}</span><span class="low">{text(told(low))}</span>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{text(label)}">{paths}</svg>'
-        f'<div class="ends"><span>{number(float(left))}</span><span>{text(span)}</span>'
+        "</div>"
+        f'<div class="ends"><span>{number(float(left))}</span><span>{text(axis)}</span>'
         f"<span>{number(float(right))}</span></div><div class=keys>{keys}</div></div>"
     )
 

@@ -11,8 +11,8 @@ import gradio as gr
 from outcore.common.quantities import counted
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
-from outcore.ui.panels.model import model_state_of
+from outcore.ui.panels.events import QUIET, Notice, number_box, number_in
+from outcore.ui.panels.model import ModelBar
 
 REFRESH_S = 2.0
 SHOWN_CHARS = 600
@@ -22,11 +22,11 @@ SHOWN_CHARS = 600
 class EvaluatePanel:
     """What to ask, how far it is, what came of it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, notice: Notice) -> None:
         self.client = client
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
-                self.model = gr.HTML(elem_id="evaluated_model")
+                self.bar = ModelBar(client, notice, "evaluated_", preset="throughput")
                 self.tasks = gr.Dropdown(
                     [], label="Tasks", multiselect=True, allow_custom_value=True, interactive=True, elem_id="tasks",
                     info="outcore_... work without a network; names of lm-evaluation-harness may be typed",
@@ -49,13 +49,13 @@ class EvaluatePanel:
                                           elem_id="evaluations")  # fmt: skip
                 self.detail = gr.HTML()
         self.timer = gr.Timer(REFRESH_S)
-        self.outputs = [self.model, self.progress, self.history, self.chosen]
+        self.outputs = [self.progress, self.history, self.chosen]
         self.timer.tick(self.refresh, None, self.outputs, **QUIET)
         asked = [self.tasks, self.limit, self.shots, self.template]
-        self.start.click(telling(self._start), asked, self.said, **SHOWN)
-        self.cancel.click(telling(self._cancel), None, self.said, **SHOWN)
-        self.resume.click(telling(self._resume), self.chosen, self.said, **SHOWN)
-        self.chosen.change(telling(self._look), self.chosen, self.detail, **QUIET)
+        notice.on([self.start.click], self._start, asked, [self.said])
+        notice.on([self.cancel.click], self._cancel, None, [self.said])
+        notice.on([self.resume.click], self._resume, self.chosen, [self.said])
+        notice.on([self.chosen.change], self._look, self.chosen, [self.detail], **QUIET)
 
     def choices(self) -> Any:
         """Names of tasks, ours first."""
@@ -67,14 +67,13 @@ class EvaluatePanel:
                                   for one in found])  # fmt: skip
 
     def refresh(self) -> tuple[Any, ...]:
-        """Model, progress of what runs, history."""
+        """Progress of what runs, history."""
         try:
-            model = self.client.get("model")
             records = self.client.get("evaluations")["data"]
         except ClientError as error:
-            return draw.said(str(error), "bad"), gr.skip(), gr.skip(), gr.skip()
+            return draw.said(str(error), "bad"), gr.skip(), gr.skip()
         names = [(f"{one['id'][-6:]}  {', '.join(one['tasks'])}  {_when(one)}", one["id"]) for one in records]
-        return model_state_of(model), progress_of(records), history_of(records), gr.update(choices=names)
+        return progress_of(records), history_of(records), gr.update(choices=names)
 
     def _start(self, tasks: list[str], limit: str, shots: str, template: bool) -> str:
         found = self.client.post(

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, TypeVar
+from inspect import isgenerator
+from typing import Any
 
 import gradio as gr
 
 from outcore.ui.client import ClientError
+from outcore.ui.panels import draw
+from outcore.ui.panels.script import DISMISS
 
-Result = TypeVar("Result")
 
+class Notice:
+    """The one place where a page says what was refused: until it is dismissed, or something else is done."""
 
-def telling(work: Callable[..., Result]) -> Callable[..., Result]:
-    """An event's function whose ClientError becomes a message on the page."""
+    def __init__(self) -> None:
+        self.shown = gr.HTML(js_on_load=DISMISS, elem_id="notice")
 
-    @wraps(work)
-    def told(*args: Any) -> Result:
-        try:
-            return work(*args)
-        except ClientError as error:
-            raise gr.Error(str(error), duration=30, title="Not done", print_exception=False) from error
+    def on(self, triggers: Any, work: Callable[..., Any], inputs: Any, outputs: list[Any], **options: Any) -> Any:
+        """Do this work upon these events. It returns (or yields) a value for each output; ClientError is shown."""
+        still = (gr.skip(),) * len(outputs)
 
-    return told
+        @wraps(work)
+        def told(*args: Any) -> Iterator[tuple[Any, ...]]:
+            try:
+                found = work(*args)
+                shown: Any = found if isgenerator(found) else (found,)
+                for values in shown:
+                    yield "", *(values if len(outputs) > 1 else (values,))
+            except ClientError as error:
+                yield draw.refused(str(error)), *still
+
+        return gr.on(triggers, told, inputs, [self.shown, *outputs], **{**SHOWN, **options})
 
 
 def number_box(label: str, info: str = "", value: Any = None, **more: Any) -> gr.Textbox:
@@ -43,7 +54,6 @@ def number_in(name: str, text: str | None) -> float | int | None:
     return int(found) if found.is_integer() else found
 
 
-COPIED: dict[str, Any] = {"interactive": False, "wrap_lines": True, "show_line_numbers": False, "buttons": ["copy"]}
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 """Options of events that come by themselves."""
 SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private"}

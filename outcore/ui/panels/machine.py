@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -9,9 +10,10 @@ import gradio as gr
 from outcore.common.quantities import format_gib
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import QUIET, Notice
 
 REFRESH_S = 3.0
+chart = partial(draw.chart, axis="seconds before now")
 LINKS = (
     ("h2d_gb_per_s", "RAM to GPU"),
     ("d2h_gb_per_s", "GPU to RAM"),
@@ -34,7 +36,7 @@ THRESHOLDS = (
 class MachinePanel:
     """Facts once, graphs all the time."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, notice: Notice) -> None:
         self.client = client
         self.alerts = gr.HTML(elem_id="alerts")
         self.graphs = gr.HTML(elem_id="machine_graphs")
@@ -52,7 +54,7 @@ class MachinePanel:
         self.timer = gr.Timer(REFRESH_S)
         self.live = [self.alerts, self.graphs, self.serving]
         self.timer.tick(self.refresh, None, self.live, **QUIET)
-        self.save.click(telling(self._save), list(self.limits.values()), self.said, **SHOWN)
+        notice.on([self.save.click], self._save, list(self.limits.values()), [self.said])
 
     def open(self) -> tuple[Any, ...]:
         """Facts, reports, thresholds."""
@@ -99,16 +101,15 @@ def graphs_of(live: dict[str, Any]) -> str:
     missing = [draw.paragraph(words, "dim") for words in live["missing"][:4]]
     return draw.page(
         draw.charts(
-            draw.chart("RAM in use", xs, {"": line("ram_available_bytes", ram_bytes)}, format_gib),
-            draw.chart("VRAM in use", xs, {"": line("gpu_mem_bytes")}, format_gib),
-            draw.chart("GPU", xs, {"": line("gpu_util_pct")}, draw.in_unit(" %")),
-            draw.chart("PCIe", xs, pcie, draw.rate),
-            draw.chart("Drive", xs, drive, draw.rate),
-            draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
-            draw.chart("Temperature", xs, heat, draw.in_unit(" °C")),
-            draw.chart("GPU power", xs, {"": line("gpu_power_w")}, draw.in_unit(" W")),
+            chart("RAM in use", xs, {"": line("ram_available_bytes", ram_bytes)}, format_gib),
+            chart("VRAM in use", xs, {"": line("gpu_mem_bytes")}, format_gib),
+            chart("GPU", xs, {"": line("gpu_util_pct")}, draw.in_unit(" %")),
+            chart("PCIe", xs, pcie, draw.rate),
+            chart("Drive", xs, drive, draw.rate),
+            chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
+            chart("Temperature", xs, heat, draw.in_unit(" °C")),
+            chart("GPU power", xs, {"": line("gpu_power_w")}, draw.in_unit(" W")),
         ),
-        draw.paragraph("Seconds before now, from left to right.", "dim"),
         *missing,
     )
 
@@ -132,12 +133,12 @@ def serving_of(live: dict[str, Any]) -> str:
     return draw.page(
         draw.heading("The loaded model"),
         draw.charts(
-            draw.chart("Answers", xs, {"being written": line("running"), "waiting": line("waiting")}),
-            draw.chart("Tokens/s", xs, tokens),
-            draw.chart("A pass", xs, {"": line("pass_s")}, draw.seconds),
-            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, draw.rate) if has_link else "",
-            draw.chart("Keys and values", xs, {"": line("kv_used_share", 100)}, draw.in_unit(" % used")),
-            draw.chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, draw.in_unit(" %")),
+            chart("Answers", xs, {"being written": line("running"), "waiting": line("waiting")}),
+            chart("Tokens/s", xs, tokens),
+            chart("A pass", xs, {"": line("pass_s")}, draw.seconds),
+            chart("Weights over the link", xs, {"": line("link_gb_per_s")}, draw.rate) if has_link else "",
+            chart("Keys and values", xs, {"": line("kv_used_share", 100)}, draw.in_unit(" % used")),
+            chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, draw.in_unit(" %")),
         ),
         draw.table(("pipeline", "GPUs", "layers"), stages) if stages else "",
     )

@@ -1,4 +1,4 @@
-"""The bar that loads a model, with its expert drawer and launch descriptor; Chat and Evaluate work with it."""
+"""The bar that loads a model, with its expert drawer and launch descriptor; Chat and Evaluate have one each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
+from outcore.ui.panels.events import QUIET, Notice, number_box, number_in
+from outcore.ui.panels.labels import info_of, label_of
+from outcore.ui.settings import ONE_READER
 
 REFRESH_S = 1.5
-PRESETS = [("Balanced", "balanced"), ("Latency", "latency"), ("Throughput", "throughput")]
+PRESETS = [
+    ("one reader (latency)", ONE_READER), ("a few (balanced)", "balanced"), ("many (throughput)", "throughput"),
+    ("as the engine does", ""),
+]  # fmt: skip
 NUMBERS = (
     ("tensor_parallel", 1, "GPUs that share each layer; above 1 vLLM serves, all weights in VRAM"),
     ("pipeline_parallel", 1, "stages of layers, a group of GPUs each; above 1 vLLM serves"),
@@ -34,49 +39,49 @@ CHOICES = (
 
 
 class ModelBar:
-    """Choose, load, stop; says how far it is."""
+    """Choose, load, unload; says in a line how far it is. `prefix` of the names in the page, one for each bar."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, notice: Notice, prefix: str = "", preset: str = ONE_READER) -> None:
         self.client = client
-        with gr.Row():
+        with gr.Row(elem_classes="oc-line"):
             self.model = gr.Dropdown(
-                [], label="Model", info="a run, a folder or a hub id", allow_custom_value=True, interactive=True,
-                scale=3, min_width=240, elem_id="model",
+                [], label="Model", allow_custom_value=True, interactive=True,
+                scale=4, min_width=160, elem_id=f"{prefix}model",
             )  # fmt: skip
-            self.preset = gr.Radio(
-                PRESETS, value="latency", label="Aim", info="latency: one reader", scale=2, min_width=240
-            )
-        with gr.Row(elem_classes="oc-actions"):
-            self.load = gr.Button("Load", variant="primary", elem_id="load_model")
-            self.unload = gr.Button("Stop or unload", elem_id="unload_model")
-        with gr.Accordion("Expert: placement, parallelism, keys and values", open=False):
+            self.load = gr.Button("Load", scale=1, min_width=70, elem_id=f"{prefix}load_model")
+            self.unload = gr.Button("Unload", scale=1, min_width=70, elem_id=f"{prefix}unload_model")
+        self.state = gr.HTML(elem_id=f"{prefix}model_state")
+        with gr.Accordion("How the model is loaded", open=False):
+            self.preset = gr.Radio(PRESETS, value=preset, label="Who reads the answers")
             self.expert: dict[str, Any] = {}
             with gr.Row():
                 for name, default, words in NUMBERS:
-                    self.expert[name] = number_box(name, words, default, min_width=150)
+                    self.expert[name] = number_box(label_of(name), info_of(name, words), default, min_width=150)
                 for name, choices in CHOICES:
-                    self.expert[name] = gr.Dropdown(choices, value=choices[0], label=name, min_width=150)
+                    self.expert[name] = gr.Dropdown(
+                        choices, value=choices[0], label=label_of(name), info=info_of(name, ""), min_width=150
+                    )
                 self.expert["nvme_path"] = gr.Textbox(
-                    "", label="nvme_path", info="folder for weights that RAM does not hold", min_width=150
+                    "",
+                    label=label_of("nvme_path"),
+                    info=info_of("nvme_path", "those that RAM does not hold"),
+                    min_width=150,
                 )
-            self.launch = gr.Code(label="Launch descriptor", language="json", interactive=False, lines=3)
-        self.state = gr.HTML(elem_id="model_state")
-        self.timer = gr.Timer(REFRESH_S)
-        self.timer.tick(self.refresh, None, [self.state, self.launch], **QUIET)
-        inputs = [self.model, self.preset, *self.expert.values()]
-        self.load.click(telling(self._load), inputs, [self.state, self.launch], **SHOWN)
-        self.unload.click(telling(self._unload), None, [self.state, self.launch], **SHOWN)
+            self.launch = gr.HTML(elem_id=f"{prefix}launch")
+        self.shown = [self.state, self.launch]
+        gr.Timer(REFRESH_S).tick(self.refresh, None, self.shown, **QUIET)
+        notice.on([self.load.click], self._load, [self.model, self.preset, *self.expert.values()], self.shown)
+        notice.on([self.unload.click], self._unload, None, self.shown)
 
-    def choices(self) -> Any:
-        """Runs of this folder that have a model."""
+    def choices(self, chosen: str | None) -> Any:
+        """The last model and the runs of this folder that have one."""
         try:
-            runs = self.client.get("runs")["data"]
-            state = self.client.get("model")
+            last = [self.client.get("model").get("model")]
+            runs = [row["model"] for row in self.client.get("runs")["data"]]
         except ClientError:
             return gr.skip()
-        found = [row["model"] for row in runs if row["model"]]
-        loaded = state.get("model") if state["state"] in ("ready", "loading") else None
-        return gr.update(choices=found, value=loaded or (found[0] if found else None))
+        found = list(dict.fromkeys(model for model in last + runs if model))
+        return gr.update(choices=found, value=chosen or next(iter(found), None))
 
     def refresh(self) -> tuple[Any, Any]:
         """How far loading is."""
@@ -84,8 +89,7 @@ class ModelBar:
             state = self.client.get("model")
         except ClientError as error:
             return draw.said(str(error), "bad"), gr.skip()
-        launch = {key: state[key] for key in ("command", "settings", "launch") if key in state}
-        return model_state_of(state), json.dumps(launch, indent=1) if launch else ""
+        return model_state_of(state), launch_of(state)
 
     def _load(self, model: str | None, preset: str, *expert: Any) -> tuple[Any, Any]:
         numbers = {name for name, _, _ in NUMBERS}
@@ -106,20 +110,27 @@ class ModelBar:
 
 
 def model_state_of(state: dict[str, Any]) -> str:
-    """State in words; while it loads the last lines that it said."""
-    kind = state["state"]
+    """The last model and its state in a line."""
+    kind, model = state["state"], state.get("model")
     if kind in ("none", "stopped"):
-        return draw.said("No model is loaded.", "dim")
+        return draw.said(f"{model} is not loaded." if model else "No model is loaded.", "dim")
     if kind == "failed":
-        return draw.said(f"{state['model']} is not there: {state['message']}", "bad")
+        return draw.said(f"{model} is not there: {state['message']}", "bad")
     if kind == "loading":
-        words = f"Loading {state['model']}: {draw.seconds(state['seconds'])} so far."
-        return draw.page(draw.paragraph(words, "note"), draw.console(state["lines"][-4:]))
+        latest = f" {state['lines'][-1]}" if state["lines"] else ""
+        return draw.said(f"Loading {model}: {draw.seconds(state['seconds'])} so far.{latest}", "note")
+    return draw.said(f"{model} is loaded ({draw.seconds(state['seconds'])}).", "good")
+
+
+def launch_of(state: dict[str, Any]) -> str:
+    """How the loaded model was laid out, for who asks."""
     launch = state.get("launch") or {}
-    return draw.page(
-        draw.paragraph(f"{state['model']} is loaded ({draw.seconds(state['seconds'])}).", "good"),
-        draw.paragraph(launch_words(launch), "dim"),
-        *(draw.paragraph(line, "dim") for line in launch.get("placement", [])[:3]),
+    if not launch:
+        return ""
+    words = [launch_words(launch), *launch.get("placement", [])[:3]]
+    whole = {key: state[key] for key in ("settings", "launch") if key in state}
+    return draw.page(*(draw.paragraph(line, "dim") for line in words)) + draw.command(
+        "Command and launch descriptor", f"{state['command']}\n{json.dumps(whole, indent=1)}"
     )
 
 

@@ -10,11 +10,11 @@ import gradio as gr
 from outcore.common.quantities import format_gb, format_gib
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import COPIED, QUIET, SHOWN, telling
+from outcore.ui.panels.events import QUIET, Notice
 
 REFRESH_S = 2.0
 STALLS = {"stall_nvme": "drive", "stall_pcie": "PCIe", "stall_optimizer": "optimizer", "stall_ranks": "other GPUs"}
-
+STALLS_WITHOUT_GPU = {**STALLS, "stall_pcie": "weights"}
 
 OVERLAPPING = ("stall_", "collective_", "waited_rank_")
 """Phases that pass within the others."""
@@ -23,8 +23,8 @@ OVERLAPPING = ("stall_", "collective_", "waited_rank_")
 class RunsPanel:
     """A list, one run in full, and what can be done with it."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, client: Client, notice: Notice) -> None:
+        self.client, self.notice = client, notice
         self.timer = gr.Timer(REFRESH_S)
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
@@ -51,8 +51,7 @@ class RunsPanel:
                 with gr.Accordion("Forecast, checkpoints", open=False):
                     self.more = gr.HTML()
                 with gr.Accordion("Its settings", open=False):
-                    self.command = gr.Code(label="Command", language="shell", lines=1, **COPIED)
-                    self.yaml = gr.Code(label="YAML for --config", language="yaml", lines=3, **COPIED)
+                    self.settings = gr.HTML()
         self._wire()
 
     def refresh(self, name: str | None) -> tuple[Any, ...]:
@@ -81,22 +80,22 @@ class RunsPanel:
         self.outputs = [self.list, self.run, self.state, self.log, self.more, self.chosen]
         self.timer.tick(self.refresh, self.run, self.outputs, **QUIET)
         self.run.input(self.refresh, self.run, self.outputs, **QUIET)
-        self.run.change(self._settings, self.run, [self.command, self.yaml], **QUIET)
+        self.run.change(self._settings, self.run, self.settings, **QUIET)
         self.run.change(lambda: gr.update(visible=False), None, self.asked, **QUIET)
         for button, work in ((self.stop, self._stop), (self.resume, self._resume), (self.export, self._export)):
-            button.click(telling(work), self.run, self.said, **SHOWN)
-        self.delete.click(telling(self._ask), self.run, [self.asked, self.question], **SHOWN)
+            self.notice.on([button.click], work, self.run, [self.said])
+        self.notice.on([self.delete.click], self._ask, self.run, [self.asked, self.question])
         self.no.click(lambda: gr.update(visible=False), None, self.asked, **QUIET)
-        gone = self.yes.click(telling(self._delete), self.run, [self.said, self.asked], **SHOWN)
+        gone = self.notice.on([self.yes.click], self._delete, self.run, [self.said, self.asked])
         gone.then(self.refresh, self.run, self.outputs, **QUIET)
-        self.chosen.change(telling(self._compare), self.chosen, self.compared, **QUIET)
+        self.notice.on([self.chosen.change], self._compare, self.chosen, [self.compared], **QUIET)
 
-    def _settings(self, name: str | None) -> tuple[str, str]:
+    def _settings(self, name: str | None) -> str:
         try:
-            found = self.client.get("runs", name, "settings") if name else {"command": "", "yaml": ""}
+            found = self.client.get("runs", name or "", "settings")
         except ClientError:
-            return "", ""
-        return found["command"], found["yaml"]
+            return ""
+        return draw.command("Command", found["command"]) + draw.command("YAML for --config", found["yaml"])
 
     def _stop(self, name: str) -> str:
         self.client.post("runs", _named(name), "stop")
@@ -162,7 +161,7 @@ def state_of(run: dict[str, Any], series: dict[str, Any]) -> str:
     if last:
         parts += [draw.paragraph(words, "bad") for words in run["alerts"]]
         phases = {name: value for name, value in run["phases"].items() if not name.startswith(OVERLAPPING[1:])}
-        words = {name: f"waiting for {what}" for name, what in STALLS.items()}
+        words = {name: f"waiting for {what}" for name, what in _stalls(last.get("gpu_mem_bytes")).items()}
         spent = ", ".join(f"{words.get(name, name)} {draw.seconds(value)}" for name, value in phases.items())
         parts.append(draw.paragraph(f"A step takes {draw.seconds(run['step_s'])}: {spent}" if spent else "", "dim"))
     return draw.page(*parts, graphs_of(series), _temperatures(last))
@@ -183,7 +182,8 @@ def graphs_of(series: dict[str, Any]) -> str:
     drive = {"read": line("nvme_read_bytes"), "written": line("nvme_write_bytes")}
     phases = series["phases"]
     work = {name: values for name, values in phases.items() if not name.startswith(OVERLAPPING)}
-    waits = {STALLS.get(name) or name: values for name, values in phases.items() if name.startswith("stall_")}
+    stalls = _stalls(found.get("gpu_mem_bytes"))
+    waits = {stalls.get(name) or name: values for name, values in phases.items() if name.startswith("stall_")}
     collectives, ranks = _named_by(phases, "collective_", ""), _named_by(phases, "waited_rank_", "GPU ")
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
@@ -200,6 +200,10 @@ def graphs_of(series: dict[str, Any]) -> str:
         draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
         draw.chart("Learning rate", xs, {"": line("lr")}),
     )
+
+
+def _stalls(gpu_mem_bytes: Any) -> dict[str, str]:
+    return STALLS_WITHOUT_GPU if gpu_mem_bytes is None else STALLS
 
 
 def _named_by(phases: dict[str, Any], prefix: str, word: str) -> dict[str, Any]:

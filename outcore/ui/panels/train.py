@@ -9,7 +9,8 @@ import gradio as gr
 from outcore.common.quantities import format_count
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import COPIED, QUIET, SHOWN, number_box, telling
+from outcore.ui.panels.events import QUIET, Notice, number_box
+from outcore.ui.panels.labels import info_of, label_of
 
 STAGES = [
     ("as configured", ""),
@@ -30,13 +31,20 @@ Optimizer states go there first (12 bytes a parameter, 10 with `split`), then pa
 GUIDE_ADVANCED = """Block size, queue depth and pinned memory are for DeepSpeed's own engine; what suits the drive
 is said under its path. The streaming engine chooses by measurement."""
 TIERS = ("vram", "ram", "nvme")
+RECIPES: dict[str, dict[str, Any]] = {
+    "Adapters (LoRA)": {"lora_r": 16, "learning_rate": 2e-4},
+    "Adapters over 4 bits": {"lora_r": 16, "learning_rate": 2e-4, "quantize": "nf4"},
+    "All weights": {},
+    "From scratch, a first try": {"preset": "tiny", "max_steps": 150},
+}
+"""What each sets; the others' fields go back to their defaults."""
 
 
 class TrainPanel:
     """Components by setting, and what their changes do."""
 
-    def __init__(self, client: Client, table: dict[str, Any]) -> None:
-        self.client = client
+    def __init__(self, client: Client, notice: Notice, table: dict[str, Any]) -> None:
+        self.client, self.notice = client, notice
         self.rows = {row["name"]: row for row in table["data"]}
         self.presets = table["presets"]
         self.parts: dict[str, Any] = {}
@@ -45,21 +53,23 @@ class TrainPanel:
             with gr.Column(scale=3, min_width=300):
                 self._form()
             with gr.Column(scale=2, min_width=300, elem_classes="oc-side"):
-                self.banner = gr.HTML()
-                self.forecast = gr.HTML(draw.said("Forecast: being made ...", "dim"))
-                with gr.Row(elem_classes="oc-actions"):
-                    self.start = gr.Button("Start training", variant="primary", elem_id="start_training")
-                    self.look = gr.Button("Look at the data")
+                with gr.Row(elem_id="train_bar", elem_classes="oc-line"):
+                    self.headline = gr.HTML(draw.said("Forecast: being made ...", "dim"), elem_id="headline")
+                    self.start = gr.Button("Start training", variant="primary", min_width=120, elem_id="start_training")
                 self.said = gr.HTML()
-                with gr.Accordion("The same as a command line and as YAML", open=False):
-                    self.command = gr.Code(label="Command", language="shell", lines=2, **COPIED)
-                    self.yaml = gr.Code(label="YAML for --config", language="yaml", lines=4, **COPIED)
+                self.banner = gr.HTML()
+                self.forecast = gr.HTML()
+                self.look = gr.Button("Look at the data")
                 self.rows_shown = gr.HTML()
+                with gr.Accordion("The same as a command line and as YAML", open=False):
+                    self.command = gr.HTML(elem_id="command")
         self._wire()
 
     # --- what is drawn
 
     def _form(self) -> None:
+        with gr.Row(elem_classes="oc-actions", elem_id="recipes"):
+            self.recipes = {name: gr.Button(name, size="sm", min_width=120) for name in RECIPES}
         groups: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows.values():
             groups.setdefault(row["group"], []).append(row)
@@ -78,7 +88,11 @@ class TrainPanel:
 
     def _stages(self) -> None:
         self.parts["zero_stage"] = gr.Radio(
-            STAGES, value="", label="zero_stage", elem_id="zero_stage", info="What each saves and costs here is below."
+            STAGES,
+            value="",
+            label=label_of("zero_stage"),
+            elem_id="zero_stage",
+            info=info_of("zero_stage", "What each saves and costs here is below."),
         )
         self.stages = gr.HTML()
         with gr.Group(visible=False, elem_id="nvme") as self.nvme:
@@ -99,7 +113,7 @@ class TrainPanel:
 
     def _component(self, row: dict[str, Any]) -> Any:
         name, default, kind = row["name"], row["default"], row["kind"]
-        look: dict[str, Any] = {"label": name, "info": row["help"], "elem_id": f"field_{name}"}
+        look: dict[str, Any] = {"label": label_of(name), "info": info_of(name, row["help"]), "elem_id": f"field_{name}"}
         typed: dict[str, Any] = {"interactive": True}
         if name == "preset":
             return gr.Dropdown([("none", ""), *self.presets], value="", allow_custom_value=True, **look, **typed)
@@ -135,11 +149,12 @@ class TrainPanel:
             try:
                 found = self.client.post("estimate", fields=fields(values))
             except ClientError as error:
-                return draw.said(str(error), "bad"), *[gr.skip()] * 5
-            drawn = (banner_of(found), forecast_of(found), stages_of(found), space_of(found))
-            return *drawn, found["command"], found["yaml"]
+                return draw.said("No forecast", "big"), draw.said(str(error), "bad"), *[gr.skip()] * 4
+            drawn = (headline_of(found), banner_of(found), forecast_of(found), stages_of(found), space_of(found))
+            same = draw.command("Command", found["command"]) + draw.command("YAML for --config", found["yaml"])
+            return *drawn, same
 
-        shown = [self.banner, self.forecast, self.stages, self.space, self.command, self.yaml]
+        shown = [self.headline, self.banner, self.forecast, self.stages, self.space, self.command]
         changes = [part.change for part in parts]
         gr.on(changes, estimate, parts, shown, trigger_mode="always_last", **QUIET)
         self.estimate, self.inputs, self.shown = estimate, parts, shown
@@ -154,12 +169,18 @@ class TrainPanel:
             words = f"Run {job['run']} has begun. The Runs panel shows it."
             return draw.said(words, "good"), job["run"]
 
-        self.start.click(telling(begin), parts, [self.said, self.started], **SHOWN)
+        self.notice.on([self.start.click], begin, parts, [self.said, self.started])
 
         def look(*values: Any) -> str:
             return rows_of(self.client.post("data", "preview", fields=fields(values), rows=3))
 
-        self.look.click(telling(look), parts, self.rows_shown, **SHOWN)
+        self.notice.on([self.look.click], look, parts, [self.rows_shown])
+        touched = list(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe))
+        usual = {name: self.parts[name].value for name in touched}
+        for name, button in self.recipes.items():
+            values = [RECIPES[name].get(field, usual[field]) for field in touched]
+            filled = button.click(lambda values=values: values, None, [self.parts[n] for n in touched], **QUIET)
+            filled.then(estimate, parts, shown, **QUIET)  # a field in a closed part of the form says no change
 
     def _path(self, path: str, stage: str) -> tuple[str, Any]:
         if stage != "infinity":
@@ -184,14 +205,24 @@ class TrainPanel:
         return draw.page(draw.paragraph(found["words"], kind), *told), chooser
 
 
+def headline_of(found: dict[str, Any]) -> str:
+    """The forecast in a line."""
+    if found["problem"]:
+        return draw.said("No forecast", "big")
+    plan = found["plan"]
+    if not found["fits"]:
+        return draw.said("Does not fit this machine", "big")
+    return draw.said(f"{draw.seconds(plan['time_s']['step_s'])} a step, {found['tokens_per_s']:,.0f} tokens/s", "big")
+
+
 def banner_of(found: dict[str, Any]) -> str:
     """What stands in the way, on top."""
     if found["problem"]:
-        return draw.said(f"No forecast: {found['problem']}", "note")
+        return draw.said(found["problem"], "note")
     if found["fits"]:
         return ""
     change = found["smallest_change"]
-    words = f"Does not fit this machine. {found['limit']}"
+    words = found["limit"]
     more = f"Smallest change that fits: {change}" if change else "No single change that was tried makes it fit."
     return draw.page(draw.paragraph(words, "bad"), draw.paragraph(more, "note"))
 
@@ -212,9 +243,7 @@ def forecast_of(found: dict[str, Any]) -> str:
     wear = "Nothing but checkpoints is written to the drive."
     if plan["tiers"]["nvme"]["used_bytes"] and life:
         wear = f"The drive's rating lasts {life:,.0f} steps ({found['life_days']:,.0f} days of training)."
-    step_s = plan["time_s"]["step_s"]
     return draw.page(
-        draw.paragraph(f"{draw.seconds(step_s)} a step, {found['tokens_per_s']:,.0f} tokens/s", "big"),
         draw.paragraph(f"{plan['model']}, {format_count(plan['params'])} parameters: {found['title']}. A forecast."),
         draw.paragraph(found["needs_infinity"], "good" if "not need" in found["needs_infinity"] else "note"),
         *bars,
