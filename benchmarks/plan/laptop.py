@@ -28,7 +28,7 @@ from outcore.plan.choose import MICRO_BATCHES, STREAMED, best_stream
 from outcore.plan.record import AHEAD, STAYING
 from outcore.plan.run.forecast import NEARLY_EQUAL
 from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import SAVED, TILES
+from outcore.plan.stream.memory import TILES
 from outcore.sizing.layouts import StreamLayout
 
 MACHINE = "rtx4070-laptop"
@@ -120,12 +120,12 @@ def in_cut(work: Work, hardware: Hardware, micro: int, **changed: str) -> Plan:
     return best_stream(work.shape, request, hardware, work.seq_length)
 
 
-def idle_used(work: Work, plan: Plan, hardware: Hardware, resident: int | None, saved: int | None) -> Plan:
+def idle_used(work: Work, plan: Plan, hardware: Hardware, resident: int | None) -> Plan:
     """The plan with another use of idle GPU memory, all else the same."""
     home = {"VRAM": "vram", "RAM": "ram", "NVMe": "nvme"}[plan.homes["activation checkpoints"]]
     layout = StreamLayout(
         plan.micro_batch, plan.accumulation, home, tiling=plan.tiling, residency=STREAMED[work.request.residency],
-        resident_bytes=resident, saved_bytes=saved,
+        resident_bytes=resident,
     )  # fmt: skip
     request = replace(work.request, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
     return plan_stream(work.shape, request, hardware, work.seq_length, layout)
@@ -136,9 +136,7 @@ def gains(work: Work, plan: Plan, hardware: Hardware) -> list[str]:
     micro, is_full = plan.micro_batch, not work.shape.lora_r
     is_lossless = is_full and work.request.state_format is None
     cells = [f"{plan.time_whole.step_s:.3g}, {plan.part_bytes('ram', AHEAD) / GIB:.1f}" if plan.time_whole else ""]
-    cells.append(seconds(idle_used(work, plan, hardware, 0, 0)) if plan.part_bytes("vram", STAYING) else "none stays")
-    saved = idle_used(work, plan, hardware, 0, None)
-    cells.append(seconds(saved) if saved.part_bytes("vram", SAVED) else "no room")
+    cells.append(seconds(idle_used(work, plan, hardware, 0)) if plan.part_bytes("vram", STAYING) else "none stays")
     cells.append(seconds(in_cut(work, hardware, micro, state_format="split8")) if is_lossless else "")
     takes_muon = is_lossless and work.seq_length < LONG
     muon = in_cut(work, hardware, micro, optimizer="muon") if takes_muon else None
@@ -157,7 +155,7 @@ def line(work: Work, hardware: Hardware) -> str:
     """A row of the table."""
     plan = best_cut(work, hardware)
     if not plan.fits:
-        return f"| {work.words} | does not fit: {shortage_words(plan)} | | | | | | | | | | |"
+        return f"| {work.words} | does not fit: {shortage_words(plan)} | | | | | | | | | |"
     on_drive = sum(p.size_bytes for p in plan.parts if p.tier == "nvme")
     cells = [
         f"{work.words}, {plan.accumulation} x {plan.micro_batch}",
@@ -176,7 +174,7 @@ def table() -> str:
     hardware = load_hardware(MACHINE)
     head = [
         "what, micro-batches x rows", "s/step", "longest term", "VRAM, GiB", "RAM, GiB", "NVMe, GB",
-        "nothing clipped, GiB more", "no layer stays", "forwards saved", "8-bit moments", "Muon",
+        "nothing clipped, GiB more", "no layer stays", "8-bit moments", "Muon",
         "float8, or sums in fp16",
     ]  # fmt: skip
     rule = "|---|---:|---|" + "---:|" * (len(head) - 3)

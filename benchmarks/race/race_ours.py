@@ -121,7 +121,6 @@ def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
     engine._drain()
     residents.forget()
     residents._limit_bytes = turn.get("resident_bytes", 0)
-    residents._saved._limit_bytes = turn.get("saved_bytes", 0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -174,7 +173,6 @@ def measured(
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
         "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
-        "saved_layers": parts.schedule.saved.num_layers,
     }
 
 

@@ -247,7 +247,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
     }
     idle = {
         f"ours-{states}{suffix}": ours(shape, t16, clip, states, resident_bytes=0)
-        | {"turns": {"stay": {"resident_bytes": None}, "saved": {"saved_bytes": None}}, "turn_warm": 5}
+        | {"turns": {"stay": {"resident_bytes": None}}, "turn_warm": 5}
         for states in ("fp32", "split")
         for clip, suffix in ((1, "-clip"), (0, ""))
     }

@@ -18,7 +18,6 @@ from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.activations.opening import open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_model
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
@@ -38,7 +37,7 @@ from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
-from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
@@ -111,14 +110,13 @@ def build_stream_engine(
             backend=backend,
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
-        stalls, saved, arena = Stalls(device), open_saved(plan), _gradient_arena(plan, ground)
-        residents = open_residents(plan, homes, saved)
+        stalls, arena, residents = Stalls(device), _gradient_arena(plan, ground), open_residents(plan, homes)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, ground, traffic)
         lanes = (ground.upload, ground.download)
         checkpoints = open_activations(plan, ground.memory, lanes, ground.scratch, arena, flow.runner.expect)
-        schedule = _schedule(plan, flow, traffic.download, checkpoints, saved)
+        schedule = _schedule(plan, flow, traffic.download, checkpoints)
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -378,9 +376,7 @@ def _flow(plan: Blueprint, ground: _Ground, traffic: _Traffic) -> Flow:
     return Flow(runner, head, traffic.arrival, plan.device)
 
 
-def _schedule(
-    plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations, saved: SavedForwards
-) -> VerticalSchedule:
+def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
     head = StreamedHeadGradient(
         flow.head,
         aux_coefficient=plan.aux_coefficient,
@@ -393,7 +389,6 @@ def _schedule(
         head,
         download,
         activations,
-        saved,
         plan.settings.seed,
         plan.place.rank,
         plan.place.world_size,

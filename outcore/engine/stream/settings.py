@@ -10,7 +10,7 @@ import torch
 from outcore.model.forward import MATMULS
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -111,9 +111,6 @@ class StreamSettings(StreamSizes):
     resident_bytes: int | None = RESIDENT_BYTES
     """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
     the CPU; 0: none stays."""
-    saved_bytes: int | None = SAVED_BYTES
-    """Idle device memory, likewise, for what the last layers' backward needs of their forward, which is then not made
-    again."""
     ahead_bytes: int = 0
     """RAM for second homes of the last parts' states (`outcore.states.second`): their updates begin before the global
     norm is known, once a step waited for updates, and are taken back where something must be clipped after all."""
@@ -167,7 +164,7 @@ class StreamSettings(StreamSizes):
     def _check_residency(self) -> None:
         names = (
             "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
-            "resident_bytes", "saved_bytes", "ahead_bytes",
+            "resident_bytes", "ahead_bytes",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

@@ -16,14 +16,12 @@ from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRADIENTS,
     GRAPHS,
-    SAVED,
     Staying,
     ahead_room,
     drive_states,
     graph_bytes,
     pinned_and_rest,
     ram_parts,
-    saved_layers,
     spilled,
     staying,
     vram_parts,
@@ -64,9 +62,6 @@ def plan_stream(
     vram.append(Item("vram", STAYING, stay.size_bytes))
     placed = replace(placed, stay=stay)
     notes = _notes(shape, asked, tiling, pageable, stay)
-    saved, kept_bytes = saved_layers(case, tiling, vram)
-    vram.append(Item("vram", SAVED, kept_bytes))
-    placed = replace(placed, saved=saved)
     ahead, ahead_bytes = ahead_room(case, spill, stay, [*ram, *pinned])
     begun, time_whole = replace(placed, ahead=ahead), None
     if _gains(case, begun, placed):

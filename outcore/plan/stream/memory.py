@@ -23,7 +23,7 @@ from outcore.sizing.activations import (
     long_ram_bytes,
 )
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
-from outcore.sizing.residents import DeviceUse, num_resident, num_saved, resident_bytes
+from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
 from outcore.sizing.ring import LEAST_MATRICES
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
@@ -50,7 +50,6 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 TILES = "tiles and their gradients"
 GRAPHS = "CUDA graphs of layers"
-SAVED = "what the last layers keep for their backward"
 MATRICES = "Muon's updates of matrices"
 MATRIX_STATES = "states of Muon's matrices"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
@@ -190,18 +189,6 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     ]
     count = num_resident(sizes, idle)
     return Staying(count, sum(homes[:count]), sum(trained[:count]), sum(sizes[:count]))
-
-
-def saved_layers(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> tuple[int, int]:
-    """(layers, bytes) that the engine will save of their forward beside `vram`."""
-    layout, limit = case.layout, case.layout.saved_bytes
-    if case.hardware.is_cpu or tiling.any or tiling.tile_tokens or limit == 0:
-        return 0, 0
-    keeps = compiled_activation_bytes if layout.compiled else layer_activation_bytes
-    one = keeps(case.shape, case.element_bytes, case.seq_length, case.micro_tokens) * layout.accumulation
-    idle = case.hardware.vram_bytes - sum(p.size_bytes for p in vram)
-    count = num_saved(one, idle if limit is None else min(idle, limit), case.shape.num_layers)
-    return count, count * one
 
 
 def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dict[str, int]]:

@@ -40,8 +40,6 @@ class Placed:
     stay: Staying
     have_homes: bool
     """Whether each part's gradients have a home of their own."""
-    saved: int = 0
-    """Layers whose forward is not made again."""
     ahead: int = 0
     """Parameters of the last parts whose updates may begin before the global norm is known."""
 
@@ -127,7 +125,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     calls = shape.num_layers * layout.accumulation
     links = _Links(case, placed)
     head = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel
-    again, spared = head if tiling.ends else 0.0, placed.saved / shape.num_layers
+    again = head if tiling.ends else 0.0
     head_back = head if shape.lora_r else 2 * head
     tokens = case.micro_tokens * layout.accumulation
     # On long rows the projections to queries, keys and values run once more back; uncompiled also beside the rest.
@@ -169,8 +167,8 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     up_backward, down = links.up_backward + links.moved + rows_backward[0], links.down + rows_backward[1]
     back = up_backward + down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
-        flops=case.flops.backward - head_back + projected + unused - spared * (case.flops.forward - head),
-        attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
+        flops=case.flops.backward - head_back + projected + unused,
+        attention_flops=case.flops.attention_backward,
         device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],
         h2d_bytes=up_backward + links.tiles_backward,

@@ -29,7 +29,7 @@ from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from_config
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.storage import DriveAccess
 
 PROBED = (
@@ -143,7 +143,6 @@ def stream_decision(
         tile_bytes=settings.tile_bytes,
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
-        saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
         ahead_bytes=0 if _all_wait(settings, sizes, homes, notes) else ahead_bytes_of(settings, sizes, warnings),
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
