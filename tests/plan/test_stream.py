@@ -22,6 +22,7 @@ from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
+from outcore.sizing.training import needs_of_shape
 from tests.plan.fakes import prototype_shape, server, settings_of
 from tests.refused import refused
 
@@ -207,10 +208,9 @@ def test_plan_and_engine_pin_the_same(said):
     ranks, ram_bytes = said.pop("num_gpus", 1), said.pop("ram_gib", 100) * GIB
     hardware = server(num_gpus=ranks, ram_bytes=ram_bytes, pinned_bytes=ram_bytes // 2)
     shape = preset_shape("llama-8b").with_lora(16)
-    sizes = RunSizes(
-        shape.total_params, shape.trainable_params, 32, 4096, (1024,), ram_bytes, has_cuda=True, num_ranks=ranks
-    )
     run = settings_of(activations="device", precision="bf16", **said)
+    needs = needs_of_shape(shape, 2, run.state_format, (1024,), ranks=ranks)
+    sizes = RunSizes(needs, (1024,), ram_bytes, has_cuda=True)
     told = stream_decision(run, sizes).told
     staging_gib = said.get("staging_gib")
     request = RunRequest(staging_bytes=None if staging_gib is None else int(staging_gib * GIB))

@@ -1,0 +1,147 @@
+"""Placement: where everything of a training run lives in RAM and on the drive, and the room that it is decided for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.sizing.states import STATE_FORMATS
+from outcore.sizing.streaming import (
+    CHUNK_NUMEL,
+    NUM_SLOTS,
+    PAGEABLE_SLOTS,
+    SLOT_BYTES,
+    STATE_RING_BYTES,
+    STATE_RING_SLOTS,
+    WEIGHT_READ_AHEAD_BYTES,
+    PinnedMemory,
+    pinned_memory,
+)
+from outcore.sizing.training.needs import TrainingNeeds
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Pinned memory that a run asks for."""
+
+    asked_bytes: int
+    may_pin_bytes: int = 0
+    """Up to so much is pinned beyond it where homes need it."""
+    slots: int = NUM_SLOTS
+    slot_bytes: int = SLOT_BYTES
+    most_slots: int = PAGEABLE_SLOTS
+    pins_homes: bool = True
+    """Whether homes are pinned; else lanes' slots alone."""
+
+    def of(self, crossing_bytes: int, ranks: int) -> PinnedMemory:
+        """What is pinned where so many bytes of homes cross to the device."""
+        return pinned_memory(
+            crossing_bytes if self.pins_homes else 0,
+            self.asked_bytes,
+            may_pin_bytes=self.may_pin_bytes,
+            ranks=ranks,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            most_slots=self.most_slots,
+        )
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """The room for a run's homes, and what may be done with them."""
+
+    ram_bytes: int
+    """RAM for homes and for what flows; processes and reserves are beside it."""
+    pins: Pins | PinnedMemory
+    """What may be pinned, or what was decided."""
+    counts_lanes: bool = True
+    """Whether lanes' slots are of `ram_bytes`."""
+    checkpoints_in_ram: bool = True
+    """Whether activation checkpoints wait in RAM."""
+    states_may_spill: bool = False
+    weights_may_spill: bool = False
+    kept_weights: int = 0
+    """Parameters whose home is RAM whatever happens: rows of an embedding in tiles are picked there."""
+    gradient_bytes: int | None = None
+    """RAM that all gradients share. None: each part's has a home of its own."""
+    tiled: frozenset[int] = frozenset()
+    """Layers in tiles, counted from 0: their gradients come while their checkpoints are still needed."""
+    long_rows: int | None = None
+    """RAM of a rank's long rows, in which activation checkpoints lie, too. None: rows are whole."""
+    is_told: bool = False
+    """Whether the next two were decided before; otherwise they follow from `ram_bytes`."""
+    state_ram_bytes: int | None = None
+    """States in RAM; None: all."""
+    weight_ram_bytes: int | None = None
+    """Parameters in RAM, likewise."""
+    ring_bytes: int = STATE_RING_BYTES
+    ring_slots: int = STATE_RING_SLOTS
+    compresses: bool = True
+    """Whether fp32 moments take fewer bits on the drive."""
+    read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
+
+
+@dataclass(frozen=True)
+class TrainingPlacement:
+    """The answer, in bytes."""
+
+    needs: TrainingNeeds
+    weights: int
+    """Parameters in RAM; the rest is on the drive."""
+    states: int
+    """Optimizer states in RAM, likewise."""
+    gradients: int
+    lent: tuple[int, ...]
+    """Activation checkpoints of each layer that lie in its gradient's home, of one rank."""
+    beyond: int
+    """Activation checkpoints in RAM of their own, of all ranks; of long rows all of them."""
+    rank_slots: int
+    """Gradients of several ranks on their way into the sum."""
+    ring: int
+    """States on their way from the drive and back."""
+    read_ahead: int
+    """Parameters on their way from the drive."""
+    pinned: PinnedMemory
+    stored_chunk: int
+    """Room for a chunk's states on the drive."""
+
+    @property
+    def spilled_weights(self) -> int:
+        """Parameters on the drive."""
+        return self.needs.weights - self.weights
+
+    @property
+    def spilled_states(self) -> int:
+        """States on the drive, as they would be in RAM."""
+        return self.needs.states - self.states
+
+    @property
+    def on_drive(self) -> int:
+        """What the drive has of both, and keeps free for compressed moments."""
+        spilled = self.spilled_states / sum(STATE_FORMATS[self.needs.state_format])  # elements
+        return self.spilled_weights + int(spilled * self.stored_chunk / CHUNK_NUMEL)
+
+    @property
+    def fixed(self) -> int:
+        """What cannot leave RAM."""
+        return self.gradients + self.beyond + self.rank_slots
+
+    @property
+    def homes(self) -> int:
+        """All that lives in RAM."""
+        return self.weights + self.states + self.fixed
+
+    @property
+    def flowing(self) -> int:
+        """RAM through which the drive's share passes."""
+        return self.ring + self.read_ahead
+
+    @property
+    def lanes(self) -> int:
+        """Slots of all ranks' lanes."""
+        return self.needs.ranks * self.pinned.lane_bytes
+
+    @property
+    def crossing(self) -> int:
+        """Homes in RAM that cross to the device."""
+        muon = self.needs.matrix_states * self.states // max(1, self.needs.states)
+        return self.weights + self.fixed + muon

@@ -1,0 +1,88 @@
+"""One placement: what a run was told, what the planner forecasts and what the engine builds are the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from outcore.common.quantities import GIB
+from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
+from outcore.engine.stream import StreamDecision
+from outcore.engine.stream.decision.decide import stream_decision
+from outcore.engine.stream.decision.homes import RunSizes
+from outcore.flow.parts import discover_units, needs_of_parts, run_shape
+from outcore.formats import open_packed
+from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
+from outcore.plan.record import Plan
+from outcore.plan.run.forecast import plan_layout, run_request
+from outcore.plan.stream.memory import BEYOND
+from outcore.sizing.shape import ModelShape
+from outcore.sizing.training import needs_of_shape
+from tests.plan.fakes import server
+
+SHAPES = {
+    "8 B": preset_shape("llama-8b"),
+    "1 B, tied": preset_shape("llama-1b"),
+    "8 B, LoRA": preset_shape("llama-8b").with_lora(16),
+    "8 B, LoRA on NF4": preset_shape("llama-8b").with_lora(16).packed("nf4"),
+}
+
+
+def decided(shape: ModelShape, rows: int, count: int, length: int, ram_gib: int, **said) -> tuple[StreamDecision, Plan]:
+    """The decision of a run on a server with so much RAM, and its forecast."""
+    config = TrainConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=count, **said)
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
+    tokens = (rows * length,) * count
+    needs = needs_of_shape(shape, 2, settings.state_format, tokens)
+    sizes = RunSizes(needs, tokens, ram_gib * GIB, has_cuda=True, row_tokens=length)
+    decision = stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
+    hardware = server(ram_bytes=ram_gib * GIB, pinned_bytes=ram_gib * GIB // 2)
+    layout = dataclasses.replace(decision.layout, tiling="off", device_bytes=None)
+    return decision, plan_layout(shape, run_request(settings, layout, length, 0), hardware, layout)
+
+
+def in_ram(plan: Plan, *names: str) -> int:
+    return sum(plan.part_bytes(tier, name) for tier in ("ram", "pinned") for name in names)
+
+
+@pytest.mark.parametrize("state_format", ["split", "fp32", "split8"])
+@pytest.mark.parametrize("activations", ["ram", "auto", "device"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_decision_and_plan_place_alike(name: str, activations: str, state_format: str) -> None:
+    """4 x 16,384 and 3 x 20,480 tokens: the decision lent checkpoints all gradients' homes in sum, and was 2.7 and 4.6
+    GiB off with 8 B."""
+    for rows, count, length in ((16, 4, 1024), (10, 3, 2048), (2, 1, 512)):
+        decision, plan = decided(
+            SHAPES[name], rows, count, length, 512, activations=activations, state_format=state_format
+        )
+        placed = decision.placed
+        assert in_ram(plan, BEYOND) == placed.beyond
+        assert in_ram(plan, "gradients") == placed.gradients and in_ram(plan, "parameters") == placed.weights
+        assert in_ram(plan, "master", "moments") == placed.states
+        assert (placed.beyond > 0) == (activations != "device" and (count > 1 or "LoRA" in name))
+
+
+LORA = LoraSettings(r=8)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}, {"lora": LORA, "quantize": "int8"},
+    {"lora": dataclasses.replace(LORA, use_dora=True)},
+    {"lora": dataclasses.replace(LORA, modules_to_save=("lm_head",))},
+])  # fmt: skip
+@pytest.mark.parametrize("preset", ["tiny", "gpt2", "tiny-moe"])
+def test_a_shape_needs_what_the_models_parts_do(preset: str, changes: dict) -> None:
+    """Every part's home and gradient, gaps between parameters and packed matrices with them."""
+    if "lora" in changes and changes["lora"].modules_to_save:
+        table = "wte" if preset == "gpt2" else "embed_tokens"  # tied
+        changes = {"lora": dataclasses.replace(LORA, modules_to_save=(table, "lm_head"))}
+    settings = ModelSettings(preset=preset, precision="bf16", seq_length=64, vocab_size=300, **changes)
+    loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+    tokens, uses_muon = (128, 64), not changes
+    units = discover_units(loaded)
+    built = needs_of_parts(units, "split", tokens, loaded.facts.hidden_size, uses_muon=uses_muon)
+    assert needs_of_shape(run_shape(settings, None), 2, "split", tokens, uses_muon=uses_muon) == built
+    assert built.weights == sum(part.layout.home_bytes for part in units.all)
+    assert torch.bfloat16.itemsize * built.trained == built.gradients
