@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from outcore.common.quantities import round_up
+from outcore.sizing.ring import BLOCK_BYTES
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
@@ -15,6 +18,7 @@ from outcore.sizing.streaming import (
     WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
     pinned_memory,
+    waits_from,
 )
 from outcore.sizing.training.needs import TrainingNeeds
 
@@ -59,8 +63,11 @@ class TrainingLimits:
     """Whether activation checkpoints wait in RAM."""
     states_may_spill: bool = False
     weights_may_spill: bool = False
-    kept_weights: int = 0
-    """Parameters whose home is RAM whatever happens: rows of an embedding in tiles are picked there."""
+    whole: frozenset[int] = frozenset()
+    """Parts, by their number in `needs.parts`, whose parameters stay in RAM: rows of an embedding in tiles are picked
+    there."""
+    chunk_numel: int = CHUNK_NUMEL
+    """Elements of a chunk of states; parameters are cut between two of them."""
     gradient_bytes: int | None = None
     """RAM that all gradients share. None: each part's has a home of its own."""
     tiled: frozenset[int] = frozenset()
@@ -85,8 +92,10 @@ class TrainingPlacement:
     """The answer, in bytes."""
 
     needs: TrainingNeeds
-    weights: int
-    """Parameters in RAM; the rest is on the drive."""
+    weight_budget: int | None
+    """RAM for parameters, which are cut between chunks. None: all of them."""
+    cuts: tuple[int, ...]
+    """Bytes of each part's parameters in RAM, from the beginning; the rest is on the drive."""
     states: int
     """Optimizer states in RAM, likewise."""
     gradients: int
@@ -101,8 +110,17 @@ class TrainingPlacement:
     read_ahead: int
     """Parameters on their way from the drive."""
     pinned: PinnedMemory
+    has_homes: bool
+    """Whether each part's gradient has a home of its own; else they share memory."""
+    tiled: frozenset[int]
+    """Layers in tiles."""
     stored_chunk: int
     """Room for a chunk's states on the drive."""
+
+    @property
+    def weights(self) -> int:
+        """Parameters in RAM."""
+        return sum(self.cuts)
 
     @property
     def spilled_weights(self) -> int:
@@ -142,6 +160,46 @@ class TrainingPlacement:
 
     @property
     def crossing(self) -> int:
-        """Homes in RAM that cross to the device."""
-        muon = self.needs.matrix_states * self.states // max(1, self.needs.states)
-        return self.weights + self.fixed + muon
+        """Homes in RAM that cross to the device, each in whole blocks: parameters, gradients, states of the matrices
+        that Muon updates, and what waits."""
+        return self.shared + self.beyond
+
+    @property
+    def shared(self) -> int:
+        """What ranks have in common of it."""
+        needs = self.needs
+        sizes = [round_up(needs.gradient_bytes(part), BLOCK_BYTES) for part in needs.parts]
+        gradients = min(sum(sizes), round_up(self.gradients, BLOCK_BYTES)) if not self.has_homes else sum(sizes)
+        muon = needs.matrix_states * self.states // max(1, needs.states)
+        return sum(round_up(cut, BLOCK_BYTES) for cut in self.cuts) + gradients + muon + self.rank_slots
+
+    @property
+    def own_pinned(self) -> int:
+        """Pinned memory of one rank's pool: no more than its lanes, homes and what flows can use. Of several ranks each
+        has its lanes, and activation checkpoints as far as pinned memory reaches beyond what they share."""
+        ranks, pool_bytes, lane_bytes = self.needs.ranks, *self.pinned
+        if ranks == 1:
+            return min(pool_bytes, lane_bytes + self.crossing + self.read_ahead)
+        left = max(0, pool_bytes - ranks * lane_bytes - self.shared)
+        return lane_bytes + min(self.beyond, left) // ranks
+
+    @cached_property
+    def waits(self) -> tuple[int, ...]:
+        """First byte of each layer's parameters that waits where its gradient was, instead of being read from the drive
+        (`streaming.waits_from`); its size where none does."""
+        needs = self.needs
+        return tuple(
+            int(
+                waits_from(
+                    layer.home_bytes,
+                    needs.gradient_bytes(layer),
+                    self.cuts[number],
+                    self.lent[number],
+                    ranks=needs.ranks,
+                    in_tiles=number in self.tiled,
+                )
+            )
+            if self.has_homes
+            else layer.home_bytes
+            for number, layer in enumerate(needs.layers)
+        )

@@ -20,6 +20,7 @@ from outcore.sizing.streaming import (
     rank_slots_bytes,
     ring_of_states_bytes,
 )
+from outcore.sizing.training.cuts import cut_homes
 from outcore.sizing.training.needs import TrainingNeeds
 from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement
 
@@ -40,9 +41,10 @@ def place_training(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlac
         sizes = [round_up(needs.gradient_bytes(part), BLOCK_BYTES) for part in needs.parts]
         slots = needs.ranks * max(BLOCK_BYTES, rank_slots_bytes(sizes))
     placed = TrainingPlacement(
-        needs, needs.weights, needs.states, gradients, lent, beyond, slots,
+        needs, None, cut_homes(needs, None, limits.chunk_numel), needs.states, gradients, lent, beyond, slots,
         ring=0, read_ahead=0, pinned=_pinned(limits, 0, needs.ranks),
-        stored_chunk=chunk_bytes(needs.state_format, compresses=limits.compresses, tails=1),
+        has_homes=limits.gradient_bytes is None, tiled=limits.tiled,
+        stored_chunk=chunk_bytes(needs.state_format, CHUNK_NUMEL, compresses=limits.compresses, tails=1),
     )  # fmt: skip
     if limits.is_told:
         return _with(placed, limits, limits.weight_ram_bytes, limits.state_ram_bytes)
@@ -55,16 +57,17 @@ def checkpoint_homes(needs: TrainingNeeds, limits: TrainingLimits) -> tuple[tupl
     none = (0,) * len(needs.layers)
     if limits.long_rows is not None:
         return none, needs.ranks * limits.long_rows
-    if not limits.checkpoints_in_ram or not needs.checkpoint_ends:
+    if not limits.checkpoints_in_ram:
         return none, 0
-    leaving = max(0, len(needs.layers) - STAY_LAYERS)
+    leaving, ends = max(0, len(needs.layers) - STAY_LAYERS), needs.checkpoint_ends
+    homes = [needs.gradient_bytes(layer) // needs.ranks for layer in needs.layers]
     lent = tuple(
-        lent_bytes(needs.checkpoint_ends, needs.gradient_bytes(layer) // needs.ranks)
+        (lent_bytes(ends, home) if ends else home)  # all of it where the first step says how much
         if number < leaving and number not in limits.tiled and limits.gradient_bytes is None
         else 0
-        for number, layer in enumerate(needs.layers)
+        for number, home in enumerate(homes)
     )
-    return lent, needs.ranks * (leaving * needs.checkpoint_ends[-1] - sum(lent))
+    return lent, needs.ranks * (leaving * ends[-1] - sum(lent)) if ends else 0
 
 
 def least_gradients(needs: TrainingNeeds) -> int:
@@ -99,9 +102,10 @@ def _with(
 ) -> TrainingPlacement:
     """The placement with so much of both in RAM (None: all), and what follows from that."""
     needs = placed.needs
-    weights = needs.weights if weights is None else min(needs.weights, max(weights, limits.kept_weights))
+    budget = None if weights is None or weights >= needs.weights else weights
+    cuts = cut_homes(needs, budget, limits.chunk_numel, limits.whole)
     states = needs.states if states is None else min(needs.states, states)
-    placed = replace(placed, weights=weights, states=states)
+    placed = replace(placed, weight_budget=budget, cuts=cuts, states=states)
     return replace(
         placed,
         ring=_ring_bytes(placed, limits),
@@ -117,8 +121,9 @@ def _ring_bytes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
     if not placed.spilled_states:
         return 0
     of_param = needs.element_bytes if placed.spilled_weights else 0
-    chunks = -(-(needs.trained - needs.muon_params) * placed.spilled_states // max(1, needs.states * CHUNK_NUMEL))
-    slot = chunk_bytes(needs.state_format, compresses=limits.compresses) + CHUNK_NUMEL * of_param
+    spilled = (needs.trained - needs.muon_params) * placed.spilled_states // max(1, needs.states)
+    chunks, numel = -(-spilled // limits.chunk_numel), limits.chunk_numel
+    slot = chunk_bytes(needs.state_format, numel, compresses=limits.compresses) + numel * of_param
     most_bytes = limits.ring_bytes
     if needs.matrices:
         largest = max(needs.matrices)
@@ -128,14 +133,14 @@ def _ring_bytes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
     return ring_of_states_bytes(slot, chunks, most_bytes, limits.ring_slots)
 
 
-def chunk_bytes(state_format: str, *, compresses: bool, tails: int = 2) -> int:
-    """Bytes of a chunk's states in a slot of the ring. `tails`: rooms for what compressed moments take beyond their
-    planes: one is written while the other is read."""
+def chunk_bytes(state_format: str, numel: int, *, compresses: bool, tails: int = 2) -> int:
+    """Bytes of the states of a chunk of `numel` elements in a slot of the ring. `tails`: rooms for what compressed
+    moments take beyond their planes: one is written while the other is read."""
     master, moments = STATE_FORMATS[state_format]
     if not compresses or moments < 2 * MOMENT_BYTES:
-        return round_up(int(CHUNK_NUMEL * (master + moments)), BLOCK_BYTES)
-    own = int(CHUNK_NUMEL * (master + COMPRESSED_MOMENTS)) + COMPRESSED_HEAD_BYTES
-    return round_up(own, BLOCK_BYTES) + tails * COMPRESSION_ROOM * CHUNK_NUMEL
+        return round_up(int(numel * (master + moments)), BLOCK_BYTES)
+    own = int(numel * (master + COMPRESSED_MOMENTS)) + COMPRESSED_HEAD_BYTES
+    return round_up(own, BLOCK_BYTES) + tails * COMPRESSION_ROOM * numel
 
 
 def _lanes(placed: TrainingPlacement, limits: TrainingLimits) -> int:

@@ -9,14 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
-from outcore.engine.stream import host_sizes
+from outcore.engine.stream import blueprint
+from outcore.engine.stream.blueprint import draw_blueprint
+from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision import decide
-from outcore.engine.stream.gradients.arena import gradient_bytes_of, smallest_arena_bytes
-from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts import discover_units
 from outcore.model import ModelSettings
+from outcore.sizing.training import TrainingPlacement, least_gradients
 from tests.engine.even_model import EvenModel
-from tests.flow.models import tiny_loaded
+from tests.flow.models import TINY_SETTINGS, tiny_loaded
 
 
 def test_forecast_and_engine_are_told_once_what_the_device_had_free(monkeypatch):
@@ -53,15 +53,26 @@ def test_muons_matrices_of_an_own_class_are_counted_in_the_model_itself(monkeypa
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0])
 def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPatch, spare_bytes: int):
-    units = discover_units(tiny_loaded("llama", num_hidden_layers=6))
-    needed = sum(gradient_bytes_of(unit) for unit in units.all)
-    free_bytes = host_sizes.FREE_RAM_BYTES + needed + spare_bytes
-    monkeypatch.setattr(host_sizes, "available_ram_bytes", lambda: free_bytes)
-    least = smallest_arena_bytes(units.all)
-    assert least < needed
-    assert host_sizes.arena_bytes(units, StreamSettings(max_grad_norm=0)) == (None if spare_bytes == 0 else least)
-    told = StreamSettings(max_grad_norm=0, gradient_bytes=12345)
-    assert host_sizes.arena_bytes(units, told) == 12345
+    """Else they share memory for three of the largest, unless told how much: then activation checkpoints have RAM of
+    their own."""
+    loaded = tiny_loaded("llama", num_hidden_layers=6)
+
+    def placed(**told) -> TrainingPlacement:
+        settings = replace(TINY_SETTINGS, max_grad_norm=0, activations="ram", step_tokens=(16, 16), **told)
+        device = torch.device("cpu")
+        return draw_blueprint(loaded, settings, device, trial=False, build=build_stream_engine).placed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blueprint, "available_ram_bytes", lambda: 10**12)
+        whole = placed()
+    needs = whole.needs
+    free_bytes = blueprint.FREE_RAM_BYTES + needs.gradients + needs.states + whole.beyond + spare_bytes
+    monkeypatch.setattr(blueprint, "available_ram_bytes", lambda: free_bytes)
+    found, least = placed(), least_gradients(needs)
+    assert least < needs.gradients and whole.has_homes and whole.beyond == 0 < sum(whole.lent)
+    assert (found.has_homes, found.gradients) == ((True, needs.gradients) if spare_bytes == 0 else (False, least))
+    assert found.beyond == (0 if spare_bytes == 0 else 4 * needs.checkpoint_ends[-1])
+    assert placed(gradient_bytes=12345).gradients == 12345
 
 
 @pytest.mark.parametrize("config, changes, why", [

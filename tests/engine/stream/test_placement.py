@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from outcore.common.quantities import GIB
+from outcore.common.quantities import GIB, MIB, round_up
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.stream import StreamDecision
+from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.decide import stream_decision
-from outcore.engine.stream.decision.homes import RunSizes
+from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES, RunSizes
 from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
@@ -20,6 +21,8 @@ from outcore.plan.run.forecast import plan_layout, run_request
 from outcore.plan.stream.memory import BEYOND
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.training import needs_of_shape
+from tests.engine.inside import parts_of
+from tests.flow.models import plain_batch
 from tests.plan.fakes import server
 
 SHAPES = {
@@ -86,3 +89,32 @@ def test_a_shape_needs_what_the_models_parts_do(preset: str, changes: dict) -> N
     assert needs_of_shape(run_shape(settings, None), 2, "split", tokens, uses_muon=uses_muon) == built
     assert built.weights == sum(part.layout.home_bytes for part in units.all)
     assert torch.bfloat16.itemsize * built.trained == built.gradients
+
+
+@pytest.mark.more(after=4)
+@pytest.mark.parametrize("activations", ["ram", "device"])
+@pytest.mark.parametrize("changes", [{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}])
+@pytest.mark.parametrize("spare_mib", [64, 30, 0])
+def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, activations: str, spare_mib: int):
+    """Decided from the configuration alone, with room for all, for some, and for nothing that may leave RAM."""
+    model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300, **changes)
+    config = TrainConfig(
+        per_device_train_batch_size=4, gradient_accumulation_steps=3, activations=activations,
+        nvme_offload_path=str(tmp_path), zero_stage="infinity", optimizer="adamw",
+    )  # fmt: skip
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
+    tokens = (4 * 64,) * 3
+    needs = needs_of_shape(run_shape(model, None), 2, settings.state_format, tokens)
+    sizes = RunSizes(needs, tokens, RAM_RESERVE_BYTES + spare_mib * MIB, has_cuda=False, row_tokens=64)
+    decision = stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
+    told = dataclasses.replace(decision.told, staging_bytes=256 * MIB)
+    engine = build_stream_engine(
+        load_model(model, lazy=True, packed_feed=open_packed), told, device="cpu", pinned_grant=False, trial=False
+    )
+    engines.append(engine)
+    parts, placed = parts_of(engine), decision.placed
+    engine.train_step([plain_batch(4, 64, seed=number) for number in range(3)], 1e-3)
+    assert parts.homes.weights.ram_bytes == placed.weights
+    assert parts.arena.size_bytes == sum(round_up(needs.gradient_bytes(part), 4096) for part in needs.parts)
+    assert getattr(parts.schedule.activations, "host_bytes", 0) == placed.beyond
+    assert (placed.on_drive == 0) == (spare_mib == 64 or (spare_mib == 30 and "lora" in changes))

@@ -150,7 +150,7 @@ def stream_decision(
         ),
         nvme_path=(folders[0] if len(folders) == 1 else folders) or None,
         state_ram_bytes=placed.states if placed.spilled_states else None,
-        weight_ram_bytes=placed.weights if placed.spilled_weights else None,
+        weight_ram_bytes=placed.weight_budget,
     )
     return StreamDecision(
         settings,
