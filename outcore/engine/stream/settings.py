@@ -35,9 +35,6 @@ class StreamSizes:
     step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
     weight_read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
     """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
-    gradient_bytes: int | None = None
-    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
-    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     compress_on_nvme: bool = True
     """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
     memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
@@ -97,6 +94,9 @@ class StreamSettings(StreamSizes):
     weight_ram_bytes: int | None = None
     """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
     keeps what it trains in RAM."""
+    gradient_bytes: int | None = None
+    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
+    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"] = "same"
     """How layers multiply (`model.forward.LayerProducts`)."""
     compile: Literal["auto", "on", "off"] = "auto"

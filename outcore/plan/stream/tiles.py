@@ -47,10 +47,6 @@ class Tiling:
     def any(self) -> bool:
         return self.ends or bool(self.layers)
 
-    def params_in_ram(self, shape: ModelShape) -> int:
-        """Elements whose home is RAM whatever the drive takes of the others: rows of an embedding are picked there."""
-        return shape.embedding_params + shape.head_params if self.ends else 0
-
     @property
     def held_tile_bytes(self) -> int:
         """Tiles, their sums and gradients on the device."""

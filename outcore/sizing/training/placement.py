@@ -70,6 +70,8 @@ class TrainingLimits:
     """Elements of a chunk of states; parameters are cut between two of them."""
     gradient_bytes: int | None = None
     """RAM that all gradients share. None: each part's has a home of its own."""
+    waits_for_norm: bool = True
+    """Whether all gradients must be there before the first is used."""
     tiled: frozenset[int] = frozenset()
     """Layers in tiles, counted from 0: their gradients come while their checkpoints are still needed."""
     long_rows: int | None = None

@@ -34,6 +34,20 @@ ROUNDS = 3
 
 def place_training(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlacement:
     """Decide. What does not fit is placed all the same: `homes` says how much it takes."""
+    whole = _everything(needs, limits)
+    if limits.is_told:
+        return _with(whole, limits, limits.weight_ram_bytes, limits.state_ram_bytes)
+    over = whole.homes + _lanes(whole, limits) - limits.ram_bytes
+    if over > 0 and not limits.waits_for_norm and needs.ranks == 1:  # gradients are used up as they come
+        fewer = max(least_gradients(needs), needs.gradients - over)
+        shared = replace(limits, gradient_bytes=fewer)
+        if (less := _everything(needs, shared)).fixed < whole.fixed:
+            return _split(less, shared)
+    return _split(whole, limits)
+
+
+def _everything(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlacement:
+    """The placement with all of it in RAM."""
     lent, beyond = checkpoint_homes(needs, limits)
     gradients = needs.gradients if limits.gradient_bytes is None else min(needs.gradients, limits.gradient_bytes)
     slots = 0
@@ -46,9 +60,7 @@ def place_training(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlac
         has_homes=limits.gradient_bytes is None, tiled=limits.tiled,
         stored_chunk=chunk_bytes(needs.state_format, CHUNK_NUMEL, compresses=limits.compresses, tails=1),
     )  # fmt: skip
-    if limits.is_told:
-        return _with(placed, limits, limits.weight_ram_bytes, limits.state_ram_bytes)
-    return _split(placed, limits)
+    return replace(placed, pinned=_pinned(limits, placed.crossing, needs.ranks))
 
 
 def checkpoint_homes(needs: TrainingNeeds, limits: TrainingLimits) -> tuple[tuple[int, ...], int]:

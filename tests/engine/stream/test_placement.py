@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
 from outcore.plan.record import Plan
 from outcore.plan.run.forecast import plan_layout, run_request
-from outcore.plan.stream.memory import BEYOND
+from outcore.plan.stream.memory import BEYOND, RING, SLOTS
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.training import needs_of_shape
 from tests.engine.inside import parts_of
@@ -30,10 +31,13 @@ SHAPES = {
     "1 B, tied": preset_shape("llama-1b"),
     "8 B, LoRA": preset_shape("llama-8b").with_lora(16),
     "8 B, LoRA on NF4": preset_shape("llama-8b").with_lora(16).packed("nf4"),
+    "4 B with gaps": preset_shape("qwen3-4b"),
 }
 
 
-def decided(shape: ModelShape, rows: int, count: int, length: int, ram_gib: int, **said) -> tuple[StreamDecision, Plan]:
+def decided(
+    shape: ModelShape, rows: int, count: int, length: int, ram_gib: int, **said: Any
+) -> tuple[StreamDecision, Plan]:
     """The decision of a run on a server with so much RAM, and its forecast."""
     config = TrainConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=count, **said)
     settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
@@ -67,6 +71,26 @@ def test_decision_and_plan_place_alike(name: str, activations: str, state_format
         assert (placed.beyond > 0) == (activations != "device" and (count > 1 or "LoRA" in name))
 
 
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("ram_gib", [100, 40, 24, 8])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_leaves_ram_is_what_was_decided(name: str, ram_gib: int, clip: float) -> None:
+    """Parameters and states on a drive, what flows from it, gradients that share memory, pinned memory."""
+    said = {"nvme_offload_path": "/drive", "zero_stage": "infinity", "activations": "ram", "max_grad_norm": clip}
+    decision, plan = decided(SHAPES[name], 2, 4, 1024, ram_gib, **said)
+    placed, needs = decision.placed, decision.placed.needs
+    assert in_ram(plan, "parameters") == placed.weights and in_ram(plan, "master", "moments") == placed.states
+    assert plan.part_bytes("nvme", "parameters") == needs.weights - placed.weights
+    assert in_ram(plan, "gradients") == placed.gradients and in_ram(plan, BEYOND) == placed.beyond
+    assert in_ram(plan, RING) == placed.ring and in_ram(plan, "weights read ahead") == placed.read_ahead
+    assert plan.part_bytes("pinned", SLOTS) == placed.lanes
+    blocks = 2 * 4096 * len(needs.parts)  # which homes end within
+    pinned_bytes = min(placed.pinned.pool_bytes, placed.lanes + placed.crossing)
+    assert pinned_bytes - blocks <= plan.used_bytes("pinned") <= pinned_bytes
+    assert placed.on_drive > 0 or ram_gib > 8 or "LoRA" in name
+    assert placed.has_homes or not clip
+
+
 LORA = LoraSettings(r=8)
 
 
@@ -95,7 +119,7 @@ def test_a_shape_needs_what_the_models_parts_do(preset: str, changes: dict) -> N
 @pytest.mark.parametrize("activations", ["ram", "device"])
 @pytest.mark.parametrize("changes", [{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}])
 @pytest.mark.parametrize("spare_mib", [64, 30, 0])
-def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, activations: str, spare_mib: int):
+def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, activations: Any, spare_mib: int):
     """Decided from the configuration alone, with room for all, for some, and for nothing that may leave RAM."""
     model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300, **changes)
     config = TrainConfig(

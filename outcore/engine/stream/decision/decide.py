@@ -151,6 +151,7 @@ def stream_decision(
         nvme_path=(folders[0] if len(folders) == 1 else folders) or None,
         state_ram_bytes=placed.states if placed.spilled_states else None,
         weight_ram_bytes=placed.weight_budget,
+        gradient_bytes=None if placed.has_homes else placed.gradients,
     )
     return StreamDecision(
         settings,

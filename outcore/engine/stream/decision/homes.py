@@ -100,6 +100,7 @@ def placement_of(settings: RunSettings, sizes: RunSizes, wanted: Wanted) -> Trai
         checkpoints_in_ram=settings.activations == "ram" or (settings.activations == "auto" and sizes.has_cuda),
         states_may_spill=wanted.states,
         weights_may_spill=wanted.params,
+        waits_for_norm=bool(settings.max_grad_norm) or settings.precision == "fp16",
     )
     return place_training(sizes.needs, limits)
 
