@@ -32,7 +32,8 @@ class EvenModel:
     def sizes(self, settings: RunSettings) -> RunSizes:
         n, e = self.num_layers, settings.element_bytes
         matrices = (self.muon_params // n,) if self.muon_params else ()
-        layer = PartNeeds(e * self.total_params // n, self.trainable_params // n, matrices)
+        size_bytes = e * self.total_params // n
+        layer = PartNeeds(size_bytes, size_bytes, self.trainable_params // n, matrices)
         ends = checkpoint_ends(self.step_tokens, e * self.hidden_size)
         return RunSizes(
             TrainingNeeds((layer,) * n, (), e, settings.state_format, ends, self.num_ranks),

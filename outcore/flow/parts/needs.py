@@ -52,7 +52,7 @@ def needs_of_parts(
     def of(part: Part, *, has_matrices: bool) -> PartNeeds:
         slots = part.layout.trainable_slots if has_matrices else ()
         matrices = tuple(sorted(round_up(slot.numel, BLOCK_NUMEL) for slot in slots if len(slot.shape) == 2))
-        return PartNeeds(part.layout.home_bytes, part.layout.trainable_numel, matrices)
+        return PartNeeds(part.layout.home_bytes, part.layout.size_bytes, part.layout.trainable_numel, matrices)
 
     layers = {part.index for part in units.layer_units}
     return TrainingNeeds(

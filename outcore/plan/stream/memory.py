@@ -64,38 +64,26 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     """Parts in the GPU's memory. The peak is the worse of a layer's backward and the head's: activations or logits,
     and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
-    shape, layout, e, holding = case.shape, case.layout, case.element_bytes, tiling.holding
-    adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
-    whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
-    layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
-    buffers = e * (min(holding.layer_buffers, len(whole)) * layer + ends)
-    if shape.quantize:  # buffers hold packed layers, one is expanded beside them
-        buffers += e * layer - min(holding.layer_buffers, len(whole)) * shape.layer_saved_bytes(e)
-    of_layer, of_ends = layer, ends  # elements with gradients
-    if shape.lora_r:
-        of_layer, of_ends = adapters + shape.whole_in_layer if whole else 0, min(ends, shape.whole_in_ends)
-    # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
-    summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
-    leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
+    shape, layout, e, holding, held = case.shape, case.layout, case.element_bytes, tiling.holding, tiling.held
     needs = step_work(
         shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
         tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
     ).of(holding)  # fmt: skip
     peaks = {
-        "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer),
-        "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, e * of_ends),
+        "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, held.made_by_layer),
+        "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, held.made_by_ends),
         "hidden states at the embedding": (needs.at_embedding, 0),
-        "their gradient at the embedding": (needs.at_embedding // 2, e * of_ends if needs.at_embedding else 0),
+        "their gradient at the embedding": (needs.at_embedding // 2, held.made_by_ends if needs.at_embedding else 0),
     }
     name, (work, gradients) = max(peaks.items(), key=lambda peak: sum(peak[1]))
     # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
     in_step = work + gradients + needs.checkpoints + needs.between
     beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
     return [
-        Item("vram", PARAMETERS, buffers),
-        Item("vram", TILES, tiling.held_tile_bytes),
-        Item("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
+        Item("vram", PARAMETERS, held.weights),
+        Item("vram", TILES, held.tiles),
+        Item("vram", GRADIENTS, held.sums + held.leaving),
         Item("vram", "gradients before they are summed", gradients),
         Item("vram", "activation checkpoints", needs.checkpoints),
         Item("vram", "activations and gradients between units", needs.between),

@@ -23,6 +23,8 @@ class PartNeeds(NamedTuple):
 
     home_bytes: int
     """Bytes of its parameters at home, packed where they are."""
+    size_bytes: int
+    """Bytes of them on the device, where nothing is packed."""
     trained: int
     """Elements with a gradient and states."""
     matrices: tuple[int, ...] = ()
@@ -108,7 +110,7 @@ def needs_of_shape(
     ranks: int = 1,
 ) -> TrainingNeeds:
     """What the run of such a model needs."""
-    layers, ends = _parts_of(shape, element_bytes, uses_muon)
+    layers, ends = parts_of_shape(shape, element_bytes, uses_muon)
     row_bytes = element_bytes * shape.hidden_size
     return TrainingNeeds(
         layers, ends, element_bytes, state_format, checkpoint_ends(tuple(step_tokens), row_bytes), ranks
@@ -116,12 +118,15 @@ def needs_of_shape(
 
 
 @lru_cache(maxsize=16)
-def _parts_of(
-    shape: ModelShape, element_bytes: int, uses_muon: bool
+def parts_of_shape(
+    shape: ModelShape, element_bytes: int, uses_muon: bool = False
 ) -> tuple[tuple[PartNeeds, ...], tuple[PartNeeds, ...]]:
     """(layers, embedding and head) of the model."""
     base = _cut(shape.tensors, shape.num_layers, shape.layer_params)
-    ends = [list(chain(*base.ends))] if shape.tied else [list(end) for end in base.ends if end]
+    ends, counted = list(base.ends), (shape.embedding_params, shape.head_params)
+    if tuple(map(sum, ends)) != counted:  # what follows the layers stands before them in the model
+        ends = [(numel,) for numel in counted]
+    ends = [tuple(chain(*ends))] if shape.tied else [end for end in ends if end]
     if not shape.lora_r:
         layers = [_part(tensors, (), element_bytes) for tensors in base.layers]
         if uses_muon:
@@ -190,10 +195,9 @@ def _part(
 ) -> PartNeeds:
     """`trained` and `frozen`: elements of each parameter; `packed`: (elements, bytes) of those of `frozen` that are
     packed."""
-    own = sum(map(_aligned, trained))
-    plain = sum(map(_aligned, _without(frozen, [numel for numel, _ in packed])))
-    in_bytes = sum(_aligned(size // element_bytes) for _, size in packed)
-    return PartNeeds(element_bytes * (own + plain + in_bytes), own)
+    own, all_of_it = sum(map(_aligned, trained)), sum(map(_aligned, [*trained, *frozen]))
+    spared = sum(_aligned(numel) - _aligned(size // element_bytes) for numel, size in packed)
+    return PartNeeds(element_bytes * (all_of_it - spared), element_bytes * all_of_it, own)
 
 
 def _packed(matrices: Sequence[int], quantize: str) -> list[tuple[int, int]]:
