@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from outcore.common.quantities import round_up
+from outcore.common.quantities import format_gib, round_up
 from outcore.sizing.ring import BLOCK_BYTES
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -123,6 +123,19 @@ class TrainingPlacement:
     def weights(self) -> int:
         """Parameters in RAM."""
         return sum(self.cuts)
+
+    def lines(self) -> list[str]:
+        """What waits in RAM beside parameters and states, for people; [] where nothing is worth a line."""
+        found, lent = [], self.needs.ranks * sum(self.lent)
+        if self.beyond:
+            beside = f"{format_gib(lent)} of activation checkpoints lie in the homes of gradients, " if lent else ""
+            found.append(f"RAM: {beside}{format_gib(self.beyond)} of activation checkpoints have RAM of their own")
+        if not self.has_homes:
+            found.append(
+                f"RAM: gradients share {format_gib(self.gradients)}, as there is no room for a home of each: an update "
+                "may have to end before the next gradient comes"
+            )
+        return found
 
     @property
     def spilled_weights(self) -> int:

@@ -89,6 +89,8 @@ def test_what_leaves_ram_is_what_was_decided(name: str, ram_gib: int, clip: floa
     assert pinned_bytes - blocks <= plan.used_bytes("pinned") <= pinned_bytes
     assert placed.on_drive > 0 or ram_gib > 8 or "LoRA" in name
     assert placed.has_homes or not clip
+    assert any("gradients share" in note for note in decision.notes) is not placed.has_homes
+    assert any("activation checkpoints have RAM of their own" in note for note in decision.notes) == (placed.beyond > 0)
 
 
 LORA = LoraSettings(r=8)

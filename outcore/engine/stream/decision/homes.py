@@ -163,12 +163,14 @@ def homes_of(
         lanes = placed.lanes if given is not None else 0
         shortage = _check_ram(placed.homes, settings, sizes, given, words, wanted, warnings, beside + lanes)
         notes.append(f"RAM: {format_gib(placed.homes)} of parameters, gradients and states, all of it in RAM ({words})")
+        notes += placed.lines()
         return placed, (), shortage
     notes.append(
         f"RAM: {format_gib(placed.homes)} of parameters, gradients and states in RAM ({words}), "
         f"{format_gb(placed.on_drive)} on NVMe"
         + ("; --ram_budget_gib 0 puts all that can be there on the drive" if not placed.on_drive else "")
     )
+    notes += placed.lines()
     flowing = placed.flowing + (placed.lanes if given is not None else 0)
     taken = placed.homes + beside + flowing
     if given and taken > budget:
