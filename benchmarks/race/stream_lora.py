@@ -30,33 +30,27 @@ from race_common import DeviceWatch, bare_s, cap_allocator, kernels_of, rss_byte
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.decision.homes import MOST_PINNED_OF_RAM, RunSizes, activation_bytes
+from outcore.engine.stream.decision.homes import MOST_PINNED_OF_RAM
 from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.parts import discover_units, needs_of_parts
 from outcore.formats import QUANTIZE_CHOICES
 from outcore.machine.host import available_ram_bytes
 from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 from outcore.model.adapters.lora import apply_lora
 from outcore.model.forward import MATMULS
-from outcore.optim import state_format
+from outcore.sizing.training import Pins, TrainingLimits, place_training
 
 BF16_BYTES = 2
 
 
 def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
     """Gradients, states and activation checkpoints, as train_model.py counts them against its budget."""
-    facts, config = loaded.facts, loaded.model.config
     assert settings.step_tokens is not None
-    sizes = RunSizes(
-        facts.total_params, facts.trainable_params, config.num_hidden_layers, config.hidden_size, settings.step_tokens,
-        ram_available_bytes=0, has_cuda=True,
-    )  # fmt: skip
-    gradients_bytes = BF16_BYTES * facts.trainable_params
-    states_bytes = int(state_format(settings.states).bytes_per_param * facts.trainable_params)
-    if settings.activations != "ram":
-        return gradients_bytes + states_bytes
-    return (
-        max(gradients_bytes, activation_bytes(sizes, BF16_BYTES)) + states_bytes
-    )  # checkpoints borrow the gradients' homes
+    hidden = loaded.facts.hidden_size
+    needs = needs_of_parts(discover_units(loaded), settings.states, settings.step_tokens, hidden)
+    limits = TrainingLimits(ram_bytes=0, pins=Pins(0), checkpoints_in_ram=settings.activations == "ram")
+    placed = place_training(needs, limits)
+    return placed.homes - placed.weights
 
 
 def main() -> None:

@@ -170,7 +170,7 @@ def _check_engine(config: TrainConfig) -> None:
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
         only_stream += ["matmul"] if config.matmul != "same" else []
         only_stream += ["quantize"] if config.quantize != "none" else []
-        sizes = ("tile_bytes", "resident_gib", "saved_gib", "ahead_gib")
+        sizes = ("tile_bytes", "resident_gib", "ahead_gib")
         only_stream += [n for n in sizes if getattr(config, n) is not None]
         if only_stream:
             raise ConfigError(

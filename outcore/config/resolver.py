@@ -88,7 +88,6 @@ class _Resolver:
             offload=self._offload(precision),
             staging_bytes=int(self._pick("staging_gib", STAGING_BYTES / GIB) * GIB),
             resident_bytes=_bytes_of(self.said.resident_gib),
-            saved_bytes=_bytes_of(self.said.saved_gib),
             ahead_bytes=_bytes_of(self.said.ahead_gib),
             storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", SLOT_BYTES),

@@ -111,8 +111,6 @@ class RunSettings:
     tile_bytes: int | None
     resident_bytes: int | None
     """Idle GPU memory for layers that stay there, at most. None: the engine's default."""
-    saved_bytes: int | None
-    """Idle GPU memory for what layers save of their forward, at most. None: the engine's default."""
     ahead_bytes: int | None
     """RAM for states of updates ahead of the global norm, at most. None: half of what is idle beside a GPU."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"]

@@ -73,6 +73,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "min_lr": "--min_lr_ratio, a share of the peak",
     "wandb_project": "--report_to wandb, and WANDB_PROJECT in the environment",
     "use_wandb": "--report_to wandb",
+    "saved_gib": "leave it out: backward computes every layer again, which was faster than keeping forwards on the GPU",
     "plot_loss": "leave it out: logs/<run>/loss.png is always drawn",
 })  # fmt: skip
 """Spelling, without its dashes -> what to write instead."""

@@ -15,7 +15,7 @@ import torch
 from outcore.common.deadline import after
 from outcore.flow.call import Call, OnPart, Output
 from outcore.flow.layers import Batch, Head, HeadInput, PartRunner
-from outcore.flow.parts import CallLog, LayerCall, ModelParts, Part
+from outcore.flow.parts import CallLog, ModelParts, Part
 from outcore.flow.trace import NO_TRACE, Trace
 from outcore.flow.weights import WeightArrival
 
@@ -41,20 +41,13 @@ class Passage:
 
 
 class PassWatch:
-    """Sees each part run on each call, may run a layer itself and put another tensor in place of what a part gave;
-    this one does neither."""
+    """Sees each part run on each call, and may put another tensor in place of what a part gave; this one does not."""
 
     def before(self, part: Part, number: int) -> None:
         """The part is about to run on this call."""
 
     def embedded(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
         """The embedding gave `hidden`."""
-
-    def layer(
-        self, runner: PartRunner, layer: int, number: int, slab: torch.Tensor, given: torch.Tensor, call: LayerCall
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the layer: (output, router logits)."""
-        return runner.layer(layer, slab, given, call)
 
     def passed(
         self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
@@ -143,7 +136,7 @@ class Flow:
                 watch.before(part, number)
                 given = item.take_hidden()
                 with self.compute("forward", part.name, number):
-                    hidden, routers = watch.layer(self.runner, index, number, slab, given, item.log.call(index))
+                    hidden, routers = self.runner.layer(index, slab, given, item.log.call(index))
                 replaced = watch.passed(index, number, given, hidden, routers)
                 item.hidden = hidden if replaced is None else replaced
                 del hidden, replaced

@@ -21,7 +21,7 @@ from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import STAGING_BYTES
 
@@ -263,7 +263,6 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
                     compiled=compiled,
                     tiling=tiling,
                     resident_bytes=RESIDENT_BYTES,
-                    saved_bytes=SAVED_BYTES,
                     ahead_bytes=None,
                     residency=STREAMED[request.residency],
                 ),

@@ -70,8 +70,6 @@ class StreamLayout:
     """Slots of a rank's lanes in `staging_bytes`."""
     resident_bytes: int | None = 0
     """Idle GPU memory for layers that stay there, at most. None: all of it, where that gains."""
-    saved_bytes: int | None = 0
-    """Room for what the last layers keep of their forward."""
     ahead_bytes: int | None = 0
     """RAM for states of updates ahead of the global norm, at most. None: half of what is idle."""
 

@@ -17,8 +17,6 @@ RESIDENT_BYTES: int | None = None
 """Memory for layers that stay, at most, where nobody says; None: all that is idle, where steps wait for updates or
 uploads. Measured (H100, cap 6.5 GiB, 1.2 B, 16,384 tokens, clipping, fp32 states, four runs): 0.50-0.54 s a step
 without, 0.45-0.49 with all that is idle."""
-SAVED_BYTES: int | None = 0
-"""Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 LEAST_GAIN = 0.03
 """Share of a step that layers which stay, or updates ahead of the norm, must spare by the forecast: less is not worth
 the memory."""
@@ -62,8 +60,3 @@ def gain_of_staying(share: float, waits_s: float, bound_s: float, step_s: float)
 def num_resident(layers_bytes: Sequence[int], idle_bytes: int) -> int:
     """How many of these layers stay, from the first one on."""
     return sum(total <= idle_bytes for total in accumulate(layers_bytes))
-
-
-def num_saved(layer_bytes: int, idle_bytes: int, num_layers: int) -> int:
-    """How many of the last `num_layers` layers keep what their backward reads of their forward, `layer_bytes` each."""
-    return max(0, min(num_layers, idle_bytes * 100 // MOVING_PERCENT // max(1, layer_bytes)))

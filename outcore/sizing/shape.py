@@ -128,11 +128,6 @@ class ModelShape:
     def trainable_params(self) -> int:
         return self.adapter_params + _elements(self.whole) if self.lora_r else self.base_params
 
-    @property
-    def whole_in_layer(self) -> int:
-        """Elements of a layer that are trained whole beside its adapters, on average over the layers."""
-        return -(-(_elements(self.whole) - self.whole_in_ends) // self.num_layers)
-
     def saved_bytes(self, element_bytes: int) -> int:
         """Bytes less that the base takes at home because it is packed."""
         if not self.quantize:

@@ -20,9 +20,19 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.flow.parts import ALIGN_NUMEL, Part
+from outcore.flow.parts import Part
 from outcore.flow.weights import Scratch, WeightHomes
-from outcore.optim import STATE_NAMES, Backend, ChunkJob, ChunkState, JobBatch, MatrixJob, StateFormat, open_backend
+from outcore.optim import (
+    BLOCK_NUMEL,
+    STATE_NAMES,
+    Backend,
+    ChunkJob,
+    ChunkState,
+    JobBatch,
+    MatrixJob,
+    StateFormat,
+    open_backend,
+)
 from outcore.optim.formats import StateName
 from outcore.staging.pool import HostMemory
 from outcore.states.placement import GradPlace, StateChunk
@@ -184,7 +194,7 @@ class Homes:
         """Set these states of a parameter, chunk by chunk: families that lie together on the drive (both moments) cross
         its link once when they are given together. The parameter follows its master."""
         _, slot = self.weights.slot(name)
-        end = round_up(slot.end, ALIGN_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
+        end = round_up(slot.end, BLOCK_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
         for chunk, at, start, stop in self._pieces(name, end):
             for family, value in values.items():
                 given = value.reshape(-1)[at : at + stop - start]

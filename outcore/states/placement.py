@@ -15,8 +15,8 @@ import torch
 
 from outcore.common.errors import EngineError
 from outcore.common.quantities import round_up
-from outcore.flow.parts import ALIGN_NUMEL, Part
-from outcore.optim import ChunkJob, StateFormat
+from outcore.flow.parts import Part
+from outcore.optim import BLOCK_NUMEL, ChunkJob, StateFormat
 from outcore.optim.formats import Tail, tail_of
 from outcore.storage import TensorStore
 
@@ -141,8 +141,8 @@ def cut_states(
     """Unit index -> its chunks, none of which has a home yet. `muon`: indices of units whose matrices have a momentum
     alone, each in a chunk of its own. `undecayed`: names of parameters without weight decay. ValueError for a size that
     cuts blocks in two."""
-    if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
-        raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
+    if chunk_numel <= 0 or chunk_numel % BLOCK_NUMEL:
+        raise ValueError(f"chunk_numel must be a positive multiple of {BLOCK_NUMEL}, got {chunk_numel}")
     chunks: dict[int, list[StateChunk]] = {}
     element_offset = 0
     for unit in units:
@@ -155,7 +155,7 @@ def cut_states(
                 stop = min(start + chunk_numel, upto)
                 cut.append(StateChunk(unit, start, stop, element_offset + start, state_format))
             if slot is not None:
-                at = round_up(slot.end, ALIGN_NUMEL)
+                at = round_up(slot.end, BLOCK_NUMEL)
                 rows, columns = slot.shape
                 own = state_format.without_squares
                 cut.append(StateChunk(unit, slot.offset, at, element_offset + slot.offset, own, matrix=(rows, columns)))
@@ -170,7 +170,7 @@ def _undecayed_in(unit: Part, chunk: StateChunk, names: frozenset[str]) -> tuple
     found: list[tuple[int, int]] = []
     for slot in unit.layout.trainable_slots:
         start = max(slot.offset, chunk.start) - chunk.start
-        stop = min(round_up(slot.end, ALIGN_NUMEL), chunk.stop) - chunk.start
+        stop = min(round_up(slot.end, BLOCK_NUMEL), chunk.stop) - chunk.start
         if slot.name in names and start < stop:
             joins = found and found[-1][1] == start
             found[-1:] = [(found[-1][0], stop)] if joins else [*found[-1:], (start, stop)]

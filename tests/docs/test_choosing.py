@@ -40,9 +40,10 @@ def test_help_says_what_each_offload_costs(capsys: pytest.CaptureFixture[str]) -
 FLAGS = {
     "max_grad_norm": "max_grad_norm", "states": "state_format", "accumulate": "grad_accum_dtype",
     "betas": "adam_beta1", "eps": "adam_epsilon", "state_ram_bytes": "ram_budget_gib",
-    "weight_ram_bytes": "ram_budget_gib", "packed_attention": "packing", "nvme_path": "nvme_offload_path",
+    "gradient_bytes": "ram_budget_gib", "weight_ram_bytes": "ram_budget_gib",
+    "packed_attention": "packing", "nvme_path": "nvme_offload_path",
     "step_tokens": "gradient_accumulation_steps", "row_tokens": "seq_length", "resident_bytes": "resident_gib",
-    "saved_bytes": "saved_gib", "ahead_bytes": "ahead_gib", "staging_bytes": "staging_gib",
+    "ahead_bytes": "ahead_gib", "staging_bytes": "staging_gib",
     "slot_bytes": "lane_slot_bytes", "num_slots": "lane_slots", "storage": "storage_engine",
     "initial_loss_scale": "initial_scale_power",
 }  # fmt: skip

@@ -12,22 +12,21 @@ from outcore.config import ConfigError, DeepSpeedFile, ProcessFacts, TrainConfig
 from outcore.engine.base import Host
 from outcore.engine.decide import EngineChoice, ask_model, choose_engine
 from outcore.engine.decide import decide as decide_engine
-from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
+from outcore.engine.stream import decide_stream
 from outcore.engine.stream.decision import decide
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import ModelSettings
 from outcore.train.run import planned
 from tests.flow.models import tiny_loaded
 
-_NOTHING = StreamDecision(resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16")), StreamSettings(), "cpu")
 SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
 
 
 def test_ram_is_that_of_the_control_group(monkeypatch):
     """The ring of states takes a part of it: the host's free RAM would end a run in a container."""
-    given = []
+    given, decided = [], decide.stream_decision
     model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300)
-    monkeypatch.setattr(decide, "stream_decision", lambda settings, sizes: given.append(sizes) or _NOTHING)
+    monkeypatch.setattr(decide, "stream_decision", lambda run, sizes: given.append(sizes) or decided(run, sizes))
     decide_stream(SETTINGS, model, Host(False, 5 * GIB, "run"), None, None)
     assert given[0].ram_available_bytes == 5 * GIB and given[0].step_tokens == (128,) * 4
     job = SimpleNamespace(device=SimpleNamespace(has_cuda=False), config=TrainConfig(), say=print)

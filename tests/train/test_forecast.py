@@ -9,7 +9,7 @@ import pytest
 
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
-from outcore.engine.stream import StreamDecision, StreamSettings
+from outcore.engine.stream import StreamSettings
 from outcore.machine import LinkRates
 from outcore.model import LoraSettings, ModelSettings, preset_shape
 from outcore.plan.run import Forecast, Forecaster
@@ -17,6 +17,7 @@ from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import run_hardware, run_shape
 from outcore.train.run import main
 from outcore.train.run.space import kept_on_drive
+from tests.engine.even_model import EvenModel
 from tests.plan.fakes import machine, plan_of, server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,8 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
 def _decided(stream: StreamSettings) -> Any:
     said = TrainConfig(per_device_train_batch_size=2, gradient_accumulation_steps=1)
     settings = resolve(said, DeepSpeedFile(), ProcessFacts("bf16"))
-    return StreamDecision(settings, stream, "cpu")
+    decided = EvenModel(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda=False).decide(settings)
+    return replace(decided, told=stream)
 
 
 def test_checkpoints_count_where_they_are_written(tmp_path: Path):

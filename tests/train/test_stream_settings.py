@@ -12,18 +12,19 @@ from outcore.config import ConfigError, ProcessFacts, TrainConfig, resolve, unde
 from outcore.engine.base import grouped
 from outcore.engine.decide import choose_engine
 from outcore.engine.stream import StreamDecision
-from outcore.engine.stream.decision.decide import stream_decision, unused_keys
-from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES, RunSizes, activation_bytes
+from outcore.engine.stream.decision.decide import unused_keys
+from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES
 from outcore.flow.weights import Scratch
 from outcore.optim import state_format
 from outcore.probe.report.config_file import read_config
 from outcore.sizing.streaming import PROCESS_BYTES
 from outcore.storage import DriveAccess, PosixEngine
 from tests.engine.deepspeed.config_cases import INFINITY, build
+from tests.engine.even_model import EvenModel
 from tests.refused import refused
 
 SHIPPED = json.loads((Path(__file__).resolve().parents[2] / "deepspeed_config.json").read_text())
-SIZES = RunSizes(
+SIZES = EvenModel(
     total_params=10**9, trainable_params=10**9, num_layers=10, hidden_size=100, step_tokens=(64, 64), row_tokens=32,
     ram_available_bytes=40 * GIB, has_cuda=True,
 )  # fmt: skip
@@ -40,10 +41,10 @@ ADAM = {
 
 
 def plan_of(
-    config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES, precision="bf16"
+    config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes=SIZES, precision="bf16"
 ) -> StreamDecision:
     settings = resolve(config or TrainConfig(), understand({**ADAM, **(file or {})}), ProcessFacts(precision))
-    return stream_decision(settings, sizes, nvme_check=check)
+    return sizes.decide(settings, nvme_check=check)
 
 
 def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
@@ -306,10 +307,6 @@ def test_keys_without_effect_are_listed_once():
     assert not any(key.endswith(("stage", "device", "nvme_path", "state_format", "residency")) for key in found)
     assert grouped(found).count("zero_optimization") == 1 and "aio" in grouped(found)
     assert grouped(["a.b", "a.c", "a.d", "e", "f.g"], most=2) == "a (3 keys), e, f (g)"
-
-
-def test_activations_are_counted_layer_by_layer():
-    assert activation_bytes(SIZES, 2) == 10 * 128 * 100 * 2
 
 
 def test_write_combined_auto_is_as_this_machine_measured_it():

@@ -75,9 +75,6 @@ class EngineFields:
     resident_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
     states, which the GPU then updates; 0: none stays. Default: all of it, where that makes steps shorter."""
-    saved_gib: float | None = setting(None, least=0)
-    """Engine stream: of the GPU's idle memory at most so many GiB for what the last layers' backward needs of their
-    forward, instead of a second forward. Default: 0."""
     ahead_gib: float | None = setting(None, least=0)
     """Engine stream with clipping: at most so many GiB of RAM, up to 12 B a parameter with state_format split, in which
     updates that begin before the global norm is known put their states: they are taken back should the step clip after

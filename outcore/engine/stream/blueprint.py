@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 
+from outcore.common.quantities import GIB
 from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
 from outcore.engine.stream.check.tiles import try_tiled_copy
-from outcore.engine.stream.device_work import work_of_step
+from outcore.engine.stream.device_work import long_rows_ram_bytes, work_of_step
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
-from outcore.flow.parts import ModelParts, StreamUnsupported, discover_units
+from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units, needs_of_parts
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
-from outcore.flow.weights import plan_cuts
+from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel
 from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
+from outcore.sizing.streaming import PinnedMemory
+from outcore.sizing.training import TrainingLimits, TrainingPlacement, least_gradients, place_training
 from outcore.states import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
+
+FREE_RAM_BYTES = 2 * GIB
+"""Left free when gradients of all layers are given homes."""
+SMALLEST_READ_AHEAD_SLOTS = 4
+"""Two for whole units, two for tiles."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,8 @@ class Blueprint:
     states: StateFormat
     chunks: dict[int, list[StateChunk]]
     """Optimizer states of each unit (by its index) that this rank keeps, and which of them are on NVMe."""
-    cuts: dict[int, int]
-    """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
+    placed: TrainingPlacement
+    """Homes of all that the run keeps."""
     is_deferred: bool
     """Whether updates wait for the global norm."""
     place: RankPlace = ALONE
@@ -63,6 +71,22 @@ class Blueprint:
     def sum_dtype(self) -> torch.dtype:
         """In which gradients of several micro-batches are added up."""
         return torch.float32 if self.settings.accumulate == "fp32" else self.dtype
+
+    @cached_property
+    def cuts(self) -> dict[int, int]:
+        """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
+        cuts = zip(_in_order(self.units), self.placed.cuts, strict=True)
+        return {unit.index: cut // unit.dtype.itemsize for unit, cut in cuts}
+
+    @cached_property
+    def waits(self) -> dict[int, int]:
+        """First element of each layer (by index) that waits in its gradient's home from an update on, at the beginning
+        of a chunk; of those layers in which any does."""
+        starts = {
+            unit.index: [chunk.start for chunk in self.chunks[unit.index] if chunk.start * unit.dtype.itemsize >= least]
+            for unit, least in zip(self.units.layer_units, self.placed.waits, strict=True)
+        }
+        return {index: min(found) for index, found in starts.items() if found}
 
     @property
     def on_nvme(self) -> frozenset[int]:
@@ -121,14 +145,8 @@ def draw_blueprint(
     chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers, undecayed=exempt)
     in_order = [chunk for unit in units.all for chunk in chunks[unit.index]]
     spill(in_order, settings.state_ram_bytes, compress=settings.compress_on_nvme)
-    cuts = plan_cuts(
-        units.all,
-        units.layer_units,
-        settings.weight_ram_bytes,
-        settings.chunk_numel,
-        whole=tile_plan.indices & {units.embed.index, units.head.index},  # rows of an embedding come from RAM
-    )
-    if not place.is_alone and any(cuts[unit.index] < unit.layout.home_numel for unit in units.all):
+    placed = _placement(loaded, units, settings, device, tile_plan, place, is_deferred=is_deferred)
+    if not place.is_alone and placed.spilled_weights:
         raise ValueError(
             f"{place.world_size} ranks share the parameters in RAM, and weight_ram_bytes puts some on NVMe: leave it "
             "out, or train on one rank"
@@ -146,10 +164,65 @@ def draw_blueprint(
         tile_plan,
         states,
         place.owned(chunks),
-        cuts,
+        placed,
         is_deferred,
         place,
     )
+
+
+def _in_order(units: ModelParts) -> list[Part]:
+    """Parts as the placement counts them, the layers first."""
+    return [*units.layer_units, *(unit for unit in units.all if unit not in units.layer_units)]
+
+
+def _placement(
+    loaded: LoadedModel,
+    units: ModelParts,
+    settings: StreamSettings,
+    device: torch.device,
+    tile_plan: TilePlan,
+    place: RankPlace,
+    *,
+    is_deferred: bool,
+) -> TrainingPlacement:
+    """The run's placement by the sizes of its real parts, within the budgets that it was told. With immediate updates
+    gradients share memory where RAM has no room for a home of each."""
+    needs = needs_of_parts(
+        units,
+        settings.states,
+        settings.step_tokens or (),
+        loaded.facts.hidden_size,
+        uses_muon=settings.optimizer == "muon",
+        ranks=place.world_size,
+    )
+    long_rows = None
+    if (holding := tile_plan.holding).tile_tokens:
+        long_rows = long_rows_ram_bytes(loaded, settings, needs.element_bytes, near=holding.near)
+    is_tiled = [unit.index in tile_plan.indices for unit in _in_order(units)]
+    limits = TrainingLimits(
+        ram_bytes=0,
+        pins=PinnedMemory(settings.staging_bytes, settings.lane_bytes),
+        checkpoints_in_ram=settings.activations_on(device) == "ram",
+        whole=frozenset(n for n, tiled in enumerate(is_tiled) if tiled and n >= len(needs.layers)),
+        chunk_numel=settings.chunk_numel,
+        gradient_bytes=settings.gradient_bytes,
+        tiled=frozenset(n for n in range(len(needs.layers)) if is_tiled[n]),
+        long_rows=long_rows,
+        is_told=True,
+        state_ram_bytes=settings.state_ram_bytes,
+        weight_ram_bytes=settings.weight_ram_bytes,
+        ring_bytes=settings.state_ring_bytes,
+        ring_slots=settings.state_ring_slots,
+        compresses=settings.compress_on_nvme,
+        read_ahead_bytes=max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes),
+    )
+    placed = place_training(needs, limits)
+    coming = placed.homes - (placed.weights if loaded.feed is None else 0)  # weights that are there move into homes
+    if is_deferred or not place.is_alone or settings.gradient_bytes is not None:
+        return placed
+    if coming <= available_ram_bytes() - FREE_RAM_BYTES:
+        return placed
+    return place_training(needs, replace(limits, gradient_bytes=least_gradients(needs)))
 
 
 def _check_muon(units: ModelParts, tiled: bool, place: RankPlace) -> None:

@@ -18,27 +18,17 @@ from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.activations.opening import open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_model
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
 from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
-from outcore.engine.stream.host_sizes import (
-    arena_bytes,
-    checkpoint_bytes,
-    home_bytes,
-    pool_bytes,
-    rank_pool_bytes,
-    read_ahead_bytes,
-    weights_from,
-)
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
+from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
-from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
@@ -111,14 +101,13 @@ def build_stream_engine(
             backend=backend,
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
-        stalls, saved, arena = Stalls(device), open_saved(plan), _gradient_arena(plan, ground)
-        residents = open_residents(plan, homes, saved)
+        stalls, arena, residents = Stalls(device), _gradient_arena(plan, ground), open_residents(plan, homes)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
         flow = _flow(plan, ground, traffic)
         lanes = (ground.upload, ground.download)
         checkpoints = open_activations(plan, ground.memory, lanes, ground.scratch, arena, flow.runner.expect)
-        schedule = _schedule(plan, flow, traffic.download, checkpoints, saved)
+        schedule = _schedule(plan, flow, traffic.download, checkpoints)
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -178,12 +167,7 @@ def _open_ground(
     plan: Blueprint, pinned_grant: PinnedGrant | bool, storage: StorageEngine | None, undo: ExitStack
 ) -> _Ground:
     settings, device = plan.settings, plan.device
-    place, kept_bytes = plan.place, checkpoint_bytes(plan)
-    if place.is_alone:
-        own_bytes = pool_bytes(plan.units, plan.cuts, settings, kept_bytes)
-    else:
-        shared_bytes = home_bytes(plan.units, plan.cuts, settings) + place.world_size * slots_bytes(plan.units.all)
-        own_bytes = rank_pool_bytes(shared_bytes, settings, kept_bytes, place.world_size)
+    place, own_bytes = plan.place, plan.placed.own_pinned
     combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
     with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
         pool = PinnedPool(own_bytes, device=device, write_combined_bytes=combined_bytes, probe=pinned_grant)
@@ -210,7 +194,8 @@ def _open_ground(
     if not place.is_alone:
         weight_bytes = [plan.cuts[unit.index] * unit.layout.dtype.itemsize for unit in plan.units.all]
         pin_bytes = settings.staging_bytes - place.world_size * own_bytes
-        host = undo.enter_context(open_host(place, plan.units, weight_bytes, pin_bytes, device))
+        slots_bytes = plan.placed.rank_slots // place.world_size
+        host = undo.enter_context(open_host(place, plan.units, weight_bytes, slots_bytes, pin_bytes, device))
     return _Ground(staging, memory, scratch, upload, download, host)
 
 
@@ -218,7 +203,8 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
     """For parameters on NVMe, of whole units ("weights") and of tiles ("tiles"); only those that have work."""
     settings, tiled = plan.settings, plan.tile_plan.indices
     lanes = {"weights": bool(plan.on_nvme - tiled), "tiles": bool(plan.on_nvme & tiled)}
-    ahead = read_ahead_bytes(plan.units, plan.cuts, settings, ground.staging.free_bytes)
+    free_bytes = ground.staging.free_bytes  # half of it for reading ahead where homes would take all
+    ahead = min(settings.weight_read_ahead_bytes, max(free_bytes - plan.placed.shared, free_bytes // 2))
     num_slots = max(2, ahead // max(1, sum(lanes.values())) // settings.slot_bytes)
     direct = settings.storage.is_direct
     return {
@@ -239,8 +225,8 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
 def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
     units = plan.units
     early = units.embed if units.tied and units.embed.index in plan.tile_plan.indices else None
-    limit_bytes = None if plan.is_deferred or ground.host else arena_bytes(units, plan.settings)
-    return GradientArena(units.all, ground.shared, limit_bytes, early=early, weights_from=weights_from(plan))
+    limit_bytes = None if plan.placed.has_homes else plan.placed.gradients
+    return GradientArena(units.all, ground.shared, limit_bytes, early=early, weights_from=plan.waits)
 
 
 @dataclass(frozen=True)
@@ -378,9 +364,7 @@ def _flow(plan: Blueprint, ground: _Ground, traffic: _Traffic) -> Flow:
     return Flow(runner, head, traffic.arrival, plan.device)
 
 
-def _schedule(
-    plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations, saved: SavedForwards
-) -> VerticalSchedule:
+def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
     head = StreamedHeadGradient(
         flow.head,
         aux_coefficient=plan.aux_coefficient,
@@ -393,7 +377,6 @@ def _schedule(
         head,
         download,
         activations,
-        saved,
         plan.settings.seed,
         plan.place.rank,
         plan.place.world_size,

@@ -100,7 +100,6 @@ class EngineParts:
                 f"  layers: {self._layers_in_words()}",
                 *([f"  products: {words}"] if (words := self.products.words()) else []),
                 *([f"  residents: {words}"] if (words := self.residents.words()) else []),
-                *([f"  saved: {words}"] if (words := self.schedule.saved.words()) else []),
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
                 *([f"  packed rows: {self.packed_rows}"] if self.packed_rows else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),

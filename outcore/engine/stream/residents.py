@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib
-from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
@@ -64,7 +63,7 @@ class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
     for what is idle, where the forecast gains; `device_bytes`: memory that the engine was told to plan for, if any;
     `trained`: parameters of the whole model; `evaluation_bytes`: what an evaluation takes of the device, as far as it
-    is known. What they leave of the idle memory is offered to `saved`.
+    is known.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Residents:
         is_deferred: bool,
         hidden_row_bytes: int,
         evaluation_bytes: int,
-        saved: SavedForwards,
     ) -> None:
         self._candidates, self._homes, self._device = list(candidates), homes, device
         self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
@@ -87,7 +85,6 @@ class Residents:
         self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
         self._held: dict[int, Resident] = {}
         self._parts: list[Part] = []
-        self._saved = saved
         self._largest = (0, 0)
         self._steps = 0
         self._moving_bytes = 0
@@ -168,17 +165,11 @@ class Residents:
         self._held, self._parts, self._steps = {}, [], 0
 
     def give_way(self, why: str) -> bool:
-        """Give memory back: what is used for saved layers first, then all, of which one less comes again. False when
-        there is none."""
-        if not self._saved.num_layers:
-            one_less = len(self._parts) - 1
-            if gave := self.go_home(why):
-                del self._candidates[one_less:]  # beside as many memory would be short again
-            return gave
-        logger.warning("layers are computed again in backward, instead of kept: %s", why)
-        self._saved.offer(0)
-        self._saved.step_begins(0)
-        return True
+        """Give all memory back; one layer less comes again. False when there is none."""
+        one_less = len(self._parts) - 1
+        if gave := self.go_home(why):
+            del self._candidates[one_less:]  # beside as many memory would be short again
+        return gave
 
     def go_home(self, why: str) -> bool:
         """Have no layer stay; False when none does."""
@@ -195,10 +186,7 @@ class Residents:
 
     def step_begins(self, tokens: Sequence[int]) -> None:
         """Before a step of micro-batches of so many `tokens`: make room where it is larger than any before."""
-        self._make_room((max(tokens), sum(tokens)))
-        self._saved.step_begins(sum(tokens))
-
-    def _make_room(self, size: tuple[int, int]) -> None:
+        size = (max(tokens), sum(tokens))
         if size[0] <= self._largest[0] and size[1] <= self._largest[1]:
             self._steps += 1
             return
@@ -208,25 +196,17 @@ class Residents:
             self.go_home(f"a step of {size[1]} tokens, up to {size[0]} at a time, needs more memory than any before")
         self._largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         self._steps = 1
-        self._saved.offer(0)
 
     def step_ended(self, settle: Callable[[], None], phase_s: dict[str, float]) -> str:
         """After a step: decide, once there were enough of one size; what was decided for people, '' when nothing was.
         `settle` waits for updates under way; `phase_s` as in `StepResult`."""
-        self._saved.step_ended()
-        takes = bool(self._candidates) and self._limit_bytes != 0 and not self._held
-        if self._steps != STEPS_BEFORE or not (takes or self._saved.wants_memory):
+        if self._steps != STEPS_BEFORE or not self._candidates or self._limit_bytes == 0 or self._held:
             return ""
-        if not self._held:
-            self._moving_bytes = self._evaluation_bytes
-        idle_bytes, said = self._use().idle, ""
-        if takes:
-            count, said = self._choose(idle_bytes, phase_s)
-            if count:
-                settle()
-                said = self._take(self._candidates[:count], said)
-                idle_bytes -= sum(map(self._bytes_of, self._parts))
-        self._saved.offer(idle_bytes)
+        self._moving_bytes = self._evaluation_bytes
+        count, said = self._choose(self._use().idle, phase_s)
+        if count:
+            settle()
+            said = self._take(self._candidates[:count], said)
         return said
 
     def _choose(self, idle_bytes: int, phase_s: dict[str, float]) -> tuple[int, str]:
@@ -252,7 +232,7 @@ class Residents:
 
     def _use(self) -> DeviceUse:
         now = self.measure()
-        self._moving_bytes = max(now.moving - self._saved.peak_bytes, self._moving_bytes)
+        self._moving_bytes = max(now.moving, self._moving_bytes)
         return DeviceUse(now.limit, now.reserved, self._moving_bytes)
 
     def _bytes_of(self, part: Part) -> int:
@@ -299,22 +279,7 @@ class Residents:
                 yield at_home, held.states[begin : begin + own.size_bytes]
 
 
-def open_saved(plan: Blueprint) -> SavedForwards:
-    """The saved layers of an engine that is being built: none in tiles, none on the CPU unless told, none where no
-    configuration says what a layer computes."""
-    settings, device = plan.settings, plan.device
-    is_compiled = not plan.compiled.why_not
-    work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=is_compiled)
-    limit_bytes = settings.saved_bytes if device.type == "cuda" else settings.saved_bytes or 0
-    return SavedForwards(
-        plan.units,
-        plan.compiled,
-        limit_bytes=0 if plan.tile_plan.tiled or plan.tile_plan.holding.tile_tokens else limit_bytes,
-        planned_bytes_per_token=None if work is None else work.layer // max(settings.step_tokens or (1,)),
-    )
-
-
-def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Residents:
+def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
@@ -338,7 +303,6 @@ def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Resid
         is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
         evaluation_bytes=0 if work is None else work.evaluation,
-        saved=saved,
     )
 
 

@@ -1,6 +1,6 @@
 """The vertical schedule: each unit runs all micro-batches before the next one, so weights cross the link twice a step.
 
-Forward is flow's; of each layer only its input is kept (activation checkpoint), unless the layer is `saved`. The head
+Forward is flow's; of each layer only its input is kept (activation checkpoint). The head
 gives loss and gradient chunk by chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of
 all micro-batches added up on the device and sent down as soon as a unit's are complete (tied weights: once, after the
 embedding's backward). Weights arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
@@ -19,13 +19,12 @@ from outcore.common.deadline import after
 from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
 from outcore.flow import Flow, Passage, PassWatch
-from outcore.flow.layers import Batch, HeadInput, PartRunner
-from outcore.flow.parts import LayerCall, Part
+from outcore.flow.layers import Batch, HeadInput
+from outcore.flow.parts import Part
 from outcore.flow.trace import PhaseClock
 from outcore.staging import LaneTransfer
 
@@ -88,21 +87,13 @@ class _Keeping(PassWatch):
         if len(self._sizes_bytes) == len(self._micro) and self._schedule.lowest is not None:
             self._schedule.activations.reserve(self._sizes_bytes)
 
-    def layer(
-        self, runner: PartRunner, layer: int, number: int, slab: torch.Tensor, given: torch.Tensor, call: LayerCall
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        saved = self._schedule.saved
-        if saved.saves(layer):
-            return saved.forward(runner, layer, number, slab, given, call)
-        return super().layer(runner, layer, number, slab, given, call)
-
     def passed(
         self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
     ) -> None:
         item, schedule = self._micro[number], self._schedule
         item.routers += routers
         item.router_counts.append(len(routers))
-        if schedule.lowest is not None and layer >= schedule.lowest and not schedule.saved.holds(layer, number):
+        if schedule.lowest is not None and layer >= schedule.lowest:
             with schedule.waiting_for_kept(layer, number):
                 schedule.activations.keep(layer, number, given)
 
@@ -117,13 +108,12 @@ class VerticalSchedule:
         head: StreamedHeadGradient,
         download: GradientShipping,
         activations: Activations,
-        saved: SavedForwards,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.flow, self.backward, self.head, self.units = flow, backward, head, flow.units
-        self.download, self.activations, self.saved, self.seed = download, activations, saved, seed
+        self.download, self.activations, self.seed = download, activations, seed
         self.rank, self.world_size = rank, world_size
         self._tied: GradAccumulator | None = None
         self.lowest = self.units.lowest_trained
@@ -155,7 +145,6 @@ class VerticalSchedule:
             except BaseException as error:
                 self.flow.arrival.abort(after(error))
                 self.activations.clear(after(error))
-                self.saved.clear()
                 self._tied = None
                 raise
 
@@ -213,12 +202,6 @@ class VerticalSchedule:
             only_once = len(micro) == 1 and self.flow.runner.long_rows is None  # whose tiles each bring a gradient
             into = self.download.accumulator(unit, only_once=only_once) if unit.is_trainable else None
             for m, item in enumerate(micro):
-                if self.saved.holds(index, m):
-                    with self.flow.compute("backward", unit.name, m):
-                        kept = self.saved.take(index, m, slab)
-                        item.grad = self.backward.through(kept, item.take_grad(), item.take_router_grads(), into)
-                        del kept
-                    continue
                 hidden = self._take_kept(index, m)
                 random.at(m, unit.index)
                 with self.flow.compute("backward", unit.name, m):

@@ -10,7 +10,7 @@ import torch
 from outcore.model.forward import MATMULS
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -35,9 +35,6 @@ class StreamSizes:
     step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
     weight_read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
     """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
-    gradient_bytes: int | None = None
-    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
-    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     compress_on_nvme: bool = True
     """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
     memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
@@ -98,6 +95,9 @@ class StreamSettings(StreamSizes):
     weight_ram_bytes: int | None = None
     """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
     keeps what it trains in RAM."""
+    gradient_bytes: int | None = None
+    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
+    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"] = "same"
     """How layers multiply (`model.forward.LayerProducts`)."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -112,9 +112,6 @@ class StreamSettings(StreamSizes):
     resident_bytes: int | None = RESIDENT_BYTES
     """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
     the CPU; 0: none stays."""
-    saved_bytes: int | None = SAVED_BYTES
-    """Idle device memory, likewise, for what the last layers' backward needs of their forward, which is then not made
-    again."""
     ahead_bytes: int = 0
     """RAM for second homes of the last parts' states (`outcore.states.second`): their updates begin before the global
     norm is known, once a step waited for updates, and are taken back where something must be clipped after all."""
@@ -168,7 +165,7 @@ class StreamSettings(StreamSizes):
     def _check_residency(self) -> None:
         names = (
             "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
-            "resident_bytes", "saved_bytes", "ahead_bytes",
+            "resident_bytes", "ahead_bytes",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

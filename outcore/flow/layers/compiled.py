@@ -172,10 +172,8 @@ class CompiledLayers:
         hidden: torch.Tensor,
         call: LayerCall,
         *more: Any,
-        under_grad: bool = False,
     ) -> Any:
-        """What the role's function gives; None when it could not be compiled (then nothing has happened). `under_grad`:
-        autograd may go back through it, so it is no CUDA graph."""
+        """What the role's function gives; None when it could not be compiled (then nothing has happened)."""
         for value in (*call.args, *call.kwargs.values()):
             if are_borders(value):  # one code for any number of documents
                 torch._dynamo.maybe_mark_dynamic(value, 0)
@@ -189,9 +187,9 @@ class CompiledLayers:
         if self.is_compiling:
             self._functions[role, kind, usual] = self._compile(role, kind, usual=usual)
         try:
-            with torch.set_grad_enabled(under_grad):
+            with torch.no_grad():
                 function = self._functions[role, kind, usual]
-                if self.graphs is None or under_grad:
+                if self.graphs is None:
                     return function(*args)
                 return self.graphs.run((kind, role), function, *args)
         except compiler_errors() as error:

@@ -21,8 +21,6 @@ from outcore.common.quantities import round_up
 from outcore.formats import Again, PackedSpec
 from outcore.optim import BLOCK_NUMEL
 
-ALIGN_NUMEL = BLOCK_NUMEL
-
 
 def several_types(types: Mapping[str, torch.dtype]) -> str:
     """Why parameters of these types (by name) cannot be streamed; '' when they are of one."""
@@ -92,9 +90,9 @@ class SlabLayout:
                 spec = packed.get(name) if not p.requires_grad else None
                 assert spec is None or spec.value_shape == tuple(p.shape), name
                 slots.append(Slot(name, tuple(p.shape), offset, p.requires_grad, home, spec))
-                offset = round_up(offset + p.numel(), ALIGN_NUMEL)
+                offset = round_up(offset + p.numel(), BLOCK_NUMEL)
                 at_home = p.numel() if spec is None else spec.size_bytes // self.dtype.itemsize
-                home = round_up(home + at_home, ALIGN_NUMEL)
+                home = round_up(home + at_home, BLOCK_NUMEL)
             ends.append(offset)
         self.slots = tuple(slots)
         self.trainable_numel = ends[0]

@@ -45,24 +45,6 @@ def _cpu_spec(part: Part, slot: Slot, owners: Sequence[Owner]) -> PackedSpec | N
     return spec if any(is_linear) and is_table and PackedProducts.can(spec) else None
 
 
-def saved_bytes(model: nn.Module, quantize: str) -> int:
-    """Bytes less that the frozen matrices of this model (or of its skeleton without memory) take when they are packed.
-
-    Counts every linear layer but the head; a few may lie outside the layers and stay as they are."""
-    rule, head = _rule(quantize, {}), getattr(model, "get_output_embeddings", lambda: None)()
-    owners: dict[nn.Parameter, list[Owner]] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((module, attribute))
-    saved = 0
-    for parameter, held in owners.items():
-        spec = rule("", parameter, held)
-        if spec is not None and all(module is not head for module, _ in held):
-            saved += parameter.numel() * parameter.dtype.itemsize - spec.size_bytes
-    return saved
-
-
 def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
     wanted = None if quantize is None else packed_format(quantize)
 

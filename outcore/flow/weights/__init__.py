@@ -2,7 +2,7 @@
 
 from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.hand_over import HandOver
-from outcore.flow.weights.homes import WeightHomes, plan_cuts
+from outcore.flow.weights.homes import WeightHomes
 from outcore.flow.weights.packed_weight import InPlaceProducts, PackedWeight
 from outcore.flow.weights.prefetch import WeightPrefetcher, settle
 from outcore.flow.weights.ranges import RangeUpload, SlabRanges

@@ -31,54 +31,12 @@ TIMEOUT_S = 600.0
 KIND = "weights"
 
 
-def plan_cuts(
-    units: Sequence[Part],
-    layer_units: Sequence[Part],
-    ram_bytes: int | None,
-    grain_numel: int,
-    whole: frozenset[int] = frozenset(),
-) -> dict[int, int]:
-    """For each unit how many elements of its slab live in RAM, at most `ram_bytes` in all (None: all of them).
-
-    `whole`: indices of units that must live in RAM. They, and what a mostly frozen unit trains, may exceed the budget.
-    """
-    if ram_bytes is None:
-        return {unit.index: unit.layout.home_numel for unit in units}
-    cuts = {unit.index: _least(unit, whole) for unit in units}
-    left = ram_bytes - sum(cuts[unit.index] * unit.layout.dtype.itemsize for unit in units)
-
-    def extend(unit: Part, budget_bytes: int) -> None:
-        nonlocal left
-        layout, cut = unit.layout, cuts[unit.index]
-        reach = cut + max(0, budget_bytes) // layout.dtype.itemsize
-        new = layout.home_numel if reach >= layout.home_numel else max(cut, reach // grain_numel * grain_numel)
-        cuts[unit.index] = new
-        left -= (new - cut) * layout.dtype.itemsize
-
-    layers = {unit.index for unit in layer_units}
-    for unit in units:
-        if unit.index not in layers:
-            extend(unit, left)
-    short = sorted(layer_units, key=lambda unit: unit.layout.home_numel - cuts[unit.index])
-    for number, unit in enumerate(short):
-        extend(unit, left // (len(short) - number))
-    for unit in layer_units:  # what rounding to the grain left over
-        extend(unit, min(left, 2 * grain_numel * unit.layout.dtype.itemsize - 1))
-    return cuts
-
-
-def _least(unit: Part, whole: frozenset[int]) -> int:
-    if unit.index in whole:
-        return unit.layout.home_numel
-    trained = unit.layout.trainable_numel
-    return trained if 2 * trained < unit.layout.home_numel else 0
-
-
 class WeightHomes:
-    """Homes of all parameters of a model. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in
-    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily); `lengths`: parameters that
-    start as the norms of another's rows, as `dora_lengths` tells them. `owned`: indices of units whose values this
-    process writes (None: all), because the memory of the others is shared with a process that does.
+    """Homes of all parameters of a model. `cuts`: elements of each part, by its index, that live in RAM; `scratch` may
+    be None where that is all; `feed`: values of parameters that the model does not hold itself (loaded lazily);
+    `lengths`: parameters that start as the norms of another's rows, as `dora_lengths` tells them. `owned`: indices of
+    units whose values this process writes (None: all), because the memory of the others is shared with a process that
+    does.
 
     EngineError when the drives have no room."""
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from outcore.common.quantities import format_gib, format_s
 from outcore.config import RunSettings, TrainConfig
-from outcore.formats.checkpoint import usual_format
+from outcore.flow.parts import run_shape
 from outcore.machine import Machine, detect_machine
-from outcore.model import ModelSettings, on_targets, resolve_source, shape_from_config
-from outcore.model.facts import quantization_of
+from outcore.model import ModelSettings
 from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.gpus import BesideOne, beside_one
 from outcore.plan.answer.show import show
@@ -54,24 +53,6 @@ def run_hardware(
 
     overrides = Overrides(num_gpus=num_gpus if has_cuda else 1)
     return load_hardware(None, overrides, allow_nominal=True, measured=measured, detect=visible)
-
-
-def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
-    """Counted on the meta device. ValueError for a model of the user's own module, which only its builder knows."""
-    if settings.model_module is not None:
-        raise ValueError("the planner cannot count a model_module's model, which only its own builder knows")
-    name = settings.preset or settings.model_name_or_path or settings.config_file or "model"
-    config = resolve_source(settings, tokenizer).config
-    shape = shape_from_config(Path(name).stem if settings.config_file else name, config)
-    if not settings.lora:
-        return shape
-    lora, targets = settings.lora, settings.lora.target_modules
-    targets = () if isinstance(targets, str) else targets  # a string: auto
-    shape = on_targets(shape, config, targets, lora.use_dora, lora.modules_to_save)
-    packed = quantization_of(config)
-    published = usual_format(packed) if packed else None
-    shape = shape.with_lora(settings.lora.r).packed(settings.quantize, published=published)
-    return replace(shape, stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
 def run_request(settings: RunSettings, layout: Layout, seq_length: int, kept: int) -> RunRequest:

@@ -14,17 +14,14 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import AHEAD, SPARE, STAYING, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
-    GRADIENTS,
     GRAPHS,
-    SAVED,
     Staying,
     ahead_room,
     drive_states,
     graph_bytes,
     pinned_and_rest,
+    placement_of,
     ram_parts,
-    saved_layers,
-    spilled,
     staying,
     vram_parts,
 )
@@ -48,26 +45,22 @@ def plan_stream(
     case = Case(shape, request, hardware, seq_length, layout)
     checkpoints = checkpoint_bytes(shape, request.element_bytes, case.micro_tokens * layout.accumulation)
     tiling = tiling_of(case)
-    ram, sizes = ram_parts(case, tiling)
-    spill, ram = spilled(case, ram, sizes, tiling)
-    have_homes = sum(p.size_bytes for p in ram if p.name == GRADIENTS) >= sizes[GRADIENTS]
-    ram, pinned, pageable = pinned_and_rest(case, ram)
+    homes = placement_of(case, tiling)
+    spill = Spill(homes.spilled_states / max(1, homes.needs.states), homes.spilled_weights / homes.needs.weights)
+    ram, pinned, pageable = pinned_and_rest(homes, ram_parts(case, tiling, homes))
     vram = vram_parts(case, tiling)
     graphs = graph_bytes(case, tiling, vram) if not tiling.layers else None
     tensors, pool = graphs or (0, 0)
     vram.append(Item("vram", GRAPHS, tensors))
     vram = [replace(p, size_bytes=p.size_bytes + pool) if p.name == SPARE else p for p in vram]
-    stay = staying(case, tiling, spill, vram, pool)
-    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, have_homes)
+    stay = staying(case, tiling, homes, vram, pool)
+    placed = Placed(homes, spill, pageable, checkpoints, tiling, graphs is not None, stay)
     if layout.resident_bytes is None and stay.layers:
         stay = stay if _gains(case, placed, replace(placed, stay=Staying())) else Staying()
     vram.append(Item("vram", STAYING, stay.size_bytes))
     placed = replace(placed, stay=stay)
     notes = _notes(shape, asked, tiling, pageable, stay)
-    saved, kept_bytes = saved_layers(case, tiling, vram)
-    vram.append(Item("vram", SAVED, kept_bytes))
-    placed = replace(placed, saved=saved)
-    ahead, ahead_bytes = ahead_room(case, spill, stay, [*ram, *pinned])
+    ahead, ahead_bytes = ahead_room(case, homes, stay, [*ram, *pinned])
     begun, time_whole = replace(placed, ahead=ahead), None
     if _gains(case, begun, placed):
         ram.append(Item("ram", AHEAD, ahead_bytes))
@@ -76,7 +69,7 @@ def plan_stream(
             f"a step that clips nothing takes {format_s(time_whole.step_s)}: its updates begin in backward, in "
             f"{format_gib(ahead_bytes)} of idle RAM (--ahead_gib 0: all wait for the norm)"
         )
-    drive = drive_states(case, sizes, spill, layout.stored_states(request.format))
+    drive = drive_states(homes, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
     drive += case.kept_checkpoints

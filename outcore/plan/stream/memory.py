@@ -14,7 +14,6 @@ from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.stream.tiles import Tiling, device_bytes_of
 from outcore.plan.terms.case import Case
-from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
     compiled_activation_bytes,
@@ -23,26 +22,25 @@ from outcore.sizing.activations import (
     long_ram_bytes,
 )
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
-from outcore.sizing.residents import DeviceUse, num_resident, num_saved, resident_bytes
-from outcore.sizing.ring import LEAST_MATRICES
-from outcore.sizing.shape import ModelShape
+from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     AHEAD_OF_IDLE_RAM,
-    CHUNK_NUMEL,
     CPU_STAGING_BYTES,
     GRAPH_FREE_SHARE,
     LANE_BYTES,
     PROCESS_BYTES,
     STAGING_BYTES,
-    STAY_LAYERS,
-    WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
     is_worth_a_graph,
-    lent_bytes,
-    pinned_memory,
-    rank_slots_bytes,
-    ring_of_states_bytes,
+)
+from outcore.sizing.training import (
+    Pins,
+    TrainingLimits,
+    TrainingPlacement,
+    least_gradients,
+    needs_of_shape,
+    place_training,
 )
 from outcore.sizing.work import step_work
 
@@ -50,7 +48,6 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 TILES = "tiles and their gradients"
 GRAPHS = "CUDA graphs of layers"
-SAVED = "what the last layers keep for their backward"
 MATRICES = "Muon's updates of matrices"
 MATRIX_STATES = "states of Muon's matrices"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
@@ -61,46 +58,32 @@ TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
 GRAPH_SHAPES = 2
 """Kinds of micro-batches that layers are captured for: with borders of documents, and without."""
-LEAST_GRADIENTS = 3
-"""Units' worth of gradients without clipping, where RAM is short."""
 
 
 def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     """Parts in the GPU's memory. The peak is the worse of a layer's backward and the head's: activations or logits,
     and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
-    shape, layout, e, holding = case.shape, case.layout, case.element_bytes, tiling.holding
-    adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
-    whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
-    layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
-    buffers = e * (min(holding.layer_buffers, len(whole)) * layer + ends)
-    if shape.quantize:  # buffers hold packed layers, one is expanded beside them
-        buffers += e * layer - min(holding.layer_buffers, len(whole)) * shape.layer_saved_bytes(e)
-    of_layer, of_ends = layer, ends  # elements with gradients
-    if shape.lora_r:
-        of_layer, of_ends = adapters + shape.whole_in_layer if whole else 0, min(ends, shape.whole_in_ends)
-    # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
-    summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
-    leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
+    shape, layout, e, holding, held = case.shape, case.layout, case.element_bytes, tiling.holding, tiling.held
     needs = step_work(
         shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
         tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
     ).of(holding)  # fmt: skip
     peaks = {
-        "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer),
-        "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, e * of_ends),
+        "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, held.made_by_layer),
+        "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, held.made_by_ends),
         "hidden states at the embedding": (needs.at_embedding, 0),
-        "their gradient at the embedding": (needs.at_embedding // 2, e * of_ends if needs.at_embedding else 0),
+        "their gradient at the embedding": (needs.at_embedding // 2, held.made_by_ends if needs.at_embedding else 0),
     }
     name, (work, gradients) = max(peaks.items(), key=lambda peak: sum(peak[1]))
     # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
     in_step = work + gradients + needs.checkpoints + needs.between
     beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
     return [
-        Item("vram", PARAMETERS, buffers),
-        Item("vram", TILES, tiling.held_tile_bytes),
-        Item("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
+        Item("vram", PARAMETERS, held.weights),
+        Item("vram", TILES, held.tiles),
+        Item("vram", GRADIENTS, held.sums + held.leaving),
         Item("vram", "gradients before they are summed", gradients),
         Item("vram", "activation checkpoints", needs.checkpoints),
         Item("vram", "activations and gradients between units", needs.between),
@@ -160,14 +143,16 @@ class Staying:
     size_bytes: int = 0
 
 
-def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[Item], pool_bytes: int) -> Staying:
+def staying(
+    case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacement, vram: list[Item], pool_bytes: int
+) -> Staying:
     """What the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes` alone."""
     shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
     device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
     is_out = (
         tiling.any
         or tiling.tile_tokens > 0
-        or spill != Spill()
+        or placed.on_drive > 0
         or hardware.num_gpus > 1
         or hardware.is_cpu
         or moments < 8
@@ -180,9 +165,7 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     idle = DeviceUse(device_bytes, kept + pool_bytes, sum(tensors.values()) - kept).idle
     idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
     idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
-    adapters = -(-shape.adapter_params // shape.num_layers)
-    homes = [e * (one + adapters) - shape.layer_saved_bytes(e) for one in shape.layer_params]
-    trained = [adapters + shape.whole_in_layer if shape.lora_r else one for one in shape.layer_params]
+    homes, trained = zip(*((layer.home_bytes, layer.trained) for layer in placed.needs.layers), strict=True)
     hidden = case.micro_tokens * shape.hidden_size * e
     sizes = [
         resident_bytes(home, e * own, int((master + moments) * own), hidden, clips=case.request.clips)
@@ -192,180 +175,110 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     return Staying(count, sum(homes[:count]), sum(trained[:count]), sum(sizes[:count]))
 
 
-def saved_layers(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> tuple[int, int]:
-    """(layers, bytes) that the engine will save of their forward beside `vram`."""
-    layout, limit = case.layout, case.layout.saved_bytes
-    if case.hardware.is_cpu or tiling.any or tiling.tile_tokens or limit == 0:
-        return 0, 0
-    keeps = compiled_activation_bytes if layout.compiled else layer_activation_bytes
-    one = keeps(case.shape, case.element_bytes, case.seq_length, case.micro_tokens) * layout.accumulation
-    idle = case.hardware.vram_bytes - sum(p.size_bytes for p in vram)
-    count = num_saved(one, idle if limit is None else min(idle, limit), case.shape.num_layers)
-    return count, count * one
+def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
+    """The engine's placement in RAM and on the drive, within what it was told."""
+    shape, request, hardware, layout, e = case.shape, case.request, case.hardware, case.layout, case.element_bytes
+    tokens, told = (case.micro_tokens,) * layout.accumulation, layout.residency or Residency()
+    needs = needs_of_shape(
+        shape, e, request.format, tokens, uses_muon=request.optimizer == "muon", ranks=hardware.num_gpus
+    )
+    long_rows = None
+    if tiling.tile_tokens:
+        long_rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
+    gradient_bytes = told.gradient_bytes if not request.clips else None
+    has_drive = hardware.nvme_free_bytes > 0
+    limits = TrainingLimits(
+        ram_bytes=hardware.ram_bytes - sum(item.size_bytes for item in fixed_ram(case, tiling)),
+        pins=_pins(case),
+        checkpoints_in_ram=layout.checkpoints_home == "ram",
+        states_may_spill=has_drive,
+        weights_may_spill=has_drive and hardware.num_gpus == 1,  # ranks share the parameters in RAM
+        whole=frozenset(range(len(needs.layers), len(needs.parts))) if tiling.ends else frozenset(),
+        gradient_bytes=None if gradient_bytes is None else max(gradient_bytes, least_gradients(needs)),
+        waits_for_norm=request.clips,
+        tiled=tiling.layers,
+        long_rows=long_rows,
+        is_told=layout.residency is not None,
+        state_ram_bytes=told.state_ram_bytes,
+        weight_ram_bytes=told.weight_ram_bytes,
+        ring_bytes=told.state_ring_bytes,
+        ring_slots=told.state_ring_slots,
+        compresses=told.compressed,
+    )
+    return place_training(needs, limits)
 
 
-def ram_parts(case: Case[StreamLayout], tiling: Tiling) -> tuple[list[Item], dict[str, int]]:
-    """RAM with everything in it, and the sizes of what may spill or shrink."""
-    shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
-    master, moments = STATE_FORMATS[case.request.format]
-    lone = case.muon_numel
-    sizes = {
-        PARAMETERS: e * shape.total_params - shape.saved_bytes(e),
-        "master": int(master * (trained - lone)),
-        "moments": int(moments * (trained - lone)),
-        MATRIX_STATES: case.muon_bytes,
-        GRADIENTS: e * trained,
-    }
-    ranks = case.hardware.num_gpus
+def fixed_ram(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
+    """RAM beside homes and what flows."""
     fixed = [
-        Item("ram", "framework overhead", ranks * PROCESS_BYTES),
+        Item("ram", "framework overhead", case.hardware.num_gpus * PROCESS_BYTES),
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
-    if ranks > 1:
-        fixed.append(Item("ram", RANK_SLOTS, ranks * rank_slots_bytes([e * n for n in _gradients(shape)])))
-    if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
-        largest = max(shape.layer_params[i] for i in tiling.layers)
+    if tiling.layers and case.layout.accumulation >= TILED_SUMS_FROM and not case.shape.lora_r:
+        largest = max(case.shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
-    if tiling.tile_tokens:
-        rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
-        fixed.append(Item("ram", LONG_ROWS, ranks * rows))
-    elif layout.checkpoints_home == "ram":
-        fixed.append(Item("ram", BEYOND, _beyond(case)))
-    parts = [Item("ram", name, size) for name, size in sizes.items()] + fixed
-    return [*parts, Item("ram", SLOTS, ranks * _pinned_memory(case, parts).lane_bytes)], sizes
+    return fixed
 
 
-def _gradients(shape: ModelShape) -> list[int]:
-    """Trained parameters of each part."""
-    if shape.lora_r:
-        return [-(-shape.adapter_params // shape.num_layers)] * shape.num_layers
-    ends = [shape.ends_params] if shape.tied else [shape.embedding_params, shape.head_params]
-    return [*shape.layer_params, *ends]
+def ram_parts(case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacement) -> list[Item]:
+    """All that is in RAM, by name."""
+    needs, share = placed.needs, placed.states / max(1, placed.needs.states)
+    master = int(share * STATE_FORMATS[needs.state_format][0] * (needs.trained - needs.muon_params))
+    matrices = int(share * needs.matrix_states)
+    sizes = {
+        PARAMETERS: placed.weights,
+        "master": master,
+        "moments": placed.states - master - matrices,
+        MATRIX_STATES: matrices,
+        GRADIENTS: placed.gradients,
+        RANK_SLOTS: placed.rank_slots,
+        LONG_ROWS if tiling.tile_tokens else BEYOND: placed.beyond,
+        RING: placed.ring,
+        "weights read ahead": placed.read_ahead,
+    }
+    return [*(Item("ram", name, size) for name, size in sizes.items()), *fixed_ram(case, tiling)]
 
 
-def _beyond(case: Case[StreamLayout]) -> int:
-    """Activation checkpoints of all ranks lie in the homes of their layer's gradients, which are free meanwhile, as far
-    as they fit; this is what does not."""
-    shape, ranks, ends = case.shape, case.hardware.num_gpus, case.checkpoint_ends
-    home_bytes = 0 if shape.lora_r else case.element_bytes * min(shape.layer_params)
-    return max(0, shape.num_layers - STAY_LAYERS) * ranks * (ends[-1] - lent_bytes(ends, home_bytes // ranks))
-
-
-def spilled(
-    case: Case[StreamLayout], parts: list[Item], sizes: dict[str, int], tiling: Tiling
-) -> tuple[Spill, list[Item]]:
-    """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
-    shape, request, hardware, layout = case.shape, case.request, case.hardware, case.layout
-    may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
-    if hardware.num_gpus > 1:  # ranks share the parameters in RAM
-        may_spill = 0
-    states = sum(sizes[name] for name in (*STATES, MATRIX_STATES))
-    gradients = sizes[GRADIENTS]
-    least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
-    told = layout.residency
-    if told is not None:
-        weights = min(_over(sizes[PARAMETERS], told.weight_ram_bytes), may_spill / sizes[PARAMETERS])
-        spill = Spill(_over(states, told.state_ram_bytes), weights)
-        if told.gradient_bytes is not None and not request.clips:
-            gradients = min(gradients, max(least, told.gradient_bytes))
-    else:
-        over = sum(p.size_bytes for p in parts) - hardware.ram_bytes
-        if not request.clips and over > 0:
-            kept = max(least, gradients - over)
-            gradients, over = kept, over - (gradients - kept)
-        shares = {"states": 0.0, PARAMETERS: 0.0}
-        groups = [("states", states), (PARAMETERS, may_spill)]
-        for name, group in reversed(groups) if shape.lora_r else groups:
-            if over <= 0 or not group or not hardware.nvme_free_bytes:
-                continue
-            over += _ring_bytes(case, sizes, Spill(1.0, 0.0)) if name == "states" else 0
-            if name == PARAMETERS:
-                over += WEIGHT_READ_AHEAD_BYTES
-                over += _ring_bytes(case, sizes, Spill(shares["states"], 1.0)) if shares["states"] else 0
-                over -= _ring_bytes(case, sizes, Spill(shares["states"], 0.0)) if shares["states"] else 0
-            shares[name] = min(1.0, over / group)
-            over -= group
-        spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
-    shares = {PARAMETERS: spill.parameters, **dict.fromkeys((*STATES, MATRIX_STATES), spill.states)}
-    stay = [
-        Item(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
-        for p in parts
-    ]
-    if spill.states:
-        stay.append(Item("ram", RING, _ring_bytes(case, sizes, spill)))
-    if spill.parameters:
-        stay.append(Item("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
-    return spill, stay
-
-
-def ahead_room(case: Case[StreamLayout], spill: Spill, stay: Staying, in_ram: list[Item]) -> tuple[int, int]:
+def ahead_room(
+    case: Case[StreamLayout], placed: TrainingPlacement, stay: Staying, in_ram: list[Item]
+) -> tuple[int, int]:
     """(parameters, bytes) of second homes beside `in_ram`, for updates that may begin ahead of the global norm: all but
     the embedding's and those of layers that stay on the GPU. Steps that clip leave them alone."""
-    shape, hardware, limit = case.shape, case.hardware, case.layout.ahead_bytes
-    if spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
+    needs, hardware, limit = placed.needs, case.hardware, case.layout.ahead_bytes
+    if placed.on_drive or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
         return 0, 0
     idle = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
     limit = idle // AHEAD_OF_IDLE_RAM if limit is None else min(limit, idle)
     of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
-    parts = _gradients(shape)
-    parts = parts[stay.layers : shape.num_layers] + parts[shape.num_layers + 1 :]  # the embedding's gradient comes last
-    size_bytes = min(limit, int(of_one * sum(parts)))
+    parts = needs.layers[stay.layers :] + needs.ends[1:]  # the embedding's gradient comes last
+    size_bytes = min(limit, int(of_one * sum(part.trained for part in parts)))
     return int(size_bytes / of_one), size_bytes
-
-
-def _ring_bytes(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill) -> int:
-    """Whole slots of the largest chunk's states, a matrix of Muon's or as many parameters as AdamW's have, with its
-    piece of the parameters where those are on the drive, too."""
-    request, told = case.request, case.layout.residency or Residency()
-    with_param = request.element_bytes if spill.parameters and spill.states else 0
-    states = sum(sizes[name] for name in STATES)
-    trained = int(states / sum(STATE_FORMATS[request.format]))
-    slot = int(CHUNK_NUMEL * case.layout.stored_states(request.format).in_slot) + CHUNK_NUMEL * with_param
-    chunks, most_bytes = -(-int(spill.states * trained) // CHUNK_NUMEL), told.state_ring_bytes
-    if case.muon:
-        matrix = max(inner * outer for inner, outer in case.muon)
-        slot = max(slot, case.muon_bytes * matrix // case.muon_numel + with_param * matrix)
-        chunks, most_bytes = chunks + len(case.muon), max(most_bytes, LEAST_MATRICES * slot)
-    return ring_of_states_bytes(slot, chunks, most_bytes, told.state_ring_slots)
-
-
-def _over(size: int, budget: int | None) -> float:
-    return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
 CROSSING = (RANK_SLOTS, PARAMETERS, MATRIX_STATES, GRADIENTS, BEYOND, LONG_ROWS)
 """Homes in RAM that cross to the device, in the order in which they are pinned."""
 
 
-def _pinned_memory(case: Case[StreamLayout], ram: list[Item]) -> PinnedMemory:
+def _pins(case: Case[StreamLayout]) -> Pins | PinnedMemory:
     """What an engine was told, else what one would choose."""
-    layout, ranks, asked_bytes = case.layout, case.hardware.num_gpus, case.request.staging_bytes
+    layout, asked_bytes = case.layout, case.request.staging_bytes
     if layout.staging_bytes is not None:
         return PinnedMemory(layout.staging_bytes, layout.lane_bytes)
     if case.hardware.is_cpu:
-        return pinned_memory(0, asked_bytes or CPU_STAGING_BYTES, ranks=ranks)
+        return Pins(asked_bytes or CPU_STAGING_BYTES, pins_homes=False)
     can_bytes = max(case.hardware.pinned_bytes, LANE_BYTES)
-    return pinned_memory(
-        sum(p.size_bytes for p in ram if p.name in CROSSING),
-        min(asked_bytes or STAGING_BYTES, can_bytes),
-        may_pin_bytes=can_bytes if asked_bytes is None else 0,
-        ranks=ranks,
-    )
+    return Pins(min(asked_bytes or STAGING_BYTES, can_bytes), can_bytes if asked_bytes is None else 0)
 
 
-def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Item], list[Item], float]:
+def pinned_and_rest(placed: TrainingPlacement, ram: list[Item]) -> tuple[list[Item], list[Item], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
     The pool is as large as parameters, gradients and activation checkpoints need, up to what it may take.
     """
-    memory = _pinned_memory(case, ram)
-    lane_bytes = case.hardware.num_gpus * memory.lane_bytes
-    left = max(0, memory.pool_bytes - lane_bytes)
-    pinned = [Item("pinned", SLOTS, lane_bytes)]
+    left = max(0, placed.pinned.pool_bytes - placed.lanes)
+    pinned = [Item("pinned", SLOTS, placed.lanes)]
     rest: list[Item] = []
     for part in ram:
-        if part.name == SLOTS:
-            continue
         taken = min(left, part.size_bytes) if part.name in CROSSING else 0
         left -= taken
         if taken:
@@ -375,12 +288,13 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
     return rest, pinned, kept / homes if homes else 0.0
 
 
-def drive_states(case: Case[StreamLayout], sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Item]:
+def drive_states(placed: TrainingPlacement, stored: StoredStates) -> list[Item]:
     """What lives on the drive during the run."""
-    trained = spill.states * (case.shape.trainable_params - case.muon_numel)
+    needs, share = placed.needs, placed.spilled_states / max(1, placed.needs.states)
+    trained = share * (needs.trained - needs.muon_params)
     return [
-        Item("nvme", MATRIX_STATES, int(case.muon_bytes * spill.states)),
-        Item("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
+        Item("nvme", MATRIX_STATES, int(share * needs.matrix_states)),
+        Item("nvme", PARAMETERS, placed.spilled_weights),
         Item("nvme", "master", int(stored.master * trained)),
         Item("nvme", "moments", int((stored.moments + stored.room) * trained)),
     ]

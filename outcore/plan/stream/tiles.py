@@ -16,14 +16,16 @@ from outcore.sizing.shape import ModelShape
 from outcore.sizing.tiles import (
     HELD_WHOLE,
     RESIDENT_SHARE,
-    TILES_HELD,
+    HeldBytes,
     Holding,
     Model,
     UnitSize,
     choose_holding,
     chunk_bytes_of,
+    held_bytes,
     tile_bytes_of,
 )
+from outcore.sizing.training import PartNeeds, parts_of_shape
 from outcore.sizing.work import step_work
 
 
@@ -31,6 +33,7 @@ from outcore.sizing.work import step_work
 class Tiling:
     """The engine's decision. `layers`: indices of tiled layers, from 0."""
 
+    model: Model
     ends: bool = False
     layers: frozenset[int] = frozenset()
     tile_bytes: int = 0
@@ -47,14 +50,10 @@ class Tiling:
     def any(self) -> bool:
         return self.ends or bool(self.layers)
 
-    def params_in_ram(self, shape: ModelShape) -> int:
-        """Elements whose home is RAM whatever the drive takes of the others: rows of an embedding are picked there."""
-        return shape.embedding_params + shape.head_params if self.ends else 0
-
     @property
-    def held_tile_bytes(self) -> int:
-        """Tiles, their sums and gradients on the device."""
-        return TILES_HELD * self.tile_bytes if self.any else 0
+    def held(self) -> HeldBytes:
+        """Device memory for weights and gradients."""
+        return held_bytes(self.model, self.holding, self.tile_bytes)
 
     def words(self, shape: ModelShape) -> str:
         """For people; '' where nothing is in tiles."""
@@ -84,13 +83,12 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     device_bytes = device_bytes_of(case.hardware, layout)
     holding, in_ram = Holding(layer_buffers=layout.layer_buffers), layout.checkpoints_home == "ram"
     if device_bytes is None and layout.tiling not in ("on", "tokens"):
-        return Tiling(holding=holding)
+        return Tiling(_model(shape, e, 0), holding=holding)
     tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
-    units = _units(shape, e, tile_bytes)
-    model = Model(units, e, tied=shape.tied)
+    model = _model(shape, e, tile_bytes)
     if layout.tiling == "on":
-        holding = replace(holding, tiled=frozenset(unit.index for unit in units if unit.is_large))
+        holding = replace(holding, tiled=frozenset(unit.index for unit in model.units if unit.is_large))
     else:
         work = step_work(
             shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
@@ -98,41 +96,32 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
             tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
         )  # fmt: skip
         if device_bytes is None:
-            return Tiling(holding=holding.cut_as(work.long[-1]) if work.long else holding)
+            return Tiling(model, holding=holding.cut_as(work.long[-1]) if work.long else holding)
         holding = choose_holding(
             model, device_bytes, tile_bytes,
             layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling != "off",
             cuts_rows={"tokens": True, "off": False}.get(layout.tiling, None if in_ram else False),
         )  # fmt: skip
-    ends = frozenset(unit.index for unit in units if not unit.is_layer)
+    ends = frozenset(unit.index for unit in model.units if not unit.is_layer)
     layers = frozenset(index - 1 for index in holding.tiled - ends)
-    return Tiling(bool(holding.tiled & ends), layers, tile_bytes, chunk_bytes, holding)
+    return Tiling(model, bool(holding.tiled & ends), layers, tile_bytes, chunk_bytes, holding)
 
 
 @lru_cache(maxsize=16)
-def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[UnitSize, ...]:
-    """Parts as the engine takes the model apart; gaps between parameters are not counted."""
-    adapters = -(-shape.adapter_params // shape.num_layers)
+def _model(shape: ModelShape, element_bytes: int, tile_bytes: int) -> Model:
+    """Parts as the engine takes the model apart."""
+    layers, ends = parts_of_shape(shape, element_bytes)
+    least = tile_bytes // RESIDENT_SHARE
+    widest = shape.hidden_size * max(shape.num_heads * shape.head_dim, shape.ffn_width)
 
-    def unit(index: int, is_layer: bool, params: int, largest_weight: int) -> UnitSize:
-        beside = adapters + shape.whole_in_layer if is_layer else min(params, shape.whole_in_ends)
-        trained = beside if shape.lora_r else params
-        size = element_bytes * (params + (adapters if is_layer else 0))
-        is_large = element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE
-        if is_layer and shape.quantize:
-            packed_bytes = size - shape.layer_saved_bytes(element_bytes)
-            return UnitSize(index, is_layer, packed_bytes, trained, is_large, expanded_bytes=size)
-        return UnitSize(index, is_layer, size, trained, is_large)
+    def unit(index: int, is_layer: bool, part: PartNeeds, largest: int) -> UnitSize:
+        expanded = part.size_bytes if part.home_bytes < part.size_bytes else 0
+        return UnitSize(
+            index, is_layer, part.home_bytes, part.trained, element_bytes * largest > least, expanded_bytes=expanded
+        )
 
-    def largest_of(params: int) -> int:
-        widest = max(shape.num_heads * shape.head_dim, shape.ffn_width)
-        return params // 4 if shape.is_moe else shape.hidden_size * widest
-
-    layers = [unit(1 + i, True, params, largest_of(params)) for i, params in enumerate(shape.layer_params)]
-    found = [
-        unit(0, False, shape.ends_params if shape.tied else shape.embedding_params, shape.head_weight_numel),
-        *layers,
-    ]
-    if not shape.tied:
-        found.append(unit(1 + shape.num_layers, False, shape.head_params, shape.head_weight_numel))
-    return tuple(found)
+    found = [unit(0, False, ends[0], shape.head_weight_numel)]
+    for number, (part, params) in enumerate(zip(layers, shape.layer_params, strict=True)):
+        found.append(unit(1 + number, True, part, params // 4 if shape.is_moe else widest))
+    found += [unit(1 + len(layers), False, end, shape.head_weight_numel) for end in ends[1:]]
+    return Model(tuple(found), element_bytes, tied=shape.tied)

@@ -7,7 +7,6 @@ they are from the engine itself is in docs/planning.md.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,14 +21,17 @@ from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.activations import long_link_bytes, mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
-from outcore.sizing.streaming import STAY_LAYERS, lent_bytes, waits_from
+from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.training import TrainingPlacement
 
 
 @dataclass(frozen=True)
 class Placed:
     """Homes of everything of a case lives."""
 
+    homes: TrainingPlacement
     spill: Spill
+    """Shares of it on the drive."""
     pageable: float
     """Share of homes that is not pinned."""
     checkpoint_bytes: int
@@ -38,10 +40,6 @@ class Placed:
     graphs: bool
     """Whether layers are CUDA graphs."""
     stay: Staying
-    have_homes: bool
-    """Whether each part's gradients have a home of their own."""
-    saved: int = 0
-    """Layers whose forward is not made again."""
     ahead: int = 0
     """Parameters of the last parts whose updates may begin before the global norm is known."""
 
@@ -127,7 +125,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     calls = shape.num_layers * layout.accumulation
     links = _Links(case, placed)
     head = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel
-    again, spared = head if tiling.ends else 0.0, placed.saved / shape.num_layers
+    again = head if tiling.ends else 0.0
     head_back = head if shape.lora_r else 2 * head
     tokens = case.micro_tokens * layout.accumulation
     # On long rows the projections to queries, keys and values run once more back; uncompiled also beside the rest.
@@ -169,8 +167,8 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     up_backward, down = links.up_backward + links.moved + rows_backward[0], links.down + rows_backward[1]
     back = up_backward + down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
-        flops=case.flops.backward - head_back + projected + unused - spared * (case.flops.forward - head),
-        attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
+        flops=case.flops.backward - head_back + projected + unused,
+        attention_flops=case.flops.attention_backward,
         device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],
         h2d_bytes=up_backward + links.tiles_backward,
@@ -299,30 +297,10 @@ class _Links:
 
     @cached_property
     def waiting(self) -> float:
-        """Share of the layers' parameters that is on the drive and yet need not be read (`waits_from`)."""
-        case, shape, placed = self.case, self.case.shape, self.placed
-        if not placed.have_homes:
-            return 0.0
-        lends = self.moved > 0 and case.layout.checkpoints_home == "ram"
-        alike = Counter(  # models have many layers of few kinds
-            (params, lends and layer < shape.num_layers - STAY_LAYERS, layer in placed.tiling.layers)
-            for layer, params in enumerate(shape.layer_params)
-        )
-        waiting = 0.0
-        for (params, is_lent, in_tiles), times in alike.items():
-            home_bytes = case.element_bytes * params
-            waiting += times * (
-                home_bytes
-                - waits_from(
-                    home_bytes,
-                    0 if shape.lora_r else home_bytes,
-                    (1 - placed.spill.parameters) * home_bytes,
-                    lent_bytes(case.checkpoint_ends, home_bytes) if is_lent else 0,
-                    ranks=case.hardware.num_gpus,
-                    in_tiles=in_tiles,
-                )
-            )
-        return waiting / (case.element_bytes * sum(shape.layer_params))
+        """Share of the layers' parameters that is on the drive and yet need not be read."""
+        homes = self.placed.homes
+        layers = [layer.home_bytes for layer in homes.needs.layers]
+        return sum(layers) and (sum(layers) - sum(homes.waits)) / sum(layers)
 
     @property
     def weights_forward(self) -> float:

@@ -43,12 +43,6 @@ class Case(Generic[Layout]):
         """Tokens of a micro-batch."""
         return self.seq_length * self.layout.micro_batch
 
-    @property
-    def checkpoint_ends(self) -> list[int]:
-        """Bytes of a layer's activation checkpoints up to the end of each micro-batch of a step."""
-        hidden_bytes = self.element_bytes * self.micro_tokens * self.shape.hidden_size
-        return [hidden_bytes * (number + 1) for number in range(self.layout.accumulation)]
-
     @cached_property
     def muon(self) -> list[tuple[int, int]]:
         """Sides of each matrix that Muon updates; none with AdamW."""

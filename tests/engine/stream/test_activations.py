@@ -12,7 +12,6 @@ from outcore.engine.stream.activations.memory import DEVICE_STACKS
 from outcore.engine.stream.activations.nvme import BEHIND_LAYERS
 from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.host_sizes import checkpoint_bytes
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
 from tests.engine.inside import parts_of
@@ -225,6 +224,6 @@ def test_memory_for_checkpoints_is_known_before_the_first_step(build, rows):
     engine = build("ram", step_tokens=tokens)
     engine.train_step([plain_batch(rows, count // rows, seed=count) for count in tokens], LR)
     plan = draw_blueprint(engine.loaded, engine.settings, torch.device("cpu"), trial=False, build=build_stream_engine)
-    expected_bytes = checkpoint_bytes(plan)
+    expected_bytes = plan.placed.beyond
     assert parts_of(engine).schedule.activations.host_bytes == expected_bytes
     assert (expected_bytes > 0) == (rows == 40)  # the others lie in the gradients' homes

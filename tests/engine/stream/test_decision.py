@@ -9,26 +9,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
-from outcore.engine.stream import host_sizes
+from outcore.engine.stream import blueprint
+from outcore.engine.stream.blueprint import draw_blueprint
+from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision import decide
-from outcore.engine.stream.decision.homes import RunSizes
-from outcore.engine.stream.gradients.arena import gradient_bytes_of, smallest_arena_bytes
-from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts import discover_units
 from outcore.model import ModelSettings
-from tests.flow.models import tiny_loaded
+from outcore.sizing.training import TrainingPlacement, least_gradients
+from tests.engine.even_model import EvenModel
+from tests.flow.models import TINY_SETTINGS, tiny_loaded
 
 
 def test_forecast_and_engine_are_told_once_what_the_device_had_free(monkeypatch):
     """The forecast was made anew after the engine had taken its buffers, and planned with what they had left."""
     free_bytes = [8 * 10**9]
     settings = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
-    sizes = RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda=False)
+    sizes = EvenModel(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(decide, "free_device_bytes", lambda device: free_bytes[0] if device.type == "cuda" else None)
-    on_the_cpu = decide.stream_decision(settings, sizes)
+    on_the_cpu = sizes.decide(settings)
     assert on_the_cpu.layout.device_bytes is None
-    decision = decide.stream_decision(settings, replace(sizes, has_cuda=True))
+    decision = replace(sizes, has_cuda=True).decide(settings)
     free_bytes[0] = 3 * 10**9
     assert decision.told.device_bytes == decision.layout.device_bytes == 8 * 10**9
 
@@ -48,20 +48,31 @@ def test_muons_matrices_of_an_own_class_are_counted_in_the_model_itself(monkeypa
     settings = resolve(TrainConfig(optimizer="muon"), DeepSpeedFile(), ProcessFacts("fp32"))
     decide.decide_stream(settings, ModelSettings(preset="tiny"), Host(False, 10**11, "run"), None, own)
     layers = own.model.model.layers.parameters()
-    assert seen[0].muon_params == sum(p.numel() for p in layers if p.ndim == 2) > 0
+    assert seen[0].needs.muon_params == sum(p.numel() for p in layers if p.ndim == 2) > 0
 
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0])
 def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPatch, spare_bytes: int):
-    units = discover_units(tiny_loaded("llama", num_hidden_layers=6))
-    needed = sum(gradient_bytes_of(unit) for unit in units.all)
-    free_bytes = host_sizes.FREE_RAM_BYTES + needed + spare_bytes
-    monkeypatch.setattr(host_sizes, "available_ram_bytes", lambda: free_bytes)
-    least = smallest_arena_bytes(units.all)
-    assert least < needed
-    assert host_sizes.arena_bytes(units, StreamSettings(max_grad_norm=0)) == (None if spare_bytes == 0 else least)
-    told = StreamSettings(max_grad_norm=0, gradient_bytes=12345)
-    assert host_sizes.arena_bytes(units, told) == 12345
+    """Else they share memory for three of the largest, unless told how much: then activation checkpoints have RAM of
+    their own."""
+    loaded = tiny_loaded("llama", num_hidden_layers=6)
+
+    def placed(**told) -> TrainingPlacement:
+        settings = replace(TINY_SETTINGS, max_grad_norm=0, activations="ram", step_tokens=(16, 16), **told)
+        device = torch.device("cpu")
+        return draw_blueprint(loaded, settings, device, trial=False, build=build_stream_engine).placed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blueprint, "available_ram_bytes", lambda: 10**12)
+        whole = placed()
+    needs = whole.needs
+    free_bytes = blueprint.FREE_RAM_BYTES + needs.gradients + needs.states + whole.beyond + spare_bytes
+    monkeypatch.setattr(blueprint, "available_ram_bytes", lambda: free_bytes)
+    found, least = placed(), least_gradients(needs)
+    assert least < needs.gradients and whole.has_homes and whole.beyond == 0 < sum(whole.lent)
+    assert (found.has_homes, found.gradients) == ((True, needs.gradients) if spare_bytes == 0 else (False, least))
+    assert found.beyond == (0 if spare_bytes == 0 else 4 * needs.checkpoint_ends[-1])
+    assert placed(gradient_bytes=12345).gradients == 12345
 
 
 @pytest.mark.parametrize("config, changes, why", [
@@ -74,7 +85,7 @@ def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPat
 def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_gib, has_cuda):
     """Half of what is idle by default: of 10**11 bytes 3 GiB are left alone and the run's own 14 MB taken."""
     settings = resolve(TrainConfig(ahead_gib=told_gib, **config), DeepSpeedFile(), ProcessFacts("bf16"))
-    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda, **changes))
+    decision = EvenModel(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda, **changes).decide(settings)
     said = [note for note in decision.notes if "ahead_gib" in note]
     wanted = 3 << 29 if told_gib else (10**11 - 3 * GIB - 14 * 10**6) // 2 if has_cuda else 0
     assert decision.told.ahead_bytes == decision.layout.ahead_bytes == (0 if why else wanted)
@@ -85,7 +96,7 @@ def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_
 def test_more_ram_for_updates_ahead_than_is_idle_is_said(told_gib, said):
     settings = resolve(TrainConfig(ahead_gib=told_gib), DeepSpeedFile(), ProcessFacts("bf16"))
     available = 3 * GIB + 24 * 10**6  # less a reserve of 3 GiB and the run's own 14 MB: 10 MB
-    decision = decide.stream_decision(settings, RunSizes(10**6, 10**6, 2, 64, (128,), available, True))
+    decision = EvenModel(10**6, 10**6, 2, 64, (128,), available, True).decide(settings)
     found = [warning for warning in decision.warnings if "ahead_gib" in warning]
     assert len(found) == bool(said) and all(said in warning and "9.54 MiB of RAM idle" in warning for warning in found)
     assert decision.told.ahead_bytes == (5 * 10**6 if told_gib is None else int(told_gib * GIB))
@@ -94,7 +105,7 @@ def test_more_ram_for_updates_ahead_than_is_idle_is_said(told_gib, said):
 def test_no_update_is_ahead_of_states_on_a_drive(tmp_path):
     config = TrainConfig(ahead_gib=1.0, ram_budget_gib=0.0, nvme_offload_path=str(tmp_path))
     settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
-    sizes = RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, False)
-    decision = decide.stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
+    sizes = EvenModel(10**6, 10**6, 2, 64, (128,), 10**11, False)
+    decision = sizes.decide(settings, nvme_check=lambda folder, needed_gb: (True, ""))
     assert decision.told.ahead_bytes == 0
     assert "ahead_gib is not used: states on the drive are updated on their way" in decision.notes

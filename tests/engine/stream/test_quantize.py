@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outcore.data import load_tokenizer
-from outcore.engine.stream.decision.lora_size import lora_size
+from outcore.flow.parts import run_shape
 from outcore.formats import open_packed
 from outcore.formats.gguf_files import write_gguf
 from outcore.model import LoraSettings, ModelSettings, load_model
@@ -211,7 +211,7 @@ def test_a_gguf_file_trains_as_its_16_bit_values_do(of_loaded, tmp_path, engines
         settings = ModelSettings(
             model_name_or_path=str(name), precision="bf16", seq_length=32, lora=settings_for(None).lora
         )
-        assert (lora_size(settings, None).saved_bytes > 0) == (name == file)
+        assert bool(run_shape(settings, None).quantize) == (name == file)
         of_loaded(load_model(settings, lazy=True, packed_feed=open_packed))
         assert bool(packed_names(engines[-1])) == (name == file)
         results.append(trained(engines[-1]))

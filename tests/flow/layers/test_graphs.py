@@ -272,7 +272,6 @@ def test_layers_with_dropout_are_not_captured():
 
 
 def test_eager_graphs_are_for_layers_that_are_not_compiled():
-    """Where they were taken for compiled ones as well, no forward was saved (`--saved_gib`)."""
     loaded = tiny_loaded("llama", dtype=torch.float32)
     settings = replace(SETTINGS, compile="auto")
     found = blueprint._compiled(loaded, discover_units(loaded), settings, torch.device("cuda"), 0.0)

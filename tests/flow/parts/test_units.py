@@ -7,7 +7,8 @@ from torch import nn
 from outcore.engine.stream.check.gradients import run_units, why_not_trained
 from outcore.flow.check import slab_of
 from outcore.flow.layers.unit_weights import PartWeights
-from outcore.flow.parts import ALIGN_NUMEL, SlabLayout, discover_units
+from outcore.flow.parts import SlabLayout, discover_units
+from outcore.optim import BLOCK_NUMEL
 from tests.flow.models import (
     FAMILIES,
     assert_same_grads,
@@ -88,8 +89,8 @@ def test_layout_puts_trainable_parameters_first_and_aligned():
     free = nn.Parameter(torch.ones(300))
     layout = SlabLayout([("frozen", frozen), ("free", free), ("more", nn.Parameter(torch.ones(5)))])
     assert [slot.name for slot in layout.slots] == ["free", "more", "frozen"]
-    assert all(slot.offset % ALIGN_NUMEL == 0 for slot in layout.slots)
-    assert layout.trainable_numel == 3 * ALIGN_NUMEL and layout.numel == 4 * ALIGN_NUMEL
+    assert all(slot.offset % BLOCK_NUMEL == 0 for slot in layout.slots)
+    assert layout.trainable_numel == 3 * BLOCK_NUMEL and layout.numel == 4 * BLOCK_NUMEL
     assert layout.gaps() == [(300, 512), (517, 768)]
     assert layout.num_params == 326 and layout.size_bytes == layout.numel * 4
     with pytest.raises(ValueError, match="several types"):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from outcore.common.quantities import MIB, round_up
 from outcore.engine.base import EngineError
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
-from outcore.flow.parts import discover_units
-from outcore.flow.weights import plan_cuts
+from outcore.flow.parts import discover_units, needs_of_parts
 from outcore.flow.weights.scratch import FOLDER
+from outcore.sizing.training import cut_homes
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, adapted, batches_of, result_of, same, with_drive
@@ -44,25 +44,21 @@ def run(engine, steps=2):
 
 
 def test_the_budget_is_kept_and_spread_evenly_over_the_layers():
-    units = discover_units(base())
-    total = sum(unit.layout.size_bytes for unit in units.all)
-    floors = sum(unit.layout.trainable_numel * 2 for unit in units.all)
-    ends = units.embed.layout.numel + units.head.layout.numel
+    needs = needs_of_parts(discover_units(base()), "fp32", (), 1)
+    parts, num_layers, total = needs.parts, len(needs.layers), needs.weights
+    floors, grain_bytes = needs.gradients, 512 * needs.element_bytes
     for ram_bytes in (0, floors, total // 3, total // 2, total - 2, total, 10 * total):
-        cuts = plan_cuts(units.all, units.layer_units, ram_bytes, 512)
-        taken = 2 * sum(cuts.values())
-        assert floors <= taken <= max(ram_bytes, floors)
-        assert all(unit.layout.trainable_numel <= cuts[unit.index] <= unit.layout.numel for unit in units.all)
-        layers = [cuts[unit.index] for unit in units.layer_units]
-        assert max(layers) - min(layers) <= 512
-        spare = min(ram_bytes, total) - taken
-        assert spare < 2 * 512 * 2 or ram_bytes <= floors or ram_bytes >= total
-        if min(layers) > units.layer_units[0].layout.trainable_numel:
-            assert cuts[units.embed.index] + cuts[units.head.index] == ends
-    cuts = plan_cuts(units.all, units.layer_units, None, 512)
-    assert all(cuts[unit.index] == unit.layout.numel for unit in units.all)
-    kept = units.layer_units[1]
-    assert plan_cuts(units.all, units.layer_units, 0, 512, frozenset([kept.index]))[kept.index] == kept.layout.numel
+        cuts = cut_homes(needs, ram_bytes, 512)
+        assert floors <= sum(cuts) <= max(ram_bytes, floors)
+        assert all(needs.gradient_bytes(part) <= cut <= part.home_bytes for part, cut in zip(parts, cuts, strict=True))
+        layers, ends = cuts[:num_layers], cuts[num_layers:]
+        assert max(layers) - min(layers) <= grain_bytes
+        spare = min(ram_bytes, total) - sum(cuts)
+        assert spare < 2 * grain_bytes or ram_bytes <= floors or ram_bytes >= total
+        if min(layers) > needs.gradient_bytes(parts[0]):
+            assert list(ends) == [part.home_bytes for part in needs.ends]
+    assert sum(cut_homes(needs, None, 512)) == total
+    assert cut_homes(needs, 0, 512, frozenset([1]))[1] == parts[1].home_bytes
 
 
 @pytest.mark.more

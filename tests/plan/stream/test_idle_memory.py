@@ -1,4 +1,4 @@
-"""What the forecast does with memory that is free: buffers, graphs, saved forwards, layers that stay."""
+"""What the forecast does with memory that is free: buffers, graphs, layers that stay."""
 
 from __future__ import annotations
 
@@ -58,23 +58,6 @@ def test_what_the_host_launches_slowly_is_captured_however_long_it_takes():
     fast = plan_stream(shape, RunRequest(), server(host_layer_s=0.001), 1024, layout)
     graphs = [p.part_bytes("vram", "CUDA graphs of layers") for p in (slow, fast)]
     assert graphs[0] > graphs[1] > 0
-
-
-@pytest.mark.parametrize("lora", [0, 16])
-def test_saved_forwards_take_idle_memory_and_spare_computing(lora):
-    shape = prototype_shape().with_lora(lora) if lora else prototype_shape()
-    layout, gpu = StreamLayout(4, 4, checkpoints_home="ram"), server(vram_bytes=8 * GIB)
-    plain = plan_stream(shape, RunRequest(), gpu, 1024, layout)
-    found = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=None))
-    taken = found.part_bytes("vram", "what the last layers keep for their backward")
-    one = 4 * compiled_activation_bytes(shape, 2, 1024, 4096)
-    count = taken // one
-    assert taken == count * one and 0 < count < shape.num_layers and found.fits
-    share = 1 - found.time.compute_s / plain.time.compute_s
-    most = count / shape.num_layers * (1 / 3 if lora else 1 / 4)  # forward, again, and once or twice as much back
-    assert 0.7 * most < share < 1.05 * most and found.time.h2d_s == plain.time.h2d_s
-    limited = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=one * 3 // 2))
-    assert limited.part_bytes("vram", "what the last layers keep for their backward") == one
 
 
 @pytest.mark.parametrize("accumulation", [4, 1])

@@ -14,7 +14,6 @@ import torch
 from torch.func import vjp
 
 from outcore.engine.stream.backward.long_rows import backward_long_rows, register_backward
-from outcore.engine.stream.backward.saved import Saved
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import Batch, LayerForward, PartRunner, in_place
 from outcore.flow.parts import LayerCall
@@ -105,18 +104,12 @@ class BackwardRunner:
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
             output, routers = self.runner.apply_layer(index, leaves, x, call)
-        return self.through(Saved(x, output, routers, trainable, slab), grad, grad_routers, into)
-
-    def through(
-        self, kept: Saved, grad: torch.Tensor, grad_routers: Sequence[torch.Tensor], into: GradAccumulator | None
-    ) -> torch.Tensor:
-        """Gradient of a layer's input by the graph of its forward; otherwise as `layer`."""
-        outputs, grads = [kept.output], [grad]
-        for logits, grad_logits in zip(kept.routers, grad_routers, strict=True):
+        outputs, grads = [output], [grad]
+        for logits, grad_logits in zip(routers, grad_routers, strict=True):
             if logits.requires_grad:
                 outputs.append(logits)
                 grads.append(grad_logits)
-        grad_x, *found = torch.autograd.grad(outputs, [kept.hidden, *kept.trainable], grads, allow_unused=True)
+        grad_x, *found = torch.autograd.grad(outputs, [x, *trainable], grads, allow_unused=True)
         if into is not None:
             into.add(found)
         return grad_x

@@ -16,20 +16,17 @@ from outcore.engine.stream.decision.homes import (
     NvmeCheck,
     RunSizes,
     ahead_bytes_of,
-    crossing_bytes,
     homes_of,
-    pinned_of,
     wanted_homes,
 )
-from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts import discover_units, saved_bytes
+from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
-from outcore.model import LoadedModel, ModelSettings, resolve_source, shape_from_config
-from outcore.model.facts import model_facts
+from outcore.model import LoadedModel, ModelSettings
 from outcore.optim import state_format
-from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.training import TrainingPlacement, needs_of_shape
 from outcore.storage import DriveAccess
 
 PROBED = (
@@ -43,40 +40,32 @@ def decide_stream(
     settings: RunSettings, model: ModelSettings, host: Host, tokenizer: Any, loaded: LoadedModel | None
 ) -> StreamDecision:
     """Decide from the model's configuration, or from a model_module's own model, which is `loaded` already."""
-    config = loaded.config if loaded else resolve_source(model, tokenizer).config
-    facts = model_facts(loaded.model if loaded else config)
-    trainable, total = facts.trainable_params, facts.total_params
-    available, saved = host.ram_available_bytes, 0
-    if loaded is not None:
-        available += settings.ranks_per_host * total * model.dtype.itemsize  # the homes take its place
-        saved = 0 if loaded.quantize is None else saved_bytes(loaded.model, loaded.quantize)
-    elif model.lora is not None:
-        trainable, saved = lora_size(model, tokenizer)
-        total += trainable
+    step_tokens = (settings.per_device_train_batch_size * model.seq_length,) * settings.gradient_accumulation_steps
+    uses_muon, ranks = settings.optimizer == "muon", settings.ranks_per_host
+    available = host.ram_available_bytes
+    if loaded is None:
+        needs = needs_of_shape(
+            run_shape(model, tokenizer),
+            settings.element_bytes,
+            settings.state_format,
+            step_tokens,
+            uses_muon=uses_muon,
+            ranks=ranks,
+        )
+    else:
+        units, hidden = discover_units(loaded), loaded.facts.hidden_size
+        needs = needs_of_parts(units, settings.state_format, step_tokens, hidden, uses_muon=uses_muon, ranks=ranks)
+        available += ranks * loaded.facts.total_params * model.dtype.itemsize  # the homes take its place
     sizes = RunSizes(
-        total_params=total,
-        trainable_params=trainable,
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        step_tokens=(settings.per_device_train_batch_size * model.seq_length,) * settings.gradient_accumulation_steps,
+        needs=needs,
+        step_tokens=step_tokens,
         ram_available_bytes=available,
         has_cuda=host.has_cuda,
         row_tokens=model.seq_length,
-        saved_bytes=saved,
-        muon_params=_matrix_params(config, loaded) if settings.optimizer == "muon" else 0,
-        num_ranks=settings.ranks_per_host,
         is_wsl2=host.is_wsl2,
         write_combined=host.write_combined,
     )
     return replace(stream_decision(settings, sizes), loaded=loaded)
-
-
-def _matrix_params(config: Any, loaded: LoadedModel | None) -> int:
-    """Parameters of the layers' matrices; an own model may be of a class that transformers does not list."""
-    if loaded is None:
-        return sum(rows * columns for rows, columns in shape_from_config("", config).layer_matrices)
-    slots = (slot for part in discover_units(loaded).layer_units for slot in part.layout.trainable_slots)
-    return sum(slot.numel for slot in slots if len(slot.shape) == 2)
 
 
 def stream_decision(
@@ -108,15 +97,15 @@ def stream_decision(
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
     if settings.activations == "nvme" and not wanted.folders:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
-    homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
-    pinned = pinned_of(settings, sizes, homes.get("weight_ram_bytes"))
+    placed, folders, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
+    pinned = placed.pinned
     if not settings.offload.pin_memory and sizes.has_cuda:
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
     elif sizes.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, sizes.num_ranks * pinned.lane_bytes):
-        crossing = crossing_bytes(settings, sizes, homes.get("weight_ram_bytes"))
         notes.append(
             f"pinned memory: {format_gib(pinned.pool_bytes)} instead of {format_gib(settings.staging_bytes)}, because "
-            f"{format_gib(crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets it)"
+            f"{format_gib(placed.crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets "
+            "it)"
         )
     probed = [f"{name} {getattr(settings, name)}" for name in PROBED if _is_of_file(settings, name)]
     if probed:
@@ -144,12 +133,11 @@ def stream_decision(
         tile_bytes=settings.tile_bytes,
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
-        saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
-        ahead_bytes=0 if _all_wait(settings, sizes, homes, notes) else ahead_bytes_of(settings, sizes, warnings),
+        ahead_bytes=0 if _all_wait(settings, placed, notes) else ahead_bytes_of(settings, sizes, placed, warnings),
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
-        write_combined=_write_combined(settings, sizes, notes) and not homes,
+        write_combined=_write_combined(settings, sizes, notes) and not folders,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,
         initial_loss_scale=2.0**scaling.initial_power,
@@ -161,12 +149,16 @@ def stream_decision(
         storage=DriveAccess(
             settings.storage_engine, settings.storage_threads, settings.storage_block_bytes, settings.transfer_path
         ),
-        **homes,
+        nvme_path=(folders[0] if len(folders) == 1 else folders) or None,
+        state_ram_bytes=placed.states if placed.spilled_states else None,
+        weight_ram_bytes=placed.weight_budget,
+        gradient_bytes=None if placed.has_homes else placed.gradients,
     )
     return StreamDecision(
         settings,
         told,
         device,
+        placed,
         notes=tuple(notes),
         warnings=(*settings.warnings, *warnings),
         shortage=shortage,
@@ -174,13 +166,13 @@ def stream_decision(
     )
 
 
-def _all_wait(settings: RunSettings, sizes: RunSizes, homes: Mapping[str, Any], notes: list[str]) -> bool:
+def _all_wait(settings: RunSettings, placed: TrainingPlacement, notes: list[str]) -> bool:
     """Whether no update can begin before the global norm is known: none waits for it, or none could be taken back."""
     why_not = {
         "no update waits for a norm without clipping": not settings.max_grad_norm and settings.precision != "fp16",
         "Muon's updates are made in place": settings.optimizer == "muon",
-        "states of several ranks are updated in place": sizes.num_ranks > 1,
-        "states on the drive are updated on their way": "state_ram_bytes" in homes or "weight_ram_bytes" in homes,
+        "states of several ranks are updated in place": placed.needs.ranks > 1,
+        "states on the drive are updated on their way": placed.on_drive > 0,
     }
     said = [words for words, applies in why_not.items() if applies]
     if settings.ahead_bytes and said:

@@ -18,6 +18,7 @@ from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, load_model
 from outcore.sizing.layouts import Residency, StreamLayout
+from outcore.sizing.training import TrainingPlacement
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 
@@ -51,6 +52,8 @@ class StreamDecision:
     settings: RunSettings
     told: StreamSettings
     device: str
+    placed: TrainingPlacement
+    """Homes of all that the run keeps."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

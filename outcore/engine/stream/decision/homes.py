@@ -1,23 +1,17 @@
-"""What lives where.
+"""What lives where: the room for a run, the drive that takes what RAM does not hold, and what is said of it.
 
-RAM first, NVMe when RAM fills: the budget for parameters, gradients and optimizer states is `ram_budget_gib`, or what
-is available now less a reserve. Gradients come first (they have no other home), then parameters (each of their bytes
-moves three times a step), then states (twice); the rest of the last two lives on the drive, where one is named.
-"""
+`sizing.training` decides. The budget for parameters, gradients and optimizer states is `ram_budget_gib`, or what is
+available now less a reserve."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
-from outcore.sizing.states import MOMENT_BYTES
 from outcore.sizing.streaming import (
     AHEAD_OF_IDLE_RAM,
     CPU_PROCESS_BYTES,
@@ -25,11 +19,8 @@ from outcore.sizing.streaming import (
     PAGEABLE_SLOTS,
     PROCESS_BYTES,
     STAGING_BYTES,
-    PinnedMemory,
-    pinned_memory,
-    rank_slots_bytes,
-    ring_of_states_bytes,
 )
+from outcore.sizing.training import Pins, TrainingLimits, TrainingNeeds, TrainingPlacement, place_training
 
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
@@ -45,10 +36,7 @@ NvmeCheck = Callable[[str, float], tuple[bool, str]]
 class RunSizes:
     """What the settings depend on, in numbers."""
 
-    total_params: int
-    trainable_params: int
-    num_layers: int
-    hidden_size: int
+    needs: TrainingNeeds
     step_tokens: tuple[int, ...]
     """Tokens (rows x length) of each micro-batch of a step."""
     ram_available_bytes: int
@@ -59,12 +47,11 @@ class RunSizes:
     """Little can be pinned there."""
     write_combined: bool | None = None
     """Whether write-combined memory measured no slower here. None: not measured."""
-    saved_bytes: int = 0
-    """Bytes less that the parameters take at home because frozen ones are packed."""
-    muon_params: int = 0
-    """Parameters of matrices that Muon updates, which have a momentum alone."""
-    num_ranks: int = 1
-    """That share this host's RAM; `step_tokens` are of one of them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share this host's RAM; `step_tokens` are of one of them."""
+        return self.needs.ranks
 
 
 @dataclass(frozen=True)
@@ -91,75 +78,31 @@ def wanted_homes(settings: RunSettings) -> Wanted:
     )
 
 
-def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
-    """Activation checkpoints of a step on this host: every layer's input for every micro-batch."""
-    return sizes.num_ranks * sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
-
-
-def waiting_bytes(settings: RunSettings, sizes: RunSizes) -> int:
-    """RAM for activation checkpoints beyond the gradients' homes, which they borrow."""
-    in_ram = settings.activations == "ram" or (settings.activations == "auto" and sizes.has_cuda)
-    gradients = settings.element_bytes * sizes.trainable_params
-    return max(0, activation_bytes(sizes, settings.element_bytes) - gradients) if in_ram else 0
-
-
-def rank_slot_bytes(settings: RunSettings, sizes: RunSizes) -> int:
-    """Slots of each of several ranks, where its gradients wait until they are added up."""
-    of_layer = settings.element_bytes * sizes.trainable_params // max(1, sizes.num_layers)
-    return sizes.num_ranks * rank_slots_bytes([of_layer] * sizes.num_layers) if sizes.num_ranks > 1 else 0
-
-
-def crossing_bytes(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None) -> int:
-    """Homes in RAM that cross to the device; `weight_ram_bytes`: parameters in RAM, None: all."""
-    element = settings.element_bytes
-    weights = element * sizes.total_params - sizes.saved_bytes if weight_ram_bytes is None else weight_ram_bytes
-    crossing = weights + element * sizes.trainable_params + waiting_bytes(settings, sizes)
-    return crossing + int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.muon_params)
-
-
-def pinned_of(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None) -> PinnedMemory:
-    """What is pinned for these homes; only the default is raised, by what the machine has."""
-    is_told = settings.reasons.get("lane_slots") != "default"
-    pinned_memory_with = partial(
-        pinned_memory,
-        ranks=sizes.num_ranks,
-        slots=settings.lane_slots,
-        slot_bytes=settings.lane_slot_bytes,
-        most_slots=settings.lane_slots if is_told else PAGEABLE_SLOTS,
-    )
-    if not sizes.has_cuda:
-        return pinned_memory_with(0, CPU_STAGING_BYTES)
-    if not settings.offload.pin_memory:
-        return pinned_memory_with(0, 0)
+def placement_of(settings: RunSettings, sizes: RunSizes, wanted: Wanted) -> TrainingPlacement:
+    """The placement, if the drive can be used."""
     is_default = settings.reasons.get("staging_gib") != "--staging_gib" and settings.staging_bytes == STAGING_BYTES
-    may_pin = sizes.ram_available_bytes // MOST_PINNED_OF_RAM if is_default and not sizes.is_wsl2 else 0
-    crossing = crossing_bytes(settings, sizes, weight_ram_bytes) + rank_slot_bytes(settings, sizes)
-    return pinned_memory_with(crossing, settings.staging_bytes, may_pin_bytes=may_pin)
-
-
-@dataclass(frozen=True)
-class _Needs:
-    """Bytes of RAM with everything in it."""
-
-    weights: int
-    states: int
-    fixed: int
-    """Gradients, activation checkpoints beyond their homes, slots of ranks: what cannot leave RAM."""
-
-    @classmethod
-    def of(cls, settings: RunSettings, sizes: RunSizes) -> _Needs:
-        """Count what a run needs."""
-        gradients = settings.element_bytes * sizes.trainable_params
-        states = int(state_format(settings.state_format).bytes_per_param * sizes.trainable_params)
-        return cls(
-            settings.element_bytes * sizes.total_params - sizes.saved_bytes,
-            states - MOMENT_BYTES * sizes.muon_params,
-            gradients + waiting_bytes(settings, sizes) + rank_slot_bytes(settings, sizes),
-        )
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.states + self.fixed
+    pins_more = sizes.has_cuda and settings.offload.pin_memory
+    is_told = settings.reasons.get("lane_slots") != "default"
+    asked_bytes = settings.staging_bytes if pins_more else 0 if sizes.has_cuda else CPU_STAGING_BYTES
+    may_pin = pins_more and is_default and not sizes.is_wsl2  # only the default is raised, by what the machine has
+    budget, beside = _budget_and_beside(settings, sizes)
+    limits = TrainingLimits(
+        ram_bytes=budget - beside,
+        pins=Pins(
+            asked_bytes,
+            sizes.ram_available_bytes // MOST_PINNED_OF_RAM if may_pin else 0,
+            settings.lane_slots,
+            settings.lane_slot_bytes,
+            settings.lane_slots if is_told else PAGEABLE_SLOTS,
+            pins_homes=pins_more,
+        ),
+        counts_lanes=_given_gib(settings) is not None,  # otherwise they are of the reserve
+        checkpoints_in_ram=settings.activations == "ram" or (settings.activations == "auto" and sizes.has_cuda),
+        states_may_spill=wanted.states,
+        weights_may_spill=wanted.params,
+        waits_for_norm=bool(settings.max_grad_norm) or settings.precision == "fp16",
+    )
+    return place_training(sizes.needs, limits)
 
 
 def _given_gib(settings: RunSettings) -> float | None:
@@ -176,14 +119,14 @@ def _budget_and_beside(settings: RunSettings, sizes: RunSizes) -> tuple[int, int
     return int(given * GIB), sizes.num_ranks * (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES)
 
 
-def ahead_bytes_of(settings: RunSettings, sizes: RunSizes, warnings: list[str]) -> int:
+def ahead_bytes_of(settings: RunSettings, sizes: RunSizes, placed: TrainingPlacement, warnings: list[str]) -> int:
     """RAM for updates ahead of the global norm in a run with everything in RAM: as told, else a share of what it leaves
     idle beside a GPU."""
-    needs, (budget, beside) = _Needs.of(settings, sizes), _budget_and_beside(settings, sizes)
-    idle, told = max(0, budget - beside - needs.total), settings.ahead_bytes
+    budget, beside = _budget_and_beside(settings, sizes)
+    idle, told = max(0, budget - beside - placed.homes), settings.ahead_bytes
     if told is None:
         return idle // AHEAD_OF_IDLE_RAM if sizes.has_cuda else 0
-    if (taken := min(told, needs.states + settings.element_bytes * sizes.trainable_params)) > idle:
+    if (taken := min(told, sizes.needs.states + sizes.needs.gradients)) > idle:
         warnings.append(
             f"ahead_gib: {format_gib(taken)} may be taken, and the run leaves {format_gib(idle)} of RAM idle"
         )
@@ -197,35 +140,17 @@ def homes_of(
     nvme_check: NvmeCheck,
     warnings: list[str],
     notes: list[str],
-) -> tuple[dict[str, Any], str]:
-    """(nvme_path, state_ram_bytes and weight_ram_bytes of the settings, {} when everything lives in RAM; shortage)."""
-    states, activations, given = settings.state_format, settings.activations, _given_gib(settings)
-    needs = _Needs.of(settings, sizes)
-    weights, state_bytes, needed = needs.weights, needs.states, needs.total
+) -> tuple[TrainingPlacement, tuple[str, ...], str]:
+    """(the placement, folders on drives that it uses, what RAM lacks)."""
+    activations, given, needs = settings.activations, _given_gib(settings), sizes.needs
     budget, beside = _budget_and_beside(settings, sizes)
-
-    def lane_bytes(weight_ram: int) -> int:
-        if given is None:  # they are of the reserve
-            return 0
-        return sizes.num_ranks * pinned_of(settings, sizes, weight_ram).lane_bytes
-
     words = (
         f"a budget of {format_gib(budget)}"
         if given is not None
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
     )
-    room, flowing = budget - beside - needs.fixed, lane_bytes(0)
-    weight_ram, state_ram = weights, state_bytes
-    for _ in range(3):  # lanes and what flows from the drive take room, so more may have to
-        left = max(0, room - flowing)
-        weight_ram = min(weights, left) if wanted.params else weights
-        state_ram = min(state_bytes, max(0, left - weight_ram)) if wanted.states else state_bytes
-        ring = _flowing_bytes(settings, state_bytes - state_ram, weights - weight_ram)
-        flowing = max(flowing, ring + lane_bytes(weight_ram))
-    form, chunk_numel = state_format(states), StreamSettings.chunk_numel
-    spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
-    on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
-    drive_needed = on_drive + (activation_bytes(sizes, settings.element_bytes) if activations == "nvme" else 0)
+    placed = placement_of(settings, sizes, wanted)
+    drive_needed = placed.on_drive + (needs.checkpoints if activations == "nvme" else 0)
     folders = ()
     if wanted.is_explicit or drive_needed:
         used = len(wanted.folders) or 1
@@ -234,39 +159,27 @@ def homes_of(
     if not folders:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings, beside + lane_bytes(weights))
-        notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
-        return {}, shortage
+        placed = placement_of(settings, sizes, replace(wanted, states=False, params=False))
+        lanes = placed.lanes if given is not None else 0
+        shortage = _check_ram(placed.homes, settings, sizes, given, words, wanted, warnings, beside + lanes)
+        notes.append(f"RAM: {format_gib(placed.homes)} of parameters, gradients and states, all of it in RAM ({words})")
+        notes += placed.lines()
+        return placed, (), shortage
     notes.append(
-        f"RAM: {format_gib(needed - on_drive)} of parameters, gradients and states in RAM ({words}), "
-        f"{format_gb(on_drive)} on NVMe"
-        + ("; --ram_budget_gib 0 puts all that can be there on the drive" if not on_drive else "")
+        f"RAM: {format_gib(placed.homes)} of parameters, gradients and states in RAM ({words}), "
+        f"{format_gb(placed.on_drive)} on NVMe"
+        + ("; --ram_budget_gib 0 puts all that can be there on the drive" if not placed.on_drive else "")
     )
-    taken = needed - (weights - weight_ram) - (state_bytes - state_ram) + beside + flowing
+    notes += placed.lines()
+    flowing = placed.flowing + (placed.lanes if given is not None else 0)
+    taken = placed.homes + beside + flowing
     if given and taken > budget:
         warnings.append(
-            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(needs.fixed)} of "
+            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(placed.fixed)} of "
             f"gradients and what waits there, {format_gib(beside + flowing)} of Python, libraries and what flows from "
             "the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
         )
-    homes: dict[str, Any] = {"nvme_path": folders[0] if len(folders) == 1 else folders}
-    if state_ram < state_bytes:
-        homes["state_ram_bytes"] = state_ram
-    if weight_ram < weights:
-        homes["weight_ram_bytes"] = weight_ram
-    return (homes if len(homes) > 1 or activations == "nvme" else {}), ""
-
-
-def _flowing_bytes(settings: RunSettings, states_bytes: int, weights_bytes: int) -> int:
-    """RAM through which so many bytes of states and weights on the drive flow: the ring, and weights read ahead."""
-    form, told = state_format(settings.state_format), StreamSettings
-    ring = 0
-    if states_bytes > 0:
-        chunks = -(-int(states_bytes / form.bytes_per_param) // told.chunk_numel)
-        slot_bytes = form.on_drive.chunk_bytes(told.chunk_numel)
-        slot_bytes += told.chunk_numel * settings.element_bytes if weights_bytes > 0 else 0
-        ring = ring_of_states_bytes(slot_bytes, chunks)
-    return ring + (told.weight_read_ahead_bytes if weights_bytes > 0 else 0)
+    return placed, folders if placed.on_drive or activations == "nvme" else (), ""
 
 
 def _drives(

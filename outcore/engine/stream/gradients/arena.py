@@ -24,18 +24,9 @@ from outcore.flow.parts import Part
 from outcore.staging.pool import ALIGNMENT_BYTES, ExtentAllocator, HomeMemory, PoolExtent
 from outcore.states import StateChunk
 
-DEFAULT_LARGEST = 3
-"""An arena that is not given a size holds so many of the largest gradient."""
-
 
 def gradient_bytes_of(unit: Part) -> int:
     return unit.layout.trainable_numel * unit.layout.dtype.itemsize
-
-
-def smallest_arena_bytes(units: Sequence[Part]) -> int:
-    """What the default arena takes; no more than all gradients together."""
-    sizes = [round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in units]
-    return min(sum(sizes), DEFAULT_LARGEST * max(sizes, default=0))
 
 
 class GradientArena:

@@ -10,4 +10,4 @@ its own and says so (`published`), and a part may be read again when all have. `
     rank 1: download --> slot 1 --+  (halves)  +--> update of its chunks --+
 """
 
-from outcore.engine.stream.ranks.host import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
+from outcore.engine.stream.ranks.host import ALONE, RankHost, RankPlace, agreed, open_host

@@ -14,7 +14,6 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.machine import usable_cores
-from outcore.sizing.streaming import rank_slots_bytes
 from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime, refusal_is_harmless
 from outcore.staging.shared import Exchange, RankGroup, SharedHomes, SharedSegment, shared_bytes
 from outcore.states import StateChunk
@@ -96,12 +95,6 @@ class RankHost:
         return kind + NUM_KINDS * part.index
 
 
-def slots_bytes(parts: Sequence[Part]) -> int:
-    """Memory of one rank's slots."""
-    found = rank_slots_bytes([round_up(gradient_bytes_of(part), ALIGNMENT_BYTES) for part in parts])
-    return max(ALIGNMENT_BYTES, found)
-
-
 def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> StreamSettings:
     """Agree on the same device memory to plan for on all ranks, and a rank's share of what the host has once."""
     if place.is_alone:
@@ -120,13 +113,17 @@ def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> 
 
 
 def open_host(
-    place: RankPlace, units: ModelParts, weight_bytes: Sequence[int], pin_bytes: int, device: torch.device
+    place: RankPlace,
+    units: ModelParts,
+    weight_bytes: Sequence[int],
+    own_bytes: int,
+    pin_bytes: int,
+    device: torch.device,
 ) -> RankHost:
-    """`weight_bytes`: of each part's home of weights; `pin_bytes`: how much of all may be pinned, where a refusal does
-    no harm. RuntimeError where ranks cannot share memory."""
+    """`weight_bytes`: of each part's home of weights; `own_bytes`: of a rank's slots; `pin_bytes`: how much of all may
+    be pinned, where a refusal does no harm. RuntimeError where ranks cannot share memory."""
     parts, pin_bytes = units.all, pin_bytes if refusal_is_harmless() else 0
     group = RankGroup(place.rank, place.world_size, place.exchange, NUM_KINDS * (max(p.index for p in parts) + 1))
-    own_bytes = slots_bytes(parts)
     sizes = [*weight_bytes, *(gradient_bytes_of(part) for part in parts), place.world_size * own_bytes]
     segment = SharedSegment(shared_bytes(sizes), place.rank, place.exchange)
     homes = SharedHomes(segment, pin_bytes, CudaRuntime(device) if device.type == "cuda" else None)
