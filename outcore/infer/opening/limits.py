@@ -17,11 +17,11 @@ from outcore.infer.attention import has_fused, has_kernel
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
 from outcore.infer.opening.model import FoundModel
 from outcore.infer.opening.settings import InferSettings
+from outcore.infer.passes import SmallPasses
 from outcore.infer.schedule import ScheduleLimits
 from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
-    FIXED_GRAPH_ROWS,
     PRESETS,
     AttentionSize,
     InferenceLimits,
@@ -119,7 +119,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         max(0, ram),
         bool(settings.nvme_path),
         context,
-        settings.max_sequences or (FIXED_GRAPH_ROWS // 2 if fixed else None),
+        settings.max_sequences or (SmallPasses.FIXED_ROWS // 2 if fixed else None),
         whole or settings.pass_tokens,
         whole or settings.chunk_tokens or (FIXED_CHUNK_TOKENS if fixed else None),
         kv_home,
@@ -181,5 +181,5 @@ def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
     if fixed:  # answers and their guesses share the rows of a graph
-        drafts = max(0, min(drafts, FIXED_GRAPH_ROWS - placement.max_sequences))
+        drafts = max(0, min(drafts, SmallPasses.FIXED_ROWS - placement.max_sequences))
     return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +27,7 @@ from outcore.flow.layers import GraphPool
 from outcore.infer.attention import FIXED_SINGLE_TOKENS, PagedAttention, has_kernel
 from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
-from outcore.sizing.inference import FIXED_GRAPH_ROWS, GRAPH_KEYS, GRAPH_ROWS
+from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
@@ -172,6 +172,10 @@ class SmallPasses:
     launches always (for tests). `experts`: those of a mixture that come as they are chosen; None: there are none.
     `is_deterministic`: all have one size, because rows of another could get other bits."""
 
+    FIXED_ROWS: ClassVar = 128
+    """Their size then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
+    empty rows cost nothing."""
+
     def __init__(
         self,
         flow: Flow,
@@ -186,7 +190,7 @@ class SmallPasses:
         is_deterministic: bool = False,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
-        self.fixed_rows = FIXED_GRAPH_ROWS if is_deterministic else None
+        self.fixed_rows = self.FIXED_ROWS if is_deterministic else None
         self._copies = SmallCopies(device)
         self.why_not = ""
         self.capture_s = 0.0

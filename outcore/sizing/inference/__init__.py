@@ -4,7 +4,6 @@ from outcore.sizing.inference.by_experts import place_by_experts
 from outcore.sizing.inference.in_place import compute_in_place
 from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
-    FIXED_GRAPH_ROWS,
     GRAPH_KEYS,
     GRAPH_ROWS,
     AttentionLimits,

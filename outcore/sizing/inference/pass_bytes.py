@@ -23,9 +23,6 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Tokens of a pass that CUDA graphs run; padding costs nothing while weights are what a pass waits for."""
 GRAPH_KEYS = 1 << 18
 """Keys that all rows of such a pass may see together."""
-FIXED_GRAPH_ROWS = 128
-"""Tokens that all graphs have where results may not depend on company: one size for every engine, so that a job and a
-server agree. While weights are what a pass waits for, empty rows cost nothing."""
 LEAST_GRAPH_ROWS = 64
 """Tokens of a pass that have room as CUDA graphs, however few answers there are."""
 DRAWN_BYTES = 44
