@@ -137,20 +137,6 @@ def test_compiled_layers_and_graphs_say_what_eager_ones_say(wide_folder, monkeyp
         assert all(one == pytest.approx(other, abs=close) for one, other in zip(again, scores))
 
 
-def test_prompts_beside_answers_go_through_graphs(wide_folder):
-    prompts = [(PROMPTS[1] * 40)[at : at + 40 + 11 * at] for at in range(12)]
-    said = []
-    for compiled in ("off", "on"):
-        settings = InferSettings(context=512, device="cuda", precision="fp32", max_sequences=4, compile=compiled)
-        with closing(open_engine(str(wide_folder[0]), settings)) as opened:
-            said.append(greedy(opened.engine, prompts, 24, ignore_eos=True))
-            if compiled == "on":
-                slots = opened.engine.runner.small._slots
-                mixed = [slot for key, slot in slots.items() if key[0] < 0]
-                assert any(slot.is_captured and slot.runs > 2 for slot in mixed), {k: s.runs for k, s in slots.items()}
-    assert said[0] == said[1]
-
-
 def test_guesses_go_through_graphs(wide_folder):
     opened = open_engine(str(wide_folder[0]), InferSettings(context=256, device="cuda", precision="fp32"))
     sampling = Sampling(temperature=0, max_tokens=96, ignore_eos=True)

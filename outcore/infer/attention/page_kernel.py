@@ -103,17 +103,15 @@ def attend_tiles(
         tl.store(out + line_out[:, None] * E + e[None, :], found, is_row[:, None] & (e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_rows", "num_stretches"])
+@triton.jit(do_not_specialize=["num_rows", "num_stretches"])
 def merge(
-    sums, tops, sinks, out, tiles, num_tiles, num_rows, num_stretches,
+    sums, tops, sinks, out, rows, num_rows, num_stretches,
     HEADS: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The stretches of one tile of one token and query head, in their order; those that saw nothing add nothing.
-    Programs: (tiles, query heads)."""
+    """The stretches of one row and query head, in their order; those that saw nothing add nothing. Programs: (rows,
+    query heads)."""
     head = tl.program_id(1)
-    if tl.load(tiles + num_tiles + tl.program_id(0)) == 0:  # an empty tile
-        return
-    line = tl.load(tiles + tl.program_id(0)) * HEADS + head
+    line = tl.load(rows + tl.program_id(0)) * HEADS + head
     e = tl.arange(0, E_PADDED)
     top = tl.full([1], float("-inf"), tl.float32)
     weight = tl.zeros([1], tl.float32)

@@ -33,14 +33,12 @@ from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.attention.tiles import (
     FIXED_SINGLE_TOKENS,
     SINGLE_TOKENS,
-    attend_mixed,
     attend_tiles,
     cut_in_tiles,
     has_kernel,
     store_rows,
 )
-from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, Span, rounded
-from outcore.infer.cache.tables import MixedTables, RowTables, first_page
+from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page, rounded
 from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
 
@@ -89,9 +87,7 @@ class PagedAttention:
         self.number = next(_numbers)
         self.name = f"outcore_paged_{self.number}"
         self.cache, self._is_deterministic, self._limits = cache, is_deterministic, limits or AttentionLimits()
-        self._calls: Sequence[PassTables | RowTables | MixedTables] = ()
-        self.most_shares = 0
-        """Query heads of a key head at most, in attentions that have run."""
+        self._calls: Sequence[PassTables | RowTables] = ()
         self._place = _Place()
         AttentionInterface.register(self.name, self)
         opened[self.number] = self
@@ -101,7 +97,7 @@ class PagedAttention:
         AttentionInterface._global_mapping.pop(self.name, None)
         opened.pop(self.number, None)
 
-    def begin(self, calls: Sequence[PassTables | RowTables | MixedTables]) -> None:
+    def begin(self, calls: Sequence[PassTables | RowTables]) -> None:
         """A pass over these rows starts; layer 0 of the first row comes next."""
         self._calls, self._place = calls, _Place(0, 0, 0)
 
@@ -148,12 +144,6 @@ class PagedAttention:
         sizes = shape.heads, shape.key_width, shape.value_width
         self.seen(AttentionSize(len(query_HND), *sizes, rule.window, rule.is_plain, is_fused))
         tables = self._calls[self._place.call]
-        self.most_shares = max(self.most_shares, len(query_HND) // shape.heads)
-        if isinstance(tables, MixedTables):
-            assert self.cache is not None
-            group = self.cache.group_of(rule.window)
-            store = self.cache.store(site, shape, group)
-            return attend_mixed(store, group, rule, tables, query_HND, key_KND, value_KNE)
         if isinstance(tables, RowTables):
             assert self.cache is not None
             group = self.cache.group_of(rule.window)
@@ -209,10 +199,10 @@ class PagedAttention:
 
     def _reads_in_place(self, device: torch.device) -> bool:
         """Whether the kernel reads pages where they are. Over the link it would read them again for every few tokens of
-        a prompt; in fp32 a token's last bit was seen to depend on the tiles beside it."""
+        a prompt."""
         assert self.cache is not None
-        memory, is_exact = self.cache.memory, self._is_deterministic and self.cache.settings.dtype == torch.float32
-        return memory.device == device and not memory.crosses_link and has_kernel(device) and not is_exact
+        memory = self.cache.memory
+        return memory.device == device and not memory.crosses_link and has_kernel(device)
 
     def _attend_in_place(
         self,

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from outcore.infer.attention.exact import AttentionRule
-from outcore.infer.cache import KvStore, PassTables, Span
-from outcore.infer.cache.tables import MixedTables, first_page
+from outcore.infer.cache import KvStore, PassTables, Span, first_page
 
 LONG_ROWS = 128
 """Rows of a product where a tile has many tokens: tokens times the query heads of a key head."""
@@ -114,30 +113,9 @@ def attend_tiles(
     )  # fmt: skip
     if split:
         _kernels().merge[(count, heads)](
-            sums, tops, sinks, output_NHE, tiles.facts, count, rows, stretches, HEADS=heads, E=shape.value_width,
+            sums, tops, sinks, output_NHE, tiles.facts, rows, stretches, HEADS=heads, E=shape.value_width,
             E_PADDED=padded["E_PADDED"], HAS_SINKS=rule.sinks_H is not None, num_warps=1,
         )  # fmt: skip
-
-
-def attend_mixed(
-    store: KvStore,
-    group: int,
-    rule: AttentionRule,
-    tables: MixedTables,
-    query_HND: torch.Tensor,
-    key_KND: torch.Tensor,
-    value_KNE: torch.Tensor,
-) -> torch.Tensor:
-    """[N, H, E] over tables of one size; rows that nobody reads are zero."""
-    store_rows(store, key_KND, value_KNE, tables.slots[group])
-    heads, rows, _ = query_HND.shape
-    output = query_HND.new_zeros((rows, heads, store.shape.value_width))
-    most = tables.size.single_keys
-    pages = tables.pages[group]
-    singles = TokenTiles(tables.singles[group], pages, 1, min(most, rule.window or most))
-    for tiles in (singles, TokenTiles(tables.tiles[group], pages, tables.tile_tokens, most)):
-        attend_tiles(store, rule, tiles, query_HND, output)
-    return output
 
 
 def store_rows(store: KvStore, key_KND: torch.Tensor, value_KNE: torch.Tensor, slots_N: torch.Tensor) -> None:

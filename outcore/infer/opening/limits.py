@@ -112,7 +112,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
             )
         kv_home = "vram"
     context = PRESETS[settings.preset].usual_context(context, found.max_context, found.loaded.facts.short_positions)
-    fixed = settings.deterministic and runs_graphs(settings, way, device)
+    fixed = settings.deterministic and has_kernel(device)
     whole = context or PRESETS[settings.preset].context_tokens if way in IN_ONE_PIECE else None
     return InferenceLimits(
         vram,
@@ -144,9 +144,8 @@ def guessed_tokens_of(settings: InferSettings, way: Way) -> int:
 
 def runs_graphs(settings: InferSettings, way: Way, device: torch.device) -> bool:
     """Whether small passes run as CUDA graphs: those of sequences that share rows. Where results may not depend on
-    company, only with the kernel whose bits do not: in 16 bits."""
-    keeps_bits = has_kernel(device) and settings.precision != "fp32"
-    return way == "paged" and settings.compile != "off" and (not settings.deterministic or keeps_bits)
+    company, only with the kernel whose bits do not."""
+    return way == "paged" and settings.compile != "off" and (not settings.deterministic or has_kernel(device))
 
 
 def shape_of(found: FoundModel) -> ModelShape | None:

@@ -24,9 +24,8 @@ from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
-from outcore.infer.attention import FIXED_SINGLE_TOKENS, SINGLE_TOKENS, PagedAttention, has_kernel
-from outcore.infer.cache import KvCache, SequencePages
-from outcore.infer.cache.tables import ChunkOfPass, MixedSize, MixedTables, RowMasks, RowTables, first_page
+from outcore.infer.attention import FIXED_SINGLE_TOKENS, PagedAttention, has_kernel
+from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
@@ -37,11 +36,6 @@ MAX_SLOTS = 48
 """The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
 LEAST_PAGES = 16
 """Pages of each row's table where a kernel reads pages in place; then 64, 256 and so on, a graph for each."""
-MIXED_ROWS, MIXED_KEYS = (192, 256, 384, 512, 768, 1024), (1024, 4096, 16384, 65536)
-"""Tokens of a pass of prompts and single tokens, and of its longest context, for which graphs are made."""
-MIXED_PROMPTS, MIXED_PAGES, MIXED_TILE_ROWS = 32, 8192, 64
-"""Prompts that such a pass may hold beside what their tokens need, pages of all its tables, and rows of a product of a
-prompt's tile."""
 SPAN_KEYS = 1 << 15
 """Keys that all rows may see together (`GRAPH_KEYS`) where a sequence has several, each of which reads its own copy of
 the same pages."""
@@ -80,7 +74,7 @@ class SlotPass:
         self,
         flow: Flow,
         attention: PagedAttention,
-        tables: RowTables | MixedTables,
+        tables: RowTables,
         parts: Sequence[Part],
         handed: Handed,
         has_code: Callable[[Part], bool] = lambda part: False,
@@ -89,6 +83,7 @@ class SlotPass:
         self._parts = list(parts)
         self.segments = self._cut(_resident(flow), has_code)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
+        self._places = torch.arange(tables.num_rows, device=flow.device)
         self._log: Any = None
         self._hidden: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
@@ -147,7 +142,7 @@ class SlotPass:
                 assert self._hidden is not None
                 item = HeadInput(self._hidden, self._batch, self._log)
                 self._logits = self._handed.keep(
-                    "logits", self.flow.head.logits(slab, item, self.tables.wanted, as_made=True)
+                    "logits", self.flow.head.logits(slab, item, self._places, as_made=True)
                 )
         if segment is not self.segments[-1]:
             assert self._hidden is not None
@@ -178,7 +173,7 @@ class SmallPasses:
     `is_deterministic`: all have one size, because rows of another could get other bits."""
 
     FIXED_ROWS: ClassVar = 128
-    """Rows of each then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
+    """Their size then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
     empty rows cost nothing."""
 
     def __init__(
@@ -216,17 +211,16 @@ class SmallPasses:
     def run(self, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
         """Logits as `PassRunner.run`; None where this is no such pass."""
         self.is_first = False
-        if self.why_not or not (self.experts is None or self.experts.is_on):
+        if self.why_not or not all(work.is_last for work in works) or not (self.experts is None or self.experts.is_on):
             return None
-        size = self._size(works) if all(work.is_last for work in works) else None
-        slot = self._mixed(works) if size is None else self._slot(size)
-        if slot is None:
+        size = self._size(works)
+        if size is None:
             return None
-        if isinstance(slot.tables, RowTables):
-            slot.tables.fill(rows_of(works))
+        slot = self._slot(size)
+        slot.tables.fill(rows_of(works))
         self.is_first, captured_s = not slot.runs, self.capture_s
         if self.experts is not None:
-            self.experts.begin(slot.tables.num_rows)
+            self.experts.begin(size[0])
         try:
             logits = slot.run(self._capture if self._is_captured and slot.runs else None)
         except _CaptureFailed as error:
@@ -237,56 +231,10 @@ class SmallPasses:
                 self.experts.end()
         self.is_first = self.is_first or self.capture_s > captured_s
         found, at = [], 0
-        is_mixed = isinstance(slot.tables, MixedTables)
         for work in works:
-            if not is_mixed:
-                at += work.count
-                found.append((work, logits[at - work.num_drafts - 1 : at]))
-            elif work.is_last:
-                found.append((work, logits[at : at + work.num_drafts + 1]))
-                at += work.num_drafts + 1
+            at += work.count
+            found.append((work, logits[at - work.num_drafts - 1 : at]))
         return found
-
-    def _mixed(self, works: Sequence[Work]) -> SlotPass | None:
-        """The slot that holds chunks of prompts beside single tokens, filled; None: none does. Only where all weights
-        stay and pages are on the device: elsewhere such a pass waits for these, not for launches."""
-        arrival, shares = _resident(self.flow), self.attention.most_shares
-        is_here = self._reads_in_place and not self.cache.memory.crosses_link and self.experts is None
-        rows = next((size for size in MIXED_ROWS if size >= sum(work.count for work in works)), None)
-        if rows is None or not shares or not is_here or self.fixed_rows is not None:
-            return None
-        if not all(map(arrival.stays, self._parts)):
-            return None
-        chunks = []
-        for work in works:
-            pages, is_single = work.sequence.pages, bool(work.start) and work.count <= SINGLE_TOKENS
-            assert pages is not None
-            chunks.append(
-                ChunkOfPass(pages, work.start, work.tokens, work.num_drafts + 1 if work.is_last else 0, is_single)
-            )
-        longest, singles = max(chunk.start + len(chunk.tokens) for chunk in chunks), self._handed.most_rows
-        keys = next((keys for keys in MIXED_KEYS if keys >= longest), None)
-        if keys is None:
-            return None
-        key = (-rows, keys)
-        if key not in self._slots:
-            settings = self.cache.settings
-            pages = (singles + MIXED_PROMPTS) * max(1, keys // settings.page_tokens)
-            tile = max(1, MIXED_TILE_ROWS // shares)
-            size = MixedSize(rows, singles, rows // tile + MIXED_PROMPTS, min(pages, MIXED_PAGES), singles, keys)
-            self._keep(key, MixedTables(size, self.cache.windows, settings.page_tokens, tile, self._copies))
-        slot = self._slots[key]
-        assert isinstance(slot.tables, MixedTables)
-        if not slot.tables.takes(chunks):
-            return None
-        self._slots.move_to_end(key)
-        slot.tables.fill(chunks)
-        return slot
-
-    def _keep(self, key: tuple[int, ...], tables: RowTables | MixedTables) -> None:
-        if len(self._slots) >= MAX_SLOTS:
-            self._slots.popitem(last=False)
-        self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._has_code)
 
     def _size(self, works: Sequence[Work]) -> tuple[int, ...] | None:
         """(rows, pages of each group) of the slot that holds these; None: none does."""
@@ -317,9 +265,11 @@ class SmallPasses:
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
         key = (*size, sum(map(self._is_on_cpu, self._parts)))
         if key not in self._slots:
+            if len(self._slots) >= MAX_SLOTS:
+                self._slots.popitem(last=False)
             settings = self.cache.settings
             tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies, self._masks)
-            self._keep(key, tables)
+            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._has_code)
         self._slots.move_to_end(key)
         return self._slots[key]
 
