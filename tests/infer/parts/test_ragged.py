@@ -82,7 +82,7 @@ def plain(parts, start, rule, shares):
     return torch.einsum("hnl,lhe->nhe", scores.softmax(-1)[..., : len(query)], values)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed", range(10))
 def test_any_mix_equals_a_plain_reference(device, seed):
     found, expected, alone = one_case(seed, torch.device(device), torch.float32)
@@ -94,6 +94,6 @@ def test_any_mix_equals_a_plain_reference(device, seed):
 @pytest.mark.parametrize("seed", range(100, 106))
 @pytest.mark.parametrize("kv_format, error", [("same", 0.01), ("int8", 0.03)])
 def test_in_bf16_and_with_8_bit_pages(seed, kv_format, error):
-    found, expected, alone = one_case(seed, torch.device("cuda"), torch.bfloat16, kv_format)
+    found, expected, alone = one_case(seed, torch.device("cuda:0"), torch.bfloat16, kv_format)
     assert (found.double() - expected).norm() < error * expected.norm()
     assert torch.equal(found, alone)
