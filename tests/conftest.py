@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -18,6 +19,15 @@ from outcore.install.bootstrap import add_to_path
 USER = tempfile.TemporaryDirectory(prefix="outcore-tests-")
 """What is kept for a user is kept for these tests alone; from here on, before another conftest imports the package."""
 os.environ["XDG_DATA_HOME"] = USER.name
+
+
+@pytest.fixture(autouse=True)
+def fresh_user() -> Iterator[None]:
+    """No test finds what another one kept for the user."""
+    yield
+    shutil.rmtree(os.path.join(USER.name, "outcore"), ignore_errors=True)
+
+
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
 ROOMS_THAT_SYNC = {"storage", "faults", "checkpoint", "monitor"}

@@ -85,8 +85,9 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
+        process.start()  # one that has not started cannot be ended, and the server may close meanwhile
+        self._process = process
         theirs.close()
         if not ours.poll(READY_S):
             self.end()

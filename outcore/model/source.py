@@ -164,7 +164,7 @@ def _check_sizes(config: PreTrainedConfig, where: object) -> None:
     """ValueError for counts of nothing, of which transformers makes a model that divides by zero or learns nothing."""
     text_config = config.get_text_config(decoder=True)
     for name in SIZES:
-        size = getattr(text_config, name, None)
+        size = vars(text_config).get(name)  # of some models a count differs by layer, and asking for it raises
         if isinstance(size, int) and size < 1:
             raise ValueError(f"{where}: {name} is {size}, but must be at least 1.")
 

@@ -158,7 +158,7 @@ def test_deepspeed_is_not_tried_before_its_extensions_are_asked_for(tmp_path, mo
         def __init__(self, command, environ, results, cwd) -> None:
             started.append(command[3])
 
-        def finish(self):
+        def finish(self, tell):
             return {part: fine(part) for part in (*PACKAGE_PARTS, "deepspeed")}, ""
 
     monkeypatch.setattr(doctor, "RunningProbe", Probe)

@@ -371,7 +371,7 @@ def test_with_installs_what_panels_and_the_server_need(repository: Path, capsys:
     assert run(make_job(repository, "--with", "ui,serve", "--dry-run", "--json")) == 0
     plan = json.loads(capsys.readouterr().out)
     assert {"gradio", "fastapi", "lm-eval"} <= set(plan["packages"])
-    assert any("ui.txt" in command and "serve.txt" in command for command in plan["pip_commands"])
+    assert any("ui.txt" in command and "serve.txt" in command for command in plan["commands"])
     with pytest.raises(SystemExit, match="2"):
         make_job(repository, "--with", "panels")
     assert "'panels' is none of ui, serve, evaluate" in capsys.readouterr().err

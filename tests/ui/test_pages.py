@@ -193,7 +193,7 @@ def test_who_sends_while_the_model_loads_waits(page, here, monkeypatch):
     page.locator("#chat article.assistant", has_text="word0 word1 word2").wait_for()
     assert page.locator("#model_state").inner_text().startswith("quick is loaded")
     assert not page.get_by_text("tensor parallel").first.is_visible(), "the launch descriptor, unasked"
-    assert "--preset latency" in here.http.get("/v1/model").json()["command"]
+    assert "--preset=latency" in here.http.get("/v1/model").json()["command"]
 
 
 def test_conversations_are_listed_searched_and_deleted(page, here):
@@ -300,7 +300,7 @@ def test_evaluate_loads_a_model_itself(page, here):
     page.locator("#evaluated_load_model").click()
     page.locator("#evaluated_model_state", has_text="quick is loaded").wait_for()
     page.locator("#notice [role=alert]").wait_for(state="detached")
-    assert "--preset throughput" in here.http.get("/v1/model").json()["command"]
+    assert "--preset=throughput" in here.http.get("/v1/model").json()["command"]
 
 
 PANELS = ("Start", "Train", "Runs", "Chat", "Evaluate", "Machine")

@@ -180,6 +180,6 @@ def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
-    if fixed:  # answers and their guesses share the rows of a graph
-        drafts = max(0, min(drafts, SmallPasses.FIXED_ROWS - placement.max_sequences))
+    if fixed and placement.max_sequences < SmallPasses.FIXED_ROWS:  # answers and their guesses share a graph's rows
+        drafts = min(drafts, SmallPasses.FIXED_ROWS - placement.max_sequences)
     return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)

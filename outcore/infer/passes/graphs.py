@@ -173,7 +173,7 @@ class SmallPasses:
     `is_deterministic`: all have one size, because rows of another could get other bits."""
 
     FIXED_ROWS: ClassVar = 128
-    """Their size then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
+    """Rows of each then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
     empty rows cost nothing."""
 
     def __init__(

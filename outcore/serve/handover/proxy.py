@@ -244,7 +244,7 @@ def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
     add_errors(app, forwarder.metrics.refuse)
     add_gate(app, forwarder.settings, forwarder.metrics.refuse)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         process = forwarder.process
         found = {"status": "ok" if process.state == "up" else process.state, "running": forwarder.num_under_way}

@@ -28,7 +28,8 @@ KEY = "a-long-enough-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 READS, ACTS, FORM, OPEN = "reads", "acts", "takes a form", "is open"
 OF_THE_MODEL = {
-    "GET /openapi.json": READS, "HEAD /openapi.json": READS, "GET /health": OPEN, "GET /metrics": READS,
+    "GET /openapi.json": READS, "HEAD /openapi.json": READS, "GET /health": OPEN, "HEAD /health": OPEN,
+    "GET /metrics": READS,
     "GET /v1/models": READS, "POST /tokenize": ACTS, "POST /detokenize": ACTS, "POST /v1/chat/completions": ACTS,
     "POST /v1/completions": ACTS, "POST /v1/responses": ACTS, "POST /v1/embeddings": ACTS, "GET /v1/launch": READS,
     "POST /v1/evaluations": ACTS,
@@ -62,6 +63,7 @@ TABLE = {
         "GET /v1/conversations": READS, "POST /v1/conversations": ACTS, "GET /v1/conversations/{name}": READS,
         "PATCH /v1/conversations/{name}": ACTS, "DELETE /v1/conversations/{name}": ACTS,
         "GET /v1/conversations/{name}/export": READS, "POST /v1/conversations/{name}/answer": ACTS,
+        "GET /v1/conversations/{name}/answer": READS, "DELETE /v1/conversations/{name}/answer": ACTS,
         # passed on to the model's server, which has them in its own table
         "POST /v1/files": FORM, "POST /v1/completions": ACTS, "GET /v1/models": READS,
     },
