@@ -139,7 +139,8 @@ def _add_plain(app: FastAPI, service: Service) -> None:
         service.check_model({"model": name})
         return plain.models(service)["data"][0]
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", operation_id="health_head")
     async def health() -> JSONResponse:
         status, body = plain.health(service)
         return JSONResponse(body, status)

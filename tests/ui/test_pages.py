@@ -191,7 +191,7 @@ def test_who_sends_while_the_model_loads_waits(page, here, monkeypatch):
     page.locator("#chat article", has_text="quick is still being loaded").wait_for()
     assert page.locator("[role=alert]:visible, .error:visible").count() == 0
     page.locator("#chat article.assistant", has_text="word0 word1 word2").wait_for()
-    assert page.locator("#model_state").inner_text().startswith("quick is loaded")
+    page.locator("#model_state", has_text="quick is loaded").wait_for()
     assert not page.get_by_text("tensor parallel").first.is_visible(), "the launch descriptor, unasked"
     assert "--preset=latency" in here.http.get("/v1/model").json()["command"]
 

@@ -244,7 +244,8 @@ def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
     add_errors(app, forwarder.metrics.refuse)
     add_gate(app, forwarder.settings, forwarder.metrics.refuse)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", operation_id="health_head")
     async def health() -> JSONResponse:
         process = forwarder.process
         found = {"status": "ok" if process.state == "up" else process.state, "running": forwarder.num_under_way}

@@ -79,7 +79,7 @@ html { scroll-padding-bottom: 140px; }
   border-radius: 4px; }
 .oc .newest { display: flex; flex-direction: column-reverse; }
 .oc mark { background: var(--oc-mark); color: inherit; }
-.oc a { color: inherit; text-decoration: underline; }
+.gradio-container a { color: inherit !important; text-decoration: underline; }
 .oc-actions { flex-wrap: wrap !important; }
 .oc-actions button { min-width: 110px !important; }
 .gradio-container button.lg { font-size: 14px; font-weight: 600; padding: 8px 14px; }
