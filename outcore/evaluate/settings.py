@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -47,7 +48,7 @@ class EvaluationSettings:
             raise EvaluationError("tasks is empty. Name at least one, such as outcore_endings.", "tasks")
         if twice := sorted({name for name in tasks if tasks.count(name) > 1}):
             raise EvaluationError(f"tasks names {twice[0]} twice.", "tasks")
-        is_number = isinstance(self.limit, (int, float)) and not isinstance(self.limit, bool)
+        is_number = isinstance(self.limit, (int, float)) and not isinstance(self.limit, bool) and isfinite(self.limit)
         if self.limit is not None and not (is_number and (0 < self.limit < 1 or self.limit == int(self.limit) >= 1)):
             raise EvaluationError(
                 f"limit is {self.limit!r}, but must be a whole number of documents, or a share between 0 and 1.",

@@ -267,6 +267,11 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"{name} is gated: its makers want you to accept their terms on its hub page first. Do that, log in with "
             f"`hf auth login`, and try again; or use {_LOCAL_ADVICE}."
         )
+    if name in PRESETS:
+        return ValueError(
+            f"{name} is a preset, a shape without weights, which `outcore plan` and training take as --preset {name}. "
+            "Name a published model, a folder or a run."
+        )
     near = near_models(name) or did_you_mean(name.split("/")[-1], tuple(PRESETS))
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
         return RuntimeError(

@@ -17,7 +17,9 @@ class Server(uvicorn.Server):
     their connections."""
 
     def __init__(self, app: FastAPI, **more: Any) -> None:
-        usual = {"log_level": "warning", "timeout_graceful_shutdown": STOP_WITHIN_S, "http": Connection, "ws": "none"}
+        usual: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": STOP_WITHIN_S}
+        usual |= {"http": Connection, "ws": "none"}
+        usual["proxy_headers"] = False  # a client would choose the address that its guesses of keys are counted by
         super().__init__(uvicorn.Config(app, **{**usual, **more}))
         self._app = app
 

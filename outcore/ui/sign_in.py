@@ -59,7 +59,8 @@ class SignIn:
                 return await self._signed_in(request, keys, token.strip().encode())
             if request.url.path in OPEN_PATHS or self._has_cookie(request):
                 return None
-            await keys.check(bearer_of(request.scope), request.scope)
+            cookie = request.cookies.get(COOKIE, "").encode()  # a wrong one is a guess like a wrong token
+            await keys.check(bearer_of(request.scope) or cookie, request.scope)
             return None
         except ApiError as error:
             if "text/html" in request.headers.get("accept", "") and request.method == "GET":

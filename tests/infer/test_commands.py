@@ -123,8 +123,11 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert all("a whole number from 1 to 128" in line["error"] for line in found[5:9])
     assert "'user' has no content" in found[9]["error"] and "must be POST" in found[10]["error"]["message"]
     assert not (tmp_path / "out.jsonl.journal").exists()
+    assert "the first that failed: the prompt has" in capsys.readouterr().err
     before = (tmp_path / "out.jsonl").read_bytes()
-    assert cli.main(given) == 0 and "complete" in capsys.readouterr().err
+    assert cli.main(given) == 1 and "10 of its lines failed" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n')
+    assert cli.main(given) == 2 and "it is of another input" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_origin
 
 import httpx
@@ -23,6 +24,7 @@ from starlette.testclient import TestClient
 from outcore.common import read_object
 from outcore.config import FIELDS
 from outcore.machine.topology import PlacedGpu, Topology
+from outcore.serve.gate import keys as keys_module
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
 from outcore.ui.api import conversations as conversations_module
@@ -334,6 +336,29 @@ def test_wrong_token(api):
         assert client.post("/sign_in", data={"token": TOKEN}, follow_redirects=False).status_code == 303
         assert client.get("/v1/runs").status_code == 200  # by the cookie
         assert TOKEN not in str(client.cookies)
+
+
+def test_a_guessed_cookie_is_a_guess(api, monkeypatch):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(keys_module, "asyncio", SimpleNamespace(sleep=sleep))
+    app = create_app(UiSettings("0.0.0.0", 7860, (TOKEN,)), api, with_panels=False)
+    with TestClient(app, base_url="http://10.0.0.5:7860") as client:
+        asked = [client.get("/v1/runs", headers={"Cookie": f"outcore_ui=guess{n}"}).status_code for n in range(30)]
+    assert max(waits) > 5 and asked[0] == 401 and asked[-1] == 429
+
+
+def test_a_run_that_is_resumed_from_here_loads_no_code_of_others(client, tmp_path):
+    folder = tmp_path / "logs" / "mine"
+    folder.mkdir(parents=True)
+    config = {"model_name_or_path": "base", "trust_remote_code": True, "max_steps": 3}
+    (folder / "metrics.jsonl").write_text(json.dumps({"event": "header", "run": "mine", "config": config}) + "\n")
+    found = client.get("/v1/runs/mine/settings").json()
+    assert found["fields"]["max_steps"] == 3 and "trust_remote_code" not in found["fields"]
+    assert "trust_remote_code" not in found["command"]
 
 
 def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, capsys):

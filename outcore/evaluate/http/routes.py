@@ -97,6 +97,7 @@ class Evaluations:
         except EvaluationError as error:
             raise bad(str(error), error.param) from error
         subject = self._subject(body.get("model"))
+        self._check_reach(settings.include_path)  # before anything is kept: a later start goes on with what is
         self.history.check_writable()
         with self._lock:
             record = unfinished_or_new(
@@ -246,8 +247,7 @@ class Evaluations:
         return self._start({k: v for k, v in record.items() if k != "scores"}, subject)
 
     def _start(self, record: Record, subject: Subject) -> Record:
-        if (folder := record["settings"].get("include_path")) is not None:  # its tasks may bring Python, which runs
-            check_folder(folder, self._loaded().settings.allowed_folders, "include_path")
+        self._check_reach(record["settings"].get("include_path"))
         with self._lock:
             if record["id"] not in self._jobs:
                 record = record | {"status": "queued", "error": None, "created_at": record["created_at"] or time.time()}
@@ -255,6 +255,11 @@ class Evaluations:
                 job = Job(self.history, record, subject)
                 self._jobs[record["id"]] = (job, self._worker.submit(self._run, job))
             return self.get(record["id"])
+
+    def _check_reach(self, folder: str | None) -> None:
+        """ApiError for a folder of tasks, which may bring Python, that the command line did not allow."""
+        if folder is not None:
+            check_folder(folder, self._loaded().settings.allowed_folders, "include_path")
 
     def _run(self, job: Job) -> None:
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from outcore.common.output import say, show, tell_error
+from outcore.common.files import json_of
+from outcore.common.output import printable, say, show, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
-from outcore.infer.commands.journal import Journal, digest_of
+from outcore.infer.commands.journal import Journal, digest_of, why_failed
 from outcore.infer.commands.lines import numbered
 from outcore.infer.commands.options import check_output, sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
@@ -77,8 +78,7 @@ def _job(args: argparse.Namespace) -> int:
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
     journal_file = args.output.with_name(f"{args.output.name}.journal")
     if args.output.exists() and not args.overwrite and not journal_file.exists():
-        say(f"{args.output} is there already and no journal beside it: it is complete. --overwrite answers again.")
-        return 0
+        return _tell_finished(args)
     journal = Journal(args.output, job)
     try:
         gather(journal, job)
@@ -95,7 +95,27 @@ def _job(args: argparse.Namespace) -> int:
         f"{args.output}: {counted(counts.lines, 'line')} ({counts.from_journal:,} from before, "
         f"{len(journal.failed):,} failed), {counted(counts.answer_tokens, 'token')} at {rate:.1f} tokens/s"
     )
+    if journal.failed:
+        say(f"the first that failed: {printable(journal.why)}")
     return 1 if journal.failed else 0
+
+
+def _tell_finished(args: argparse.Namespace) -> int:
+    """Say what a job that has ended left; its exit code. ValueError where it was another input's."""
+    with open(args.output, encoding="utf-8") as file:
+        errors = [why_failed(json_of(line)) for line in file]
+    asked = sum(1 for _ in numbered(args.input))
+    if len(errors) != asked:
+        raise ValueError(
+            f"{args.output} is there already with {counted(len(errors), 'line')}, and --input has {asked:,}: it is of "
+            "another input. --overwrite answers again, or name another --output."
+        )
+    failed = [why for why in errors if why]
+    words = f", {len(failed):,} of its lines failed (the first: {printable(failed[0])})" if failed else ""
+    say(
+        f"{args.output} is there already and no journal beside it: a job ended there{words}. --overwrite answers again."
+    )
+    return 1 if failed else 0
 
 
 def _on_one(args: argparse.Namespace, settings: InferSettings, journal: Journal) -> JobCounts:

@@ -33,6 +33,8 @@ class Journal:
         """Line number of the input -> place of its result in the journal."""
         self.failed: set[int] = set()
         """Numbers of lines whose result is an error, whichever process noted it."""
+        self.why = ""
+        """What the first of them says."""
         try:
             with file_errors(self._phase, path):
                 self._lines = LineJournal(path, job, lambda at, entry: self._note(at, entry[0], json.loads(entry[1])))
@@ -66,6 +68,7 @@ class Journal:
         self.done[number] = place
         if result.get("error") is not None:
             self.failed.add(number)
+            self.why = self.why or why_failed(result)
 
     def finish(self, count: int) -> None:
         """Write the output in the input's order and drop the journal."""
@@ -91,6 +94,12 @@ class Journal:
                 self.add(number, json.loads(other._lines.value_at(place)[1]))
         self._lines.sync()
         other._lines.remove()
+
+
+def why_failed(result: dict[str, Any]) -> str:
+    """The words of a line's error; '' where it was answered."""
+    error = result.get("error") or ""
+    return error if isinstance(error, str) else error["message"]
 
 
 def digest_of(path: Path) -> str:

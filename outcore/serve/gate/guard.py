@@ -67,7 +67,7 @@ class Guard:
             wanted = self._kinds.get(f"{scope['method']} {scope['path']}", JSON)
             # JSON alone: a page of another site cannot send it without asking first, and nobody answers that
             if {kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")} != {wanted}:
-                raise ApiError(415, f"Content-Type must be {wanted} here.")
+                raise ApiError(415, f"Content-Type must be {wanted} here (curl: -H 'Content-Type: {wanted}').")
 
     def _is_own(self, name: str, scope: Scope) -> bool:
         here = (scope.get("server") or ("",))[0].partition("%")[0].removeprefix("::ffff:")

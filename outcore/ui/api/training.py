@@ -17,7 +17,7 @@ from outcore.monitor import read_metrics
 from outcore.runs import folder_of, holder_of, list_runs, lock_path, next_name
 from outcore.serve.additions import ApiError, bad
 from outcore.ui.api.children import Child, complaint_of
-from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said
+from outcore.ui.api.form import COMMAND_LINE, HIDDEN, argv_of, checked, command_of, said
 from outcore.ui.api.place import Place, write_json
 
 STOPPED = [code for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (128 + n, -n)]
@@ -73,7 +73,7 @@ class Training:
             except FileNotFoundError:
                 raise ApiError(404, f"There is no run {name!r}, or it has not begun a step.", param="name") from None
             noted = {key: value for key, value in config.items() if key in FIELDS and key not in HIDDEN}
-        return {key: value for key, value in said(noted).items() if key not in NOT_OF_THE_RUN}
+        return {key: value for key, value in said(noted).items() if key not in NOT_OF_THE_RUN | COMMAND_LINE}
 
     def stop(self, name: str, *, at_once: bool = False) -> dict[str, Any]:
         """Stop as Ctrl-C does: the run finishes its step, saves and ends; `at_once`: as a second Ctrl-C."""

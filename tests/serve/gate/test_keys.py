@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from fastapi import FastAPI
+
 from outcore.serve.additions import ApiError, Keys
 from outcore.serve.gate import keys as keys_module
+from outcore.serve.stopping import Server
 
 HERE, THERE = {"client": ("10.0.0.5", 1)}, {"client": ("10.0.0.6", 1)}
 RIGHT = b"the-right-key-\xc3\xa9"
@@ -60,3 +63,7 @@ def test_what_clients_said_is_for_this_user_alone(server):
     logs = server.service.settings.logs
     assert stat.S_IMODE(server.service.records.path.stat().st_mode) == 0o600
     assert [stat.S_IMODE((logs / name).stat().st_mode) for name in ("files", "batches")] == [0o700] * 2
+
+
+def test_no_header_chooses_the_address_that_guesses_are_counted_by():
+    assert not Server(FastAPI()).config.proxy_headers

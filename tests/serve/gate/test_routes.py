@@ -202,6 +202,11 @@ def test_a_page_runs_no_task_file(serve, tmp_path):
     assert raw(serve, "POST", "/v1/evaluations", body, right)[0] == 401
     status, said = raw(serve, "POST", "/v1/evaluations", body, right | BEARER)
     assert status == 403 and "--allowed_folder" in said["error"]["message"], "nor does who has a key"
+    kept = raw(serve, "GET", "/v1/evaluations", b"", right | BEARER)[1]["data"]
+    assert not [one for one in kept if "evil_t" in one["settings"]["tasks"]], "a later start would go on with it"
+    for number in ("NaN", "Infinity"):
+        sent = b'{"tasks": ["outcore_endings"], "limit": ' + number.encode() + b"}"
+        assert raw(serve, "POST", "/v1/evaluations", sent, right | BEARER)[0] == 400
     assert not mark.exists() and not serve.service.metrics.refused.labels("500")._value.get()
 
 
