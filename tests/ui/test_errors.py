@@ -397,6 +397,13 @@ def test_a_body_in_pieces_is_read_as_one_that_is_whole(client, api):
     assert "max_steps" in words_of(answer, 400) and not api.training._children
 
 
+@pytest.mark.parametrize("path", ["/v1/models/..%2f..%2fmetrics", "/v1/files/%2e%2e%2f%2e%2e%2fhealth"])
+def test_a_path_that_leads_back_is_not_passed_on(served, path):
+    with httpx.Client(base_url=served, timeout=120) as http:
+        loaded(http.request)
+        assert http.get(path).status_code == 404
+
+
 def test_a_nul_is_no_name(client):
     for method, path in (
         ("GET", "/v1/runs/a%00b"),

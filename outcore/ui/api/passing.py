@@ -66,6 +66,8 @@ class PassOn:
 
 
 def _is_the_models(path: str, method: str) -> bool:
+    if ".." in path.split("/"):  # it would name another route of the model's server
+        return False
     if any(path == one or path.startswith(f"{one}/") for one in ALWAYS):
         return True
     return path.startswith(EVALUATIONS) and method == "POST"
