@@ -1,4 +1,4 @@
-"""Results of a job as they come, so that a killed job goes on where it was: nothing twice, nothing lost, same bytes.
+"""Results of a job as they come, so that a killed job goes on where it was: nothing twice, nothing lost.
 
 When all lines are there the output is written aside in the input's order and renamed, then the journal beside it goes.
 """

@@ -1,7 +1,7 @@
 """Names, types and places of a GGUF file's tensors, and the sizes and token ids that its header tells.
 
 A header is mostly tokens and merges: half a million texts for a vocabulary of 128,000. They are stepped over here, in
-0.2 s, where the package gguf makes an object of each, in 13 s."""
+0.05 s, where the package gguf makes an object of each, in 10 s (a quiet core)."""
 
 from __future__ import annotations
 
