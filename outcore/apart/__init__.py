@@ -4,4 +4,4 @@
 begins in a moment and takes little RAM."""
 
 from outcore.apart.bench import JSON_OPTIONS, Ask, Bench, first_line, for_forms
-from outcore.apart.process import Apart
+from outcore.apart.process import Apart, begin

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import threading
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +28,12 @@ PRELOADED = ["outcore.apart.bench", "transformers.tokenization_utils_tokenizers"
 """Modules that every process needs; what is not installed is left out."""
 READY_S = 120.0
 """Seconds until a process answers for the first time: the fork server imports first."""
+
+
+def begin() -> None:
+    """Have the process from which others are forked import what they need, while this one goes on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 class Apart:
@@ -82,8 +89,8 @@ class _Process:
         return found
 
     def _begin(self) -> Connection:
+        begin()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
         process.start()  # one that has not started cannot be ended, and the server may close meanwhile

@@ -184,15 +184,16 @@ class InferenceEngine:
     # --- on the engine's thread
 
     @torch.inference_mode()
-    def step(self) -> bool:
-        """Do what was noted and run one pass; False when nothing was to do.
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Do what was noted and run one pass; False when nothing was to do. `meanwhile` is called once the pass has
+        been queued on the device, before its results are waited for.
 
         What goes wrong in a pass ends the answers in it with "error" and is raised.
         """
         with self._on_device:
-            return self._step()
+            return self._step(meanwhile)
 
-    def _step(self) -> bool:
+    def _step(self, meanwhile: Callable[[], None]) -> bool:
         had_notes = self._take_notes()
         self._texts.run(self.runner)
         self._end_late(self._clock())
@@ -206,6 +207,7 @@ class InferenceEngine:
             work.begin_masks()
         try:
             found = self.runner.run(works)
+            meanwhile()
             self._accept(works, found)
         except Exception as error:
             for name in {work.sequence.request.name for work in works}:

@@ -141,32 +141,14 @@ def _num_added(tokenizer: Any, given: Any, first: int) -> int:
 async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events of all prompts as they come, ending with [DONE]."""
     frame, written = call.service.frame(call.name, KIND), 0
-    queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
     tokenizer = call.service.prompts.tokenizer
     told: dict[int, CompletionLogprobs] = {}
 
     def cost() -> dict[str, Any]:
         return usage_of(sum(map(len, call.prompts)), written)
 
-    async def pump(number: int, request: Request) -> None:
-        try:
-            async with aclosing(call.service.stream(request, ENDPOINT, call.name)) as items:
-                async for item in items:
-                    queue.put_nowait((number, item))
-            queue.put_nowait((number, None))
-        except Exception as error:
-            queue.put_nowait((number, error))
-
-    tasks = [asyncio.ensure_future(pump(number, request)) for number, request in enumerate(call.requests)]
-    left = len(tasks)
-    try:
-        while left:
-            number, item = await queue.get()
-            if item is None:
-                left -= 1
-                continue
-            if isinstance(item, Exception):
-                raise item
+    async with aclosing(_merged(call)) as items:
+        async for number, item in items:
             index = number * call.requests[number].n + item.choice
             if isinstance(item, Answer):
                 if failure := failure_of(item):
@@ -186,9 +168,41 @@ async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
             one = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
             usage = {} if call.usage == "never" else {"usage": cost() if call.usage == "always" else None}
             yield {"data": json.dumps(frame | {"choices": [one]} | usage)}
-    finally:
-        for task in tasks:
-            task.cancel()
     if call.usage != "never":
         yield {"data": json.dumps(frame | {"choices": [], "usage": cost()})}
     yield {"data": "[DONE]"}
+
+
+async def _merged(call: CompletionCall) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+    """Pieces and answers of all prompts as they come, each with its prompt's number."""
+    streams = [call.service.stream(request, ENDPOINT, call.name) for request in call.requests]
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as items:
+            async for item in items:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[Piece | Answer, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    queue.put_nowait((number, item))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    left = len(tasks)
+    try:
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()

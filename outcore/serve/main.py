@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from contextlib import suppress
 from socket import socket
 from typing import TYPE_CHECKING
 
+from outcore import apart
 from outcore.common.errors import need_packages
 from outcore.common.output import say, tell_error
 from outcore.config.commands import serve_flags
@@ -77,6 +79,7 @@ def _serve(
     from outcore.serve.service import Service
     from outcore.serve.stopping import Server
 
+    apart.begin()  # its imports take seconds, in which the model is opened
     opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
     service = Service(opened, settings)
     if why := service.metrics.against_plan.why_not:
@@ -84,6 +87,7 @@ def _serve(
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
     sys.setswitchinterval(SWITCH_S)
+    gc.freeze()  # a look through the model's and the libraries' objects holds every answer for half a second
     server = Server(create_app(service, additions(service)))
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

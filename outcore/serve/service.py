@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -35,6 +36,28 @@ MAX_FAILURES = 3
 TRIED_AGAIN_S = 30.0
 """A server that is not well takes requests again so long after its last failure; a pass that succeeds makes it well."""
 IDLE_S = 0.5
+SHORT_PASS_S = 0.05
+"""Seconds of a pass that text may wait for, so that it is passed on while the device computes the next one."""
+
+
+class Inbox:
+    """Items for the one task that waits for them, on its loop: a queue of asyncio's takes several times as long."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.items: deque[Piece | Answer] = deque()
+        self._loop, self._waiter = loop, None
+
+    def put(self, item: Piece | Answer) -> None:
+        """Add an item; on the loop's thread."""
+        self.items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def filled(self) -> None:
+        """Wait until there is an item."""
+        while not self.items:
+            self._waiter = self._loop.create_future()
+            await self._waiter
 
 
 class EngineThread:
@@ -46,8 +69,10 @@ class EngineThread:
         self._stopping = threading.Event()
         self._ends: set[Callable[[], None]] = set()
         self._is_ending = False
-        self._told: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Piece | Answer], Piece | Answer]] = []
-        """What the pass under way said, and to whom; the engine's thread alone touches it."""
+        self._told: list[tuple[asyncio.AbstractEventLoop, Inbox, Piece | Answer]] = []
+        """What passes said that has not been handed over, and to whom; the engine's thread alone touches it."""
+        self._busy: set[asyncio.AbstractEventLoop] = set()
+        """Loops that have not passed on what they were handed last."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -77,28 +102,41 @@ class EngineThread:
             self.engine.wait_for_work(IDLE_S)
             try:
                 while not self._stopping.is_set():
-                    passes = self.engine.counts.passes
-                    did = self.engine.step()
-                    self._hand_over()
+                    counts = self.engine.counts
+                    passes, is_short = counts.passes, counts.last_pass_s < SHORT_PASS_S
+                    # While the device computes, this thread waits and leaves the interpreter to the loop: what the
+                    # last pass said is passed on then, where that is soon.
+                    did = self.engine.step(self._hand_over if is_short else lambda: None)
+                    if not did or counts.last_pass_s >= SHORT_PASS_S:
+                        self._hand_over(waits=False)
                     if not did:
                         break
-                    if self.engine.counts.passes > passes:  # and no note only was done
+                    if counts.passes > passes:  # and no note only was done
                         self.failures = 0
             except Exception as error:
-                self._hand_over()
+                self._hand_over(waits=False)
                 self.failures, self.failed_at_s = self.failures + 1, time.monotonic()
                 self._on_failure(error)
                 logger.exception("a pass failed; its answers ended with an error")
         self.engine.cancel_all()
         self.engine.step()
-        self._hand_over()
+        self._hand_over(waits=False)
 
-    def _hand_over(self) -> None:
-        """Wake the loops that wait for what a pass said: once a pass, because each waking costs both threads."""
+    def _hand_over(self, waits: bool = True) -> None:
+        """Give loops what was said: at most once a pass, because each waking costs both threads. `waits`: a loop that
+        has not passed on the last gets this with the next, in fewer and longer pieces."""
         told, self._told = self._told, []
         for loop, of_loop in itertools.groupby(told, key=lambda each: each[0]):
-            items = [(queue, item) for _, queue, item in of_loop]
-            loop.call_soon_threadsafe(_put_all, items)
+            if waits and loop in self._busy:
+                self._told += of_loop
+            else:
+                self._busy.add(loop)
+                loop.call_soon_threadsafe(self._put_all, loop, [(inbox, item) for _, inbox, item in of_loop])
+
+    def _put_all(self, loop: asyncio.AbstractEventLoop, items: Sequence[tuple[Inbox, Piece | Answer]]) -> None:
+        for inbox, item in items:
+            inbox.put(item)
+        loop.call_soon(self._busy.discard, loop)  # behind those who wait for the items
 
     async def stream(
         self, request: Request, ended: Callable[[Answer], None] = lambda answer: None
@@ -106,30 +144,34 @@ class EngineThread:
         """Pieces as they come, and each answer when it has ended. Leaving the loop cancels what is left. `ended` hears
         of each answer, those too, on the engine's thread. ValueError for a request that could never be answered."""
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Piece | Answer] = asyncio.Queue()
+        inbox = Inbox(loop)
 
         def put(item: Piece | Answer) -> None:
             if isinstance(item, Answer):
                 ended(item)
-            self._told.append((loop, queue, item))
+            self._told.append((loop, inbox, item))
 
         def end() -> None:
-            queue.put_nowait(Answer(request.name, 0, "", (), "error", error=STOPS))
+            inbox.put(Answer(request.name, 0, "", (), "error", error=STOPS))
 
         self.engine.submit(request, put, put)
         left = request.n
         self._ends.add(end)
         if self._is_ending:  # its place was taken before
             end()
-        held: Piece | Answer | None = None
+        items = inbox.items
         try:
             while left:
-                item, held = held or await queue.get(), None
-                while isinstance(item, Piece) and not queue.empty():  # the client is slower than the passes
-                    held = queue.get_nowait()
-                    if isinstance(held, Answer) or held.choice != item.choice:
+                if not items:
+                    await inbox.filled()
+                item = items.popleft()
+                # the client, or the loop, is slower than the passes
+                while isinstance(item, Piece) and items:
+                    after = items[0]
+                    if isinstance(after, Answer) or after.choice != item.choice:
                         break
-                    item, held = item.then(held), None
+                    item = item.then(after)
+                    items.popleft()
                 left -= isinstance(item, Answer)
                 yield item
         finally:
@@ -155,11 +197,6 @@ class EngineThread:
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[Any]:
         """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
         return await _told(lambda told: self.engine.submit_embeddings(texts, told))
-
-
-def _put_all(items: Sequence[tuple[asyncio.Queue[Piece | Answer], Piece | Answer]]) -> None:
-    for queue, item in items:
-        queue.put_nowait(item)
 
 
 async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -135,6 +136,31 @@ def test_compiled_layers_and_graphs_say_what_eager_ones_say(wide_folder, monkeyp
         close = 1e-3 if kv_format == "same" else 0.05
         assert kv_format != "same" or found == wanted, (share, more)
         assert all(one == pytest.approx(other, abs=close) for one, other in zip(again, scores))
+
+
+def test_prompts_beside_answers_go_through_graphs(wide_folder):
+    prompts = [(PROMPTS[1] * 40)[at : at + 40 + 11 * at] for at in range(12)]
+    said = []
+    for compiled in ("off", "on"):
+        settings = InferSettings(context=512, device="cuda", precision="fp32", max_sequences=4, compile=compiled)
+        with closing(open_engine(str(wide_folder[0]), settings)) as opened:
+            said.append(greedy(opened.engine, prompts, 24, ignore_eos=True))
+            if compiled == "on":
+                slots = opened.engine.runner.small._slots
+                mixed = [slot for key, slot in slots.items() if key[0] < 0]
+                assert any(slot.is_captured and slot.runs > 2 for slot in mixed), {k: s.runs for k, s in slots.items()}
+    assert said[0] == said[1]
+
+
+def test_a_thread_that_has_computed_nothing_captures(wide_folder):
+    """Its cuBLAS handle was made within the capture, which ended graphs and left the first client without an answer."""
+    settings = InferSettings(context=512, device="cuda", precision="fp32", max_sequences=4, compile="on")
+    with closing(open_engine(str(wide_folder[0]), settings)) as opened, ThreadPoolExecutor(1) as threads:
+        small, prompts = opened.engine.runner.small, [(PROMPTS[1] * 40)[:150]]
+        here = greedy(opened.engine, prompts, 2, ignore_eos=True)
+        opened.engine.scheduler.cache.clear_prefixes()
+        assert threads.submit(greedy, opened.engine, prompts, 2, ignore_eos=True).result() == here
+        assert not small.why_not and any(slot.is_captured for key, slot in small._slots.items() if key[0] < 0)
 
 
 def test_guesses_go_through_graphs(wide_folder):

@@ -94,25 +94,33 @@ class _Call:
 
 
 class GraphPool:
-    """Memory and stream of one device's graphs that never run at the same time."""
+    """Memory and stream of one device's graphs that never run at the same time. `gives_back`: freed memory that torch
+    keeps goes back before each capture, because the device does not hold it twice; later calls ask for it anew."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, gives_back: bool = True) -> None:
+        self._device, self._gives_back = device, gives_back
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Have a graph of what the block queues, which does not run. Waits for the device and gives back what is
-        cached."""
+        """Have a graph of what the block queues, which does not run. Waits for the device."""
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         own = torch.cuda.current_stream(self._device)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.current_blas_handle()  # each thread has its own, and none can be made within a capture
+        if self._gives_back:
+            torch.cuda.empty_cache()
         try:
-            # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                yield graph
+            with torch.cuda.stream(self._stream):
+                # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    yield graph
+                finally:
+                    graph.capture_end()
         finally:  # torch stays in the capture's stream where a capture cannot be ended
             torch.cuda.set_stream(own)
 

@@ -15,10 +15,10 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_rows"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def attend_tiles(
     query, keys, values, key_scales, value_scales, sinks, out, sums, tops, tiles, pages,
-    query_head_stride, query_row_stride, num_tiles, num_rows, scaling, softcap,
+    query_head_stride, query_row_stride, num_tiles, scaling, softcap,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
@@ -86,8 +86,8 @@ def attend_tiles(
         total = total * faded[:, None] + tl.dot(likely.to(given.dtype), given, input_precision="ieee")
         top = higher
     line_out = (row + token) * (KV_HEADS * GROUP) + of_head
-    if SPLIT > 0:
-        part = stretch.to(tl.int64) * num_rows * (KV_HEADS * GROUP) + line_out
+    if SPLIT > 0:  # tiles of one token: parts lie by tile
+        part = (stretch.to(tl.int64) * num_tiles + tile + token) * (KV_HEADS * GROUP) + of_head
         tl.store(tops + 2 * part, top, is_row)
         tl.store(tops + 2 * part + 1, weight, is_row)
         is_seen = is_row & (top > float("-inf"))
@@ -103,20 +103,22 @@ def attend_tiles(
         tl.store(out + line_out[:, None] * E + e[None, :], found, is_row[:, None] & (e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_stretches"])
+@triton.jit(do_not_specialize=["num_tiles", "num_stretches"])
 def merge(
-    sums, tops, sinks, out, rows, num_rows, num_stretches,
+    sums, tops, sinks, out, tiles, num_tiles, num_stretches,
     HEADS: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The stretches of one row and query head, in their order; those that saw nothing add nothing. Programs: (rows,
-    query heads)."""
-    head = tl.program_id(1)
-    line = tl.load(rows + tl.program_id(0)) * HEADS + head
+    """The stretches of one tile of one token and query head, in their order; those that saw nothing add nothing.
+    Programs: (tiles, query heads)."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(tiles + num_tiles + tile) == 0:  # an empty tile
+        return
+    line = tl.load(tiles + tile) * HEADS + head
     e = tl.arange(0, E_PADDED)
     top = tl.full([1], float("-inf"), tl.float32)
     weight = tl.zeros([1], tl.float32)
     total = tl.zeros([E_PADDED], tl.float32)
-    part = line
+    part = tile.to(tl.int64) * HEADS + head
     for _ in range(num_stretches):
         own = tl.load(tops + 2 * part)
         if own > float("-inf"):
@@ -125,7 +127,7 @@ def merge(
             weight = weight * faded + tl.load(tops + 2 * part + 1) * rate
             total = total * faded + tl.load(sums + part * E + e, e < E, 0.0) * rate
             top = higher
-        part += num_rows * HEADS
+        part += num_tiles * HEADS
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
@@ -141,10 +143,13 @@ def store_rows(
     key_head_stride, key_row_stride, value_head_stride, value_row_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a row into its slot. Programs: (rows, key heads)."""
+    """Keys and values of a row into its slot; a slot below 0 stands for none. Programs: (rows, key heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, WIDTH)
-    line = tl.load(slots + row) * KV_HEADS + head
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    line = slot * KV_HEADS + head
     key = tl.load(keys + head * key_head_stride + row * key_row_stride + at, at < D, 0.0)
     tl.store(into_keys + line * D + at, key, at < D)
     value = tl.load(values + head * value_head_stride + row * value_row_stride + at, at < E, 0.0)

@@ -33,12 +33,14 @@ from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.attention.tiles import (
     FIXED_SINGLE_TOKENS,
     SINGLE_TOKENS,
+    attend_mixed,
     attend_tiles,
     cut_in_tiles,
     has_kernel,
     store_rows,
 )
-from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page, rounded
+from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, Span, rounded
+from outcore.infer.cache.tables import MixedTables, RowTables, first_page
 from outcore.model.packed import by_kernel
 from outcore.sizing.inference import AttentionLimits, AttentionSize
 
@@ -87,7 +89,9 @@ class PagedAttention:
         self.number = next(_numbers)
         self.name = f"outcore_paged_{self.number}"
         self.cache, self._is_deterministic, self._limits = cache, is_deterministic, limits or AttentionLimits()
-        self._calls: Sequence[PassTables | RowTables] = ()
+        self._calls: Sequence[PassTables | RowTables | MixedTables] = ()
+        self.most_shares = 0
+        """Query heads of a key head at most, in attentions that have run."""
         self._place = _Place()
         AttentionInterface.register(self.name, self)
         opened[self.number] = self
@@ -97,7 +101,7 @@ class PagedAttention:
         AttentionInterface._global_mapping.pop(self.name, None)
         opened.pop(self.number, None)
 
-    def begin(self, calls: Sequence[PassTables | RowTables]) -> None:
+    def begin(self, calls: Sequence[PassTables | RowTables | MixedTables]) -> None:
         """A pass over these rows starts; layer 0 of the first row comes next."""
         self._calls, self._place = calls, _Place(0, 0, 0)
 
@@ -144,6 +148,12 @@ class PagedAttention:
         sizes = shape.heads, shape.key_width, shape.value_width
         self.seen(AttentionSize(len(query_HND), *sizes, rule.window, rule.is_plain, is_fused))
         tables = self._calls[self._place.call]
+        self.most_shares = max(self.most_shares, len(query_HND) // shape.heads)
+        if isinstance(tables, MixedTables):
+            assert self.cache is not None
+            group = self.cache.group_of(rule.window)
+            store = self.cache.store(site, shape, group)
+            return attend_mixed(store, group, rule, tables, query_HND, key_KND, value_KNE)
         if isinstance(tables, RowTables):
             assert self.cache is not None
             group = self.cache.group_of(rule.window)

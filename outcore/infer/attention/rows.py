@@ -13,7 +13,8 @@ import torch
 
 from outcore.infer.attention.exact import AttentionRule, Piece, attend_at_once, attend_in_pieces
 from outcore.infer.attention.tiles import TokenTiles, attend_tiles, has_kernel, store_rows
-from outcore.infer.cache import KvStore, RowTables
+from outcore.infer.cache import KvStore
+from outcore.infer.cache.tables import RowTables
 from outcore.sizing.inference import AttentionLimits
 
 

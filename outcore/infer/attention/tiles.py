@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from outcore.infer.attention.exact import AttentionRule
-from outcore.infer.cache import KvStore, PassTables, Span, first_page
+from outcore.infer.cache import KvStore, PassTables, Span
+from outcore.infer.cache.tables import MixedTables, first_page
 
 LONG_ROWS = 128
 """Rows of a product where a tile has many tokens: tokens times the query heads of a key head."""
@@ -90,21 +91,21 @@ def attend_tiles(
     """Fill the rows of `output_NHE` that the tiles name, after their keys and values are stored."""
     if query_HND.stride(2) != 1:
         query_HND = query_HND.contiguous()
-    heads, rows, width = query_HND.shape
+    heads, _, width = query_HND.shape
     shape, (keys, values, scales) = store.shape, store.planes
     group, count = heads // shape.heads, tiles.facts.shape[1]
     is_single = tiles.tokens == 1
     split = SPLIT_KEYS if is_single else 0
     stretches = -(-tiles.most_keys // split) + (rule.window is not None) if split else 1
-    tops = output_NHE.new_empty((stretches, rows, heads, 2), dtype=torch.float32) if split else output_NHE
-    sums = output_NHE.new_empty((stretches, rows, heads, shape.value_width), dtype=torch.float32) if split else tops
+    tops = output_NHE.new_empty((stretches, count, heads, 2), dtype=torch.float32) if split else output_NHE
+    sums = output_NHE.new_empty((stretches, count, heads, shape.value_width), dtype=torch.float32) if split else tops
     product_rows = max(LEAST_ROWS, _power(tiles.tokens * group))
     padded = {"D_PADDED": max(LEAST_ROWS, _power(width)), "E_PADDED": max(LEAST_ROWS, _power(shape.value_width))}
     wide = max(padded.values()) > 128 or query_HND.dtype == torch.float32
     sinks = output_NHE if rule.sinks_H is None else rule.sinks_H
     _kernels().attend_tiles[(count, shape.heads, stretches)](
         query_HND, keys, values, *(scales or (keys, values)), sinks, output_NHE, sums, tops, tiles.facts, tiles.pages,
-        query_HND.stride(0), query_HND.stride(1), count, rows, rule.scaling, rule.softcap or 1.0,
+        query_HND.stride(0), query_HND.stride(1), count, rule.scaling, rule.softcap or 1.0,
         PAGE=store.page_tokens, WINDOW=rule.window or 0, GROUP=group, KV_HEADS=shape.heads,
         D=width, E=shape.value_width, **padded, TOKENS=tiles.tokens, ROWS=product_rows,
         BLOCK=(SINGLE_BLOCK if is_single else LONG_BLOCK) // (2 if wide else 1), SPLIT=split,
@@ -113,9 +114,29 @@ def attend_tiles(
     )  # fmt: skip
     if split:
         _kernels().merge[(count, heads)](
-            sums, tops, sinks, output_NHE, tiles.facts, rows, stretches, HEADS=heads, E=shape.value_width,
+            sums, tops, sinks, output_NHE, tiles.facts, count, stretches, HEADS=heads, E=shape.value_width,
             E_PADDED=padded["E_PADDED"], HAS_SINKS=rule.sinks_H is not None, num_warps=1,
         )  # fmt: skip
+
+
+def attend_mixed(
+    store: KvStore,
+    group: int,
+    rule: AttentionRule,
+    tables: MixedTables,
+    query_HND: torch.Tensor,
+    key_KND: torch.Tensor,
+    value_KNE: torch.Tensor,
+) -> torch.Tensor:
+    """[N, H, E] over tables of one size; rows that nobody reads are zero."""
+    store_rows(store, key_KND, value_KNE, tables.slots[group])
+    heads, rows, _ = query_HND.shape
+    output = query_HND.new_zeros((rows, heads, store.shape.value_width))
+    most, pages = tables.size.single_keys, tables.pages[group]
+    singles = TokenTiles(tables.singles[group], pages, 1, min(most, rule.window or most))
+    for tiles in (singles, TokenTiles(tables.tiles[group], pages, tables.size.tile_tokens, 0)):
+        attend_tiles(store, rule, tiles, query_HND, output)
+    return output
 
 
 def store_rows(store: KvStore, key_KND: torch.Tensor, value_KNE: torch.Tensor, slots_N: torch.Tensor) -> None:

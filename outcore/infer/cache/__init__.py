@@ -5,7 +5,6 @@ from outcore.infer.cache.kept import KeptPrefixes, PrefixesDamaged
 from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
-from outcore.infer.cache.rows import RowMasks, RowTables, first_page
 from outcore.infer.cache.states import SequenceStates
 from outcore.infer.cache.store import KvShape, KvStore, rounded
 
@@ -22,12 +21,9 @@ __all__ = [
     "PageLedger",
     "PassTables",
     "PrefixesDamaged",
-    "RowMasks",
-    "RowTables",
     "SequencePages",
     "SequenceStates",
     "Span",
-    "first_page",
     "open_memory",
     "rounded",
 ]

@@ -368,6 +368,7 @@ def _runner(
         rows = size.graph_rows if few is None else min(few.most_tokens, size.graph_rows)
         small = SmallPasses(
             flow, attention, cache, device,
-            most_rows=rows, is_on_cpu=arrival.is_on_cpu, experts=few, is_deterministic=settings.deterministic,
+            most_rows=rows, most_mixed=placement.chunk_tokens, is_on_cpu=arrival.is_on_cpu, experts=few,
+            is_deterministic=settings.deterministic,
         )  # fmt: skip
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

@@ -24,18 +24,36 @@ from outcore.common.errors import line_of
 from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
-from outcore.infer.attention import FIXED_SINGLE_TOKENS, PagedAttention, has_kernel
-from outcore.infer.cache import KvCache, RowMasks, RowTables, SequencePages, first_page
+from outcore.infer.attention import (
+    FIXED_SINGLE_TOKENS,
+    LONG_ROWS,
+    SINGLE_TOKENS,
+    SPLIT_KEYS,
+    PagedAttention,
+    has_kernel,
+)
+from outcore.infer.cache import KvCache, SequencePages
+from outcore.infer.cache.tables import MixedSize, MixedTables, RowMasks, RowTables, first_page
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
 
-MAX_SLOTS = 48
+MAX_SLOTS = 64
 """The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
 LEAST_PAGES = 16
 """Pages of each row's table where a kernel reads pages in place; then 64, 256 and so on, a graph for each."""
+LEAST_READ = 32
+"""Tokens of prompts from which on a pass is no pass of single tokens, each of which reads its own context."""
+MIXED_ROWS = (*range(128, 1025, 128), 1280, 1536, 1792, 2048, 2560, 3072, 4096)
+"""Tokens of a pass of prompts' chunks and single tokens for which graphs are made."""
+MIXED_SINGLES, MIXED_KEYS = (64, 128, 384), (1024, 8192, 65536)
+"""Single tokens, or rows whose logits are wanted, of such a pass; and keys that a single token may see."""
+MIXED_PROMPTS, MIXED_PAGES = 64, 8192
+"""Prompts of such a pass, and pages of all its tables."""
+MIXED_STRETCHES = 1 << 14
+"""Stretches of context (`SPLIT_KEYS`) of all its single tokens: each keeps sums in fp32 for every head."""
 SPAN_KEYS = 1 << 15
 """Keys that all rows may see together (`GRAPH_KEYS`) where a sequence has several, each of which reads its own copy of
 the same pages."""
@@ -74,7 +92,7 @@ class SlotPass:
         self,
         flow: Flow,
         attention: PagedAttention,
-        tables: RowTables,
+        tables: RowTables | MixedTables,
         parts: Sequence[Part],
         handed: Handed,
         has_code: Callable[[Part], bool] = lambda part: False,
@@ -83,7 +101,6 @@ class SlotPass:
         self._parts = list(parts)
         self.segments = self._cut(_resident(flow), has_code)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
-        self._places = torch.arange(tables.num_rows, device=flow.device)
         self._log: Any = None
         self._hidden: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
@@ -142,7 +159,7 @@ class SlotPass:
                 assert self._hidden is not None
                 item = HeadInput(self._hidden, self._batch, self._log)
                 self._logits = self._handed.keep(
-                    "logits", self.flow.head.logits(slab, item, self._places, as_made=True)
+                    "logits", self.flow.head.logits(slab, item, self.tables.wanted, as_made=True)
                 )
         if segment is not self.segments[-1]:
             assert self._hidden is not None
@@ -168,9 +185,10 @@ def _resident(flow: Flow) -> Any:
 
 
 class SmallPasses:
-    """Small passes of fixed sizes, of up to `most_rows` tokens. `is_captured` False: passes of slots run by ordinary
-    launches always (for tests). `experts`: those of a mixture that come as they are chosen; None: there are none.
-    `is_deterministic`: all have one size, because rows of another could get other bits."""
+    """Small passes of fixed sizes, of up to `most_rows` tokens, `most_mixed` where prompts are among them.
+    `is_captured` False: passes of slots run by ordinary launches always (for tests). `experts`: those of a mixture that
+    come as they are chosen; None: there are none. `is_deterministic`: all have one size, because rows of another could
+    get other bits."""
 
     FIXED_ROWS: ClassVar = 128
     """Rows of each then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
@@ -184,6 +202,7 @@ class SmallPasses:
         device: torch.device,
         *,
         most_rows: int = GRAPH_ROWS[-1],
+        most_mixed: int = 0,
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
         experts: FewTokens | None = None,
@@ -199,9 +218,9 @@ class SmallPasses:
         """Whether the last pass made something that later ones of its size find: its seconds tell nothing of theirs."""
         self._is_captured, self._is_on_cpu, self.experts = is_captured, is_on_cpu, experts
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
-        self._pool = GraphPool(device)
+        self._pool = GraphPool(device, gives_back=False)
         self._reads_in_place = has_kernel(device)
-        self._handed = Handed(self.fixed_rows or most_rows)
+        self._handed, self._most_mixed = Handed(self.fixed_rows or most_rows), most_mixed
         self._masks = None if self._reads_in_place else RowMasks(GRAPH_KEYS, device)
         units = flow.units
         self._parts = [units.embed, *units.layer_units, units.head]
@@ -211,16 +230,22 @@ class SmallPasses:
     def run(self, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
         """Logits as `PassRunner.run`; None where this is no such pass."""
         self.is_first = False
-        if self.why_not or not all(work.is_last for work in works) or not (self.experts is None or self.experts.is_on):
+        if self.why_not or not (self.experts is None or self.experts.is_on):
             return None
-        size = self._size(works)
-        if size is None:
-            return None
-        slot = self._slot(size)
-        slot.tables.fill(rows_of(works))
+        read = sum(work.count for work in works if not work.is_continued(SINGLE_TOKENS))
+        slot = self._mixed(works) if read > LEAST_READ else None
+        if slot is None:
+            size = self._size(works) if all(work.is_last for work in works) else None
+            if size is None:
+                return None
+            slot = self._slot(size)
+        if isinstance(slot.tables, RowTables):
+            slot.tables.fill(rows_of(works))
+        else:
+            slot.tables.fill(works)
         self.is_first, captured_s = not slot.runs, self.capture_s
         if self.experts is not None:
-            self.experts.begin(size[0])
+            self.experts.begin(slot.tables.num_rows)
         try:
             logits = slot.run(self._capture if self._is_captured and slot.runs else None)
         except _CaptureFailed as error:
@@ -230,11 +255,35 @@ class SmallPasses:
             if self.experts is not None:
                 self.experts.end()
         self.is_first = self.is_first or self.capture_s > captured_s
-        found, at = [], 0
+        found, at, has_all = [], 0, isinstance(slot.tables, RowTables)
         for work in works:
-            at += work.count
-            found.append((work, logits[at - work.num_drafts - 1 : at]))
+            at += work.count if has_all else work.num_wanted
+            if work.is_last:
+                found.append((work, logits[at - work.num_wanted : at]))
         return found
+
+    def _mixed(self, works: Sequence[Work]) -> SlotPass | None:
+        """The slot that holds chunks of prompts beside single tokens, filled; None: none does. Only where all weights
+        stay and pages are on the device: elsewhere such a pass waits for these, not for launches."""
+        cache, shares = self.cache, self.attention.most_shares
+        is_here = self._reads_in_place and not cache.memory.crosses_link and cache.settings.kv_format == "same"
+        if not is_here or not shares or self.experts is not None or self.fixed_rows is not None:
+            return None
+        if not all(map(_resident(self.flow).stays, self._parts)):
+            return None
+        size = mixed_size(works, max(1, LONG_ROWS // shares), cache.settings.page_tokens)
+        if size is None or size.rows > self._most_mixed or size.wanted > self._handed.most_rows:
+            return None
+        key = (-size.rows, size.wanted, size.single_keys, 0)  # no part is on the CPU
+        if key not in self._slots:
+            self._keep(key, MixedTables(size, cache.windows, cache.settings.page_tokens, self._copies))
+        self._slots.move_to_end(key)
+        return self._slots[key]
+
+    def _keep(self, key: tuple[int, ...], tables: RowTables | MixedTables) -> None:
+        if len(self._slots) >= MAX_SLOTS:
+            self._slots.popitem(last=False)
+        self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._has_code)
 
     def _size(self, works: Sequence[Work]) -> tuple[int, ...] | None:
         """(rows, pages of each group) of the slot that holds these; None: none does."""
@@ -265,11 +314,9 @@ class SmallPasses:
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
         key = (*size, sum(map(self._is_on_cpu, self._parts)))
         if key not in self._slots:
-            if len(self._slots) >= MAX_SLOTS:
-                self._slots.popitem(last=False)
             settings = self.cache.settings
             tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies, self._masks)
-            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._handed, self._has_code)
+            self._keep(key, tables)
         self._slots.move_to_end(key)
         return self._slots[key]
 
@@ -294,7 +341,7 @@ class SmallPasses:
         for key in [key for key in self._slots if not keeps(key[0], key[-1])]:
             del self._slots[key]
         if not self._slots:  # a pool whose graphs have all gone takes no others
-            self._pool = GraphPool(self.device)
+            self._pool = GraphPool(self.device, gives_back=False)
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason
@@ -314,6 +361,24 @@ def rows_of(works: Sequence[Work]) -> list[tuple[SequencePages, int, int]]:
         assert pages is not None
         rows += [(pages, work.start + place, token) for place, token in enumerate(work.tokens)]
     return rows
+
+
+def mixed_size(works: Sequence[Work], tile_tokens: int, page_tokens: int) -> MixedSize | None:
+    """The least size of tables that holds chunks of prompts beside single tokens; None: there is none."""
+    singles = [work for work in works if work.is_continued(SINGLE_TOKENS)]
+    counts = (
+        (sum(work.count for work in works), MIXED_ROWS),
+        (max(sum(work.count for work in singles), sum(work.num_wanted for work in works)), MIXED_SINGLES),
+        (max((work.start + work.count for work in singles), default=1), MIXED_KEYS),
+    )
+    found = [next((size for size in sizes if size >= count), None) for count, sizes in counts]
+    pages = sum(-(-(work.start + work.count) // page_tokens) for work in works)
+    if None in found or len(works) - len(singles) > MIXED_PROMPTS or pages > MIXED_PAGES:
+        return None
+    rows, wanted, keys = (count or 0 for count in found)
+    if wanted * keys > MIXED_STRETCHES * SPLIT_KEYS:
+        return None
+    return MixedSize(rows, wanted, keys, rows // tile_tokens + MIXED_PROMPTS, MIXED_PAGES, tile_tokens, SINGLE_TOKENS)
 
 
 def rounded_up(count: int, *, fine: bool = False) -> int:

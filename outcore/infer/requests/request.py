@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outcore.infer.requests.grammar import Grammar
@@ -57,7 +57,8 @@ class Piece:
 
     def then(self, later: Piece) -> Piece:
         """This piece and the next one of the same answer, as one."""
-        return replace(later, text=self.text + later.text, tokens=self.tokens + later.tokens)
+        text, tokens = self.text + later.text, self.tokens + later.tokens
+        return Piece(self.request, self.choice, text, tokens, later.finish, later.stop, later.error)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outcore.common.quantities import counted
-from outcore.infer.cache import KvCache, OutOfPages
+from outcore.infer.cache import KvCache, OutOfPages, SequencePages
 from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
@@ -57,6 +57,21 @@ class Work:
     @property
     def guesses(self) -> tuple[int, ...]:
         return self.tokens[self.count - self.num_drafts :]
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens, at the end, whose logits are wanted."""
+        return self.num_drafts + 1 if self.is_last else 0
+
+    @property
+    def pages(self) -> SequencePages:
+        """Pages of the sequence, which every work has."""
+        assert self.sequence.pages is not None
+        return self.sequence.pages
+
+    def is_continued(self, most: int) -> bool:
+        """Whether these are a few tokens, up to so many, behind others."""
+        return self.start > 0 and self.count <= most
 
     def begin_masks(self) -> None:
         """Have what a grammar allows worked out beside the pass, for every token that it may choose."""

@@ -66,15 +66,12 @@ class Sequence:
     error: str = ""
     said: str = ""
     """The text so far."""
+    num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens, self.num_prompt = list(self.request.prompt), len(self.request.prompt)
         grammar = self.request.grammar
         self.matcher: Matcher | None = None if grammar is None else grammar.matcher()
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def answer(self) -> list[int]:
@@ -145,7 +142,8 @@ class Sequence:
     def passed(self, waited_s: Mapping[str, float]) -> None:
         """A pass with tokens of this sequence has run, in which the device waited so long."""
         self.passes += 1
-        self.waited_s.update(waited_s)
+        if waited_s:
+            self.waited_s.update(waited_s)
         if self.pages is not None:
             self.most_pages = max(self.most_pages, self.pages.num_pages)
 

@@ -128,7 +128,7 @@ def pass_bytes(
     found = TABLE_BYTES + waiting + max(layers(chunk), logits_bytes(layer, vocab_size, size, itemsize))
     if has_graphs:
         rows = size.graph_rows
-        found += LIBRARY_BYTES + layers(min(rows, chunk)) + rows * (vocab_size * 2 * itemsize + layer.hidden_size * 4)
+        found += LIBRARY_BYTES + layers(chunk) + rows * (vocab_size * 2 * itemsize + layer.hidden_size * 4)
         # Every row reads pages of its own.
         keys = min(GRAPH_KEYS, rows * size.context_tokens)
         gathered = max((min(limits.gathered, keys * a.width) for a in layer.attentions), default=0)

@@ -14,9 +14,8 @@ from outcore.infer.cache import (
     KvStore,
     OutOfPages,
     PageLedger,
-    RowMasks,
-    RowTables,
 )
+from outcore.infer.cache.tables import RowMasks, RowTables
 from outcore.staging.pool import SmallCopies
 
 CPU = torch.device("cpu")

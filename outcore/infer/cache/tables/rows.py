@@ -56,6 +56,8 @@ class RowTables:
         self._host = np.zeros(sum(sizes), dtype=np.int64)
         ids, self._places, *rest = self._device.split(sizes)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
+        self.wanted = torch.arange(num_rows, device=copies.device)
+        """Rows whose logits are wanted: all."""
         self.slots = rest[0::3]
         """For each group, the slot that each row's key and value go to."""
         self.facts = [facts.view(FACTS, num_rows) for facts in rest[1::3]]
