@@ -34,6 +34,7 @@ from outcore.infer.attention import (
 )
 from outcore.infer.cache import KvCache, SequencePages
 from outcore.infer.cache.tables import MixedSize, MixedTables, RowMasks, RowTables, first_page
+from outcore.infer.passes.rows import RowCall, lay_out
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
@@ -233,12 +234,35 @@ class SmallPasses:
         if self.why_not or not (self.experts is None or self.experts.is_on):
             return None
         read = sum(work.count for work in works if not work.is_continued(SINGLE_TOKENS))
-        slot = self._mixed(works) if read > LEAST_READ else None
+        if not self._holds_prompts() or (self.fixed_rows is None and read <= LEAST_READ):
+            slot = None
+        elif self.fixed_rows is None:
+            slot = self._mixed(works, MIXED_ROWS, MIXED_SINGLES)
+        else:
+            return self._run_calls(lay_out(works, self._most_mixed, self.fixed_rows))
         if slot is None:
             size = self._size(works) if all(work.is_last for work in works) else None
             if size is None:
                 return None
             slot = self._slot(size)
+        return self._run_slot(slot, works)
+
+    def _run_calls(self, calls: Sequence[RowCall]) -> list[tuple[Work, torch.Tensor]] | None:
+        """Logits of calls that each have one of two sizes, one after another: all weights are here."""
+        found, is_first = [], False
+        for call in calls:
+            works = [work for work, _ in call.works]
+            slot = self._mixed(works, (call.padded_rows,), (call.padded_wanted,))
+            of_call = None if slot is None else self._run_slot(slot, works)
+            if of_call is None:  # what has run is computed again, to the same
+                return None
+            is_first = is_first or self.is_first
+            found += of_call if call is calls[-1] else [(work, logits.clone()) for work, logits in of_call]
+        self.is_first = is_first
+        return found
+
+    def _run_slot(self, slot: SlotPass, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
+        has_all = isinstance(slot.tables, RowTables)
         if isinstance(slot.tables, RowTables):
             slot.tables.fill(rows_of(works))
         else:
@@ -255,23 +279,27 @@ class SmallPasses:
             if self.experts is not None:
                 self.experts.end()
         self.is_first = self.is_first or self.capture_s > captured_s
-        found, at, has_all = [], 0, isinstance(slot.tables, RowTables)
+        found, at = [], 0
         for work in works:
             at += work.count if has_all else work.num_wanted
             if work.is_last:
                 found.append((work, logits[at - work.num_wanted : at]))
         return found
 
-    def _mixed(self, works: Sequence[Work]) -> SlotPass | None:
-        """The slot that holds chunks of prompts beside single tokens, filled; None: none does. Only where all weights
-        stay and pages are on the device: elsewhere such a pass waits for these, not for launches."""
-        cache, shares = self.cache, self.attention.most_shares
+    def _holds_prompts(self) -> bool:
+        """Whether passes with prompts gain by graphs: where all weights stay and pages are on the device. Elsewhere
+        such a pass waits for these, not for launches."""
+        cache, arrival = self.cache, _resident(self.flow)
         is_here = self._reads_in_place and not cache.memory.crosses_link and cache.settings.kv_format == "same"
-        if not is_here or not shares or self.experts is not None or self.fixed_rows is not None:
-            return None
-        if not all(map(_resident(self.flow).stays, self._parts)):
-            return None
-        size = mixed_size(works, max(1, LONG_ROWS // shares), cache.settings.page_tokens)
+        return (
+            is_here and self.attention.most_shares > 0 and self.experts is None and all(map(arrival.stays, self._parts))
+        )
+
+    def _mixed(self, works: Sequence[Work], rows: Sequence[int], wanted: Sequence[int]) -> SlotPass | None:
+        """The slot, of these sizes, that holds chunks of prompts beside single tokens; None: none does."""
+        cache, tile_tokens = self.cache, max(1, LONG_ROWS // self.attention.most_shares)
+        most_single = SINGLE_TOKENS if self.fixed_rows is None else FIXED_SINGLE_TOKENS
+        size = mixed_size(works, tile_tokens, cache.settings.page_tokens, most_single, rows, wanted)
         if size is None or size.rows > self._most_mixed or size.wanted > self._handed.most_rows:
             return None
         key = (-size.rows, size.wanted, size.single_keys, 0)  # no part is on the CPU
@@ -363,22 +391,30 @@ def rows_of(works: Sequence[Work]) -> list[tuple[SequencePages, int, int]]:
     return rows
 
 
-def mixed_size(works: Sequence[Work], tile_tokens: int, page_tokens: int) -> MixedSize | None:
+def mixed_size(
+    works: Sequence[Work],
+    tile_tokens: int,
+    page_tokens: int,
+    most_single: int = SINGLE_TOKENS,
+    rows: Sequence[int] = MIXED_ROWS,
+    wanted: Sequence[int] = MIXED_SINGLES,
+) -> MixedSize | None:
     """The least size of tables that holds chunks of prompts beside single tokens; None: there is none."""
-    singles = [work for work in works if work.is_continued(SINGLE_TOKENS)]
+    singles = [work for work in works if work.is_continued(most_single)]
     counts = (
-        (sum(work.count for work in works), MIXED_ROWS),
-        (max(sum(work.count for work in singles), sum(work.num_wanted for work in works)), MIXED_SINGLES),
+        (sum(work.count for work in works), rows),
+        (max(sum(work.count for work in singles), sum(work.num_wanted for work in works)), wanted),
         (max((work.start + work.count for work in singles), default=1), MIXED_KEYS),
     )
     found = [next((size for size in sizes if size >= count), None) for count, sizes in counts]
     pages = sum(-(-(work.start + work.count) // page_tokens) for work in works)
     if None in found or len(works) - len(singles) > MIXED_PROMPTS or pages > MIXED_PAGES:
         return None
-    rows, wanted, keys = (count or 0 for count in found)
-    if wanted * keys > MIXED_STRETCHES * SPLIT_KEYS:
+    num_rows, num_wanted, keys = (count or 0 for count in found)
+    if num_wanted * keys > MIXED_STRETCHES * SPLIT_KEYS:
         return None
-    return MixedSize(rows, wanted, keys, rows // tile_tokens + MIXED_PROMPTS, MIXED_PAGES, tile_tokens, SINGLE_TOKENS)
+    tiles = num_rows // tile_tokens + MIXED_PROMPTS
+    return MixedSize(num_rows, num_wanted, keys, tiles, MIXED_PAGES, tile_tokens, most_single)
 
 
 def rounded_up(count: int, *, fine: bool = False) -> int:
