@@ -6,3 +6,4 @@
 
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.requests import Answer, Piece, Request, Sampling
+from outcore.infer.thread import EngineThread
