@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import with_evaluations
 from outcore.serve import ServeSettings
 from outcore.serve.watch import RequestMetrics
 from outcore.ui.api import PanelsApi, Place
