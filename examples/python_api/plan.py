@@ -4,9 +4,9 @@ import sys
 
 import outcore
 
-laptop = {"machine": "rtx4070-laptop"}  # leave it out: this machine, as gds_optimizer.py measured it
+laptop = "rtx4070-laptop"  # leave machine out: this one, as gds_optimizer.py measured it
 for rank in (0, 16):
-    found = outcore.plan(sys.argv[1], lora_r=rank, **laptop)
+    found = outcore.plan(sys.argv[1], lora_r=rank, machine=laptop)
     vram_gib = found.bytes["vram"] / 2**30
     print(f"rank {rank}: fits {found.fits}, {vram_gib:.1f} GiB of VRAM, {found.seconds:.2f} s a step")
-print(outcore.plan(sys.argv[1], infer=True, quantize="nf4", **laptop))
+print(outcore.plan(sys.argv[1], infer=True, quantize="nf4", machine=laptop))
