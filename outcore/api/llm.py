@@ -20,17 +20,20 @@ from queue import SimpleQueue
 from typing import Any
 
 from outcore.api.outputs import (
+    Classification,
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingVector,
     RequestOutput,
+    RerankOutput,
     ScoreOutput,
     completion_of,
 )
 from outcore.api.settings import check_known, infer_settings
 from outcore.common.classes import Closing
 from outcore.common.output import printable
-from outcore.infer import Answer, EngineThread, Piece, Request
+from outcore.infer import Answer, EngineThread, Labels, Piece, Request
 from outcore.infer.chats import CHAT_FIELDS, Chat
 from outcore.infer.commands import groups_of, sampling_from, scored_tokens, understand
 from outcore.infer.opening import InferSettings, OpenedModel, open_engine
@@ -137,6 +140,25 @@ class LLM(Closing):
             for text, tokens, vector in zip(texts, ids, vectors, strict=True)
         ]
 
+    def classify(self, prompts: str | Sequence[str]) -> list[ClassificationOutput]:
+        """Labels of each text, by a model whose head classifies (AutoModelForSequenceClassification)."""
+        texts = _listed(prompts, _is_text)
+        ids = self._prompts.of_texts(texts)
+        labels, found = self._labels(ids)
+        return [
+            ClassificationOutput(text, tokens, Classification(labels.names[probs.index(max(probs))], probs))
+            for text, tokens, probs in zip(texts, ids, found, strict=True)
+        ]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[RerankOutput]:
+        """Documents by their relevance to the query, the best first, by a model whose head has one label."""
+        ids = self._prompts.of_pairs(query, documents)
+        labels, found = self._labels(ids)
+        if len(labels.names) != 1:
+            raise ValueError(f"this model tells {len(labels.names)} labels apart; one that reranks has one.")
+        outputs = [RerankOutput(number, documents[number], score) for number, (score,) in enumerate(found)]
+        return sorted(outputs, key=lambda output: -output.relevance_score)
+
     # --- what it is
 
     def get_tokenizer(self) -> Any:
@@ -232,6 +254,13 @@ class LLM(Closing):
         finally:
             for name in under_way:
                 self._engine.cancel(name)
+
+    def _labels(self, ids: Sequence[tuple[int, ...]]) -> tuple[Labels, list[list[float]]]:
+        """The model's labels, and how likely each is for each text."""
+        scores = self._told(lambda told: self._engine.submit_labels(ids, told))
+        labels = self._engine.speech.labels
+        assert labels is not None  # else it was refused
+        return labels, [labels.probabilities(of_text) for of_text in scores]
 
     def _told(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
         """What the engine's thread tells the callback that `ask` hands on; raises what it tells."""

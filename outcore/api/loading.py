@@ -30,6 +30,8 @@ def load(
         adapter=adapter,
         trust_remote_code=trust_remote_code,
     )
+    if found.loaded.has_labels:
+        raise ValueError(f"{found.words} gives labels: AutoModelForSequenceClassification loads it.")
     model, feed = found.loaded.model, found.loaded.feed
     homes = named_checkpoint_parameters(model)
     needed, free = sum(home.numel() * home.itemsize for home in homes.values()), available_ram_bytes()

@@ -85,6 +85,33 @@ class EmbeddingOutput:
     outputs: EmbeddingVector
 
 
+@dataclass(frozen=True)
+class Classification:
+    """How likely each label is, and the likeliest."""
+
+    label: str
+    probs: list[float]
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """One text's labels."""
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: Classification
+
+
+@dataclass(frozen=True)
+class RerankOutput:
+    """One document's relevance to the query."""
+
+    index: int
+    """Place of the document among those that were given."""
+    document: str
+    relevance_score: float
+
+
 def completion_of(
     item: Answer | Piece, chat: Chat | None = None, parser: AnswerParser | TemplateParser | None = None
 ) -> CompletionOutput:

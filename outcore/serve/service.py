@@ -104,6 +104,10 @@ class Streams(EngineThread):
         """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
         return await _told(lambda told: self.engine.submit_embeddings(texts, told))
 
+    async def label(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        """Scores of the labels of texts; see `InferenceEngine.submit_labels`."""
+        return await _told(lambda told: self.engine.submit_labels(texts, told))
+
 
 def _put_all(items: Sequence[tuple[asyncio.Queue[Piece | Answer], Piece | Answer]]) -> None:
     for queue, item in items:

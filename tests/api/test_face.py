@@ -33,6 +33,8 @@ METHODS = {
     "score": "(self, prompts: 'str | Sequence[str]', completions: 'str | Sequence[str] | None' = None) -> "
     "'list[ScoreOutput]'",
     "embed": "(self, prompts: 'str | Sequence[str]') -> 'list[EmbeddingOutput]'",
+    "classify": "(self, prompts: 'str | Sequence[str]') -> 'list[ClassificationOutput]'",
+    "rerank": "(self, query: 'str', documents: 'Sequence[str]') -> 'list[RerankOutput]'",
     "get_tokenizer": "(self) -> 'Any'",
     "close": "(self) -> 'None'",
 }

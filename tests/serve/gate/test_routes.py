@@ -31,7 +31,8 @@ OF_THE_MODEL = {
     "GET /openapi.json": READS, "HEAD /openapi.json": READS, "GET /health": OPEN, "HEAD /health": OPEN,
     "GET /metrics": READS,
     "GET /v1/models": READS, "POST /tokenize": ACTS, "POST /detokenize": ACTS, "POST /v1/chat/completions": ACTS,
-    "POST /v1/completions": ACTS, "POST /v1/responses": ACTS, "POST /v1/embeddings": ACTS, "GET /v1/launch": READS,
+    "POST /v1/completions": ACTS, "POST /v1/responses": ACTS, "POST /v1/embeddings": ACTS,
+    "POST /classify": ACTS, "POST /rerank": ACTS, "POST /v1/rerank": ACTS, "GET /v1/launch": READS,
     "POST /v1/evaluations": ACTS,
 }  # fmt: skip
 EVALUATIONS = {
