@@ -35,13 +35,11 @@ from outcore.common.classes import Closing
 from outcore.common.output import printable
 from outcore.infer import Answer, EngineThread, Labels, Piece, Request
 from outcore.infer.chats import CHAT_FIELDS, Chat
-from outcore.infer.commands import groups_of, sampling_from, scored_tokens, understand
+from outcore.infer.commands import AHEAD, groups_of, sampling_from, scored_tokens, understand
 from outcore.infer.opening import InferSettings, OpenedModel, open_engine
 from outcore.infer.requests import KNOWN, Grammars, Prompts, Sampling, sampling_of
 
 logger = logging.getLogger("outcore")
-AHEAD = 3
-"""Requests under way at most, times the answers that are written at once."""
 ABOUT_ANSWERS = KNOWN | {"n", "response_format"}
 """What a call may say about its answers."""
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -150,13 +148,14 @@ class LLM(Closing):
             for text, tokens, probs in zip(texts, ids, found, strict=True)
         ]
 
-    def rerank(self, query: str, documents: Sequence[str]) -> list[RerankOutput]:
+    def rerank(self, query: str, documents: str | Sequence[str]) -> list[RerankOutput]:
         """Documents by their relevance to the query, the best first, by a model whose head has one label."""
-        ids = self._prompts.of_pairs(query, documents)
+        texts = _listed(documents, _is_text)
+        ids = self._prompts.of_pairs(query, texts)
         labels, found = self._labels(ids)
         if len(labels.names) != 1:
             raise ValueError(f"this model tells {len(labels.names)} labels apart; one that reranks has one.")
-        outputs = [RerankOutput(number, documents[number], score) for number, (score,) in enumerate(found)]
+        outputs = [RerankOutput(number, texts[number], score) for number, (score,) in enumerate(found)]
         return sorted(outputs, key=lambda output: -output.relevance_score)
 
     # --- what it is

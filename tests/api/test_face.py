@@ -34,7 +34,7 @@ METHODS = {
     "'list[ScoreOutput]'",
     "embed": "(self, prompts: 'str | Sequence[str]') -> 'list[EmbeddingOutput]'",
     "classify": "(self, prompts: 'str | Sequence[str]') -> 'list[ClassificationOutput]'",
-    "rerank": "(self, query: 'str', documents: 'Sequence[str]') -> 'list[RerankOutput]'",
+    "rerank": "(self, query: 'str', documents: 'str | Sequence[str]') -> 'list[RerankOutput]'",
     "get_tokenizer": "(self) -> 'Any'",
     "close": "(self) -> 'None'",
 }

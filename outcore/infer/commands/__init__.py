@@ -1,5 +1,6 @@
 """Commands: generate, chat, score. Each file has `main(argv) -> int`; flags are in `outcore.config.commands`."""
 
+from outcore.infer.commands.job import AHEAD
 from outcore.infer.commands.journal import JobError, Journal
 from outcore.infer.commands.lines import (
     Line,
