@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan", "monitor"),
     ("train", "performance", "infer", "serve"),
     ("evaluate", "ui"),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
@@ -48,7 +49,7 @@ ARROWS = frozenset(
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-OPEN = ("common", "sizing", "engine.base", "engine.decide")
+OPEN = ("common", "sizing", "engine.base", "engine.decide", "api")
 """Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
 DOORED = (
     *("model", "config", "checkpoint", "data", "runs", "evaluate"),
@@ -189,9 +190,10 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def file_edges(found: Iterable[Import]) -> dict[str, set[str]]:
-    """Module -> modules that it imports. A package's `__init__` counts as itself, so circles through doors show."""
+    """Module -> modules that it imports. A package's `__init__` counts as itself, so circles through doors show; but
+    for the face, whose names open their rooms only when they are asked for."""
     edges: dict[str, set[str]] = {}
-    for one in found:
+    for one in (one for one in found if one.importer != "outcore"):
         edges.setdefault(one.importer, set()).add(one.imported)
     return edges
 
@@ -207,7 +209,7 @@ def sub_room_edges(found: Iterable[Import], known: Mapping[str, Path]) -> dict[s
         return module if parent == f"outcore.{room_of(module)}" else parent
 
     edges: dict[str, set[str]] = {}
-    for one in found:
+    for one in (one for one in found if one.importer != "outcore"):
         if node(one.importer) != node(one.imported):
             edges.setdefault(node(one.importer), set()).add(node(one.imported))
     return edges

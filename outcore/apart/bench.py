@@ -54,6 +54,10 @@ class Bench:
         text = _encodable(self._encoder.template(example).prompt(example, goes_on=goes_on))
         return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def pairs(self, first: str, seconds: Sequence[str]) -> list[list[int]]:
+        """Tokens of one text with each of the others behind it, as the tokenizer joins two."""
+        return [list(self.tokenizer(_encodable(first), _encodable(second))["input_ids"]) for second in seconds]
+
     def texts(self, texts: Sequence[str], with_special: bool) -> list[list[int]]:
         """Tokens of each text. `with_special`: what the tokenizer puts before and behind it, too."""
         return [list(self.tokenizer(_encodable(text), add_special_tokens=with_special)["input_ids"]) for text in texts]

@@ -11,9 +11,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 from outcore.common.quantities import GIB
@@ -68,6 +71,9 @@ class Apart:
 class _Process:
     """One process, made when it is needed and again when it has died."""
 
+    _starts = threading.Lock()
+    """One starts at a time: meanwhile the program's own module is away."""
+
     def __init__(self, tool: bytes, memory_bytes: int) -> None:
         self._tool, self._memory_bytes = tool, memory_bytes
         self._process: Any = None
@@ -93,7 +99,8 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
-        process.start()  # one that has not started cannot be ended, and the server may close meanwhile
+        with self._starts, _without_main():
+            process.start()  # one that has not started cannot be ended, and the server may close meanwhile
         self._process = process
         theirs.close()
         if not ours.poll(READY_S):
@@ -110,6 +117,18 @@ class _Process:
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Have a process that starts meanwhile not run the program's script, which multiprocessing does to find what it is
+    to call there: one that serves without asking for its `__name__` would serve once more."""
+    own = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = own
 
 
 def _serve(pipe: Connection, packed: bytes, memory_bytes: int) -> None:

@@ -190,8 +190,16 @@ def parse(argv: Sequence[str] | None, cls: type[Config], prog: str, description:
     rows = fields_of(cls)
     said = read_flags(rows, argv, prog, description)
     file = said.pop("config", None)
-    raw = {**(load_yaml(file, rows) if file is not None else {}), **said}
-    config = cls(**{name: typed_value(rows[name], value) for name, value in raw.items()})
+    return checked(cls, {**(load_yaml(file, rows) if file is not None else {}), **said})
+
+
+def checked(cls: type[Config], said: Mapping[str, Any]) -> Config:
+    """Settings of class `cls` from values by field, each made the field's type. ConfigError for an unknown name, a
+    malformed value or a contradiction."""
+    rows = fields_of(cls)
+    if unknown := next((name for name in said if name not in rows), None):
+        raise ConfigError(f"unknown setting {unknown!r}.{meaning_of(unknown) or nearest(unknown, rows)}")
+    config = cls(**{name: typed_value(rows[name], value) for name, value in said.items()})
     check_ranges(config, rows)
     check_config(config)
     return config

@@ -12,8 +12,9 @@ import torch
 
 from outcore.flow.parts import Part
 
-Want = Literal["nothing", "hidden", "logits", "loss", "logprobs"]
-"""nothing: the pass ends below the head. hidden: the decoder's result. logits: of the positions asked for. loss: the
+Want = Literal["nothing", "hidden", "logits", "labels", "loss", "logprobs"]
+"""nothing: the pass ends below the head. hidden: the decoder's result. logits: of the positions asked for. labels:
+the same by the head's matrix alone, without what a language model does to its logits. loss: the
 sum over the tokens that have a label. logprobs: how likely each token with a label was after those before it."""
 OnPart = Callable[[Part, int, torch.Tensor], torch.Tensor | None]
 """(part, call number, hidden_BTH on flow's compute stream), after the embedding and after each layer. The tensor is

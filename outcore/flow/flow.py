@@ -160,6 +160,9 @@ class Flow:
                     output.ce_sum, output.n_tokens = next(losses)
                 elif call.want == "logits":
                     output.logits = self.head.logits(slab, item.at_head(), call.positions)
+                elif call.want == "labels":
+                    assert call.positions is not None
+                    output.logits = self.head.labels(slab, item.at_head(), call.positions)
                 elif call.want == "logprobs":
                     found = self.head.logprobs(slab, item.at_head(), call.num_top)
                     output.logprobs, output.top_ids, output.top_logprobs = found

@@ -5,4 +5,6 @@
 `schedule` (who goes through the next pass), `passes` (rows through flow)."""
 
 from outcore.infer.engine import InferenceEngine, Speech
+from outcore.infer.labels import Labels
 from outcore.infer.requests import Answer, Piece, Request, Sampling
+from outcore.infer.thread import EngineThread

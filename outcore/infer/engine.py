@@ -19,6 +19,7 @@ import torch
 
 from outcore.common.quantities import counted
 from outcore.flow.trace import moment, wait_for
+from outcore.infer.labels import Labels
 from outcore.infer.passes import (
     DraftModel,
     OnScores,
@@ -52,6 +53,8 @@ class Speech:
     vocab_size: int
     max_context: int | None
     """Positions that the model knows; None: unbounded."""
+    labels: Labels | None = None
+    """Labels that the model gives to texts; it writes none then."""
 
 
 @dataclass
@@ -124,6 +127,7 @@ class InferenceEngine:
 
     def check(self, request: Request) -> None:
         """ValueError when the request could never be answered."""
+        self._check_writes()
         request.sampling.check_vocabulary(self.speech.vocab_size)
         if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
             raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
@@ -143,12 +147,12 @@ class InferenceEngine:
     ) -> None:
         """Queue a request; the callbacks run on the engine's thread. ValueError when it could never be answered."""
         self.check(request)
-        arrived_s = self._clock()
-        self.call_soon(lambda: self._admit(_Talk(request, on_piece, on_answer, request.n), arrived_s))
+        self._queue(_Talk(request, on_piece, on_answer, request.n))
 
     def submit_texts(self, texts: Texts, num_top: int, on_scores: OnScores) -> None:
         """Have texts scored before the next pass; the callback runs on the engine's thread. ValueError for texts that
         cannot be."""
+        self._check_writes()
         self.check_texts(texts)
         self.call_soon(lambda: self._texts.to_score.append((texts, num_top, on_scores)))
 
@@ -156,6 +160,13 @@ class InferenceEngine:
         """Have texts turned into vectors before the next pass; as `submit_texts`."""
         self.check_texts(texts)
         self.call_soon(lambda: self._texts.to_embed.append((texts, on_vectors)))
+
+    def submit_labels(self, texts: Texts, on_vectors: OnVectors) -> None:
+        """Have labels of texts scored before the next pass; as `submit_texts`."""
+        if self.speech.labels is None:
+            raise ValueError("this model writes text and has no labels. Open one whose head classifies texts.")
+        self.check_texts(texts)
+        self.call_soon(lambda: self._texts.to_label.append((texts, on_vectors)))
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
@@ -249,7 +260,8 @@ class InferenceEngine:
         token = min(1, self.speech.vocab_size - 1)
         sampling = Sampling(temperature=0, max_tokens=answer_tokens, ignore_eos=True)
         speculates, self.speculates = self.speculates, False  # passes of a single token have code of their own
-        for _ in self.generate([Request("warm-up", (token,) * prompt_tokens, sampling)]):
+        self._queue(_Talk(Request("warm-up", (token,) * prompt_tokens, sampling), None, None, 1))
+        while self.step():
             pass
         self.speculates, seconds = speculates, time.perf_counter() - began
         self.scheduler.cache.clear_prefixes()
@@ -258,6 +270,7 @@ class InferenceEngine:
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
+        self._check_writes()
         self.check_texts(texts)
         with torch.inference_mode(), self._on_device:
             return [scores.logprobs.tolist() for scores in self.runner.score(texts)]
@@ -279,6 +292,14 @@ class InferenceEngine:
         self.runner.close()
 
     # --- parts
+
+    def _check_writes(self) -> None:
+        if self.speech.labels is not None:
+            raise ValueError("this model gives labels to texts and writes none: ask it to classify, or to rerank.")
+
+    def _queue(self, talk: _Talk) -> None:
+        arrived_s = self._clock()
+        self.call_soon(lambda: self._admit(talk, arrived_s))
 
     def _take_notes(self) -> bool:
         with self._lock:

@@ -52,6 +52,10 @@ OpenPacked = Callable[[Any, list[Path], dict[str, Any]], WeightFeed]
 """(skeleton, safetensors files, quantization_config) -> a feed that also has `specs` and `notes`."""
 
 
+HEAD = "score"
+"""Module of transformers' classifiers over a decoder: a matrix from the last token's hidden states to the labels."""
+
+
 @dataclass
 class LoadedModel:
     """A model ready for an engine, and what is known about it."""
@@ -77,6 +81,8 @@ class LoadedModel:
     """Parameters that the feed gives packed, as published: name -> `outcore.formats.PackedSpec`."""
     feed: WeightFeed | None = None
     """Feed from which the values of the parameters come from when the model was loaded lazily; None: they are there."""
+    has_labels: bool = False
+    """Whether its head gives labels of a text in place of tokens."""
 
     def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
         """The loss that fits this model; see `outcore.model.loss`."""
@@ -103,12 +109,14 @@ def load_model(
     device: torch.device | str = "cpu",
     lazy: bool = False,
     packed_feed: OpenPacked | None = None,
+    keeps_labels: bool = False,
 ) -> LoadedModel:
     """Make or read the model. With `zero3_config` (complete DeepSpeed configuration, stage 3) it comes partitioned.
 
     `lazy`: parameters without memory and a feed of their values, for the streaming engine; adapters are real. A user's
     own module and an encoder-decoder are made whole all the same. `packed_feed`: who reads a checkpoint whose weights
-    are stored quantized, lazily (`outcore.formats.open_packed`); None: such a checkpoint is refused.
+    are stored quantized, lazily (`outcore.formats.open_packed`); None: such a checkpoint is refused. `keeps_labels`: a
+    checkpoint that classifies keeps its labels as the head, lazily.
 
     Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
     cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
@@ -124,9 +132,10 @@ def load_model(
     abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
     lazy = lazy and not source.is_encoder_decoder
     feed: WeightFeed | None = None
+    has_labels = lazy and keeps_labels and source.path is not None and _classifies(source.config)
     with partition_while_loading(zero3_config):
         if lazy:
-            model, feed = _lazily(model_class, source, settings, attention, packed_feed)
+            model, feed = _lazily(model_class, source, settings, attention, packed_feed, has_labels=has_labels)
         elif model_class is not None:
             model: Any = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
         else:
@@ -156,6 +165,7 @@ def load_model(
         quantize=settings.quantize,
         packed=getattr(feed, "specs", {}),
         feed=feed,
+        has_labels=has_labels,
     )
 
 
@@ -244,12 +254,19 @@ def _from_weights(
     return model if zero3 else model.to(device)
 
 
+def _classifies(config: Any) -> bool:
+    """Whether the checkpoint's own class gives labels to texts."""
+    return any(str(name).endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
+
+
 def _lazily(
     model_class: type[Any] | None,
     source: ModelSource,
     settings: ModelSettings,
     attention: str,
     packed_feed: OpenPacked | None,
+    *,
+    has_labels: bool = False,
 ) -> tuple[Any, WeightFeed]:
     """The model with stand-ins for parameters, and the feed of their values. RuntimeError."""
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -264,6 +281,9 @@ def _lazily(
             )
         source.config.__dict__.pop("quantization_config")  # what is exported has weights in 16 bits
 
+    if has_labels:
+        source.config.get_text_config(decoder=True).tie_word_embeddings = source.config.tie_word_embeddings = False
+
     def build() -> Any:
         arguments = {"dtype": settings.dtype, "attn_implementation": attention}
         with no_init_weights(), made_of(source.config):
@@ -273,6 +293,11 @@ def _lazily(
             else:
                 trust = settings.trust_remote_code
                 model = AutoModelForCausalLM.from_config(source.config, trust_remote_code=trust, **arguments)
+            if has_labels:
+                width = model.get_output_embeddings().in_features
+                head = nn.Linear(width, len(source.config.id2label or ()), bias=False, dtype=settings.dtype)
+                model.set_output_embeddings(head)
+                model.add_module(HEAD, head)  # by the name in the checkpoint, too
             model.tie_weights()
             return model
 
@@ -288,6 +313,11 @@ def _lazily(
             feed: Any = packed_feed(skeleton, files, quantization)
         else:
             feed = TrainedWeights(skeleton, files, settings.dtype)
+        if has_labels and f"{HEAD}.weight" not in getattr(feed, "keys", (f"{HEAD}.weight",)):
+            raise RuntimeError(
+                f"{source.path} classifies by a head that is not one matrix `{HEAD}` over a decoder's last token, and "
+                "only such models are read."
+            )
         types = parameter_types(skeleton, settings.dtype, trained=True)
         for name, parameter in model.named_parameters():
             if parameter.dtype != types[name]:

@@ -19,7 +19,7 @@ import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.engine.base import WARM_UP_STEPS
-from outcore.train.run import Ready, Trainer, main
+from outcore.train.run import Ready, TrainingLoop, main
 
 INTERVAL_S = 0.02
 EVAL_MICRO_BATCHES = 4
@@ -89,7 +89,7 @@ class TrialRun:
         self.result.write_text(json.dumps(found, default=str), encoding="utf-8")
         return 0
 
-    def _steps(self, trainer: Trainer) -> dict[str, Any]:
+    def _steps(self, trainer: TrainingLoop) -> dict[str, Any]:
         """Warm-up first (compilation, first touches), then steps that are watched."""
         batches, began_s = iter(trainer.parts.stream), time.perf_counter()
         for _ in range(self.warm_steps):
@@ -103,7 +103,7 @@ class TrialRun:
         records = [record for line in lines if "event" not in (record := json.loads(line))]
         return {"steps": records, "warm_steps": self.warm_steps, "rss_peak_bytes": rss.peak_bytes}
 
-    def _evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
+    def _evaluation(self, trainer: TrainingLoop) -> dict[str, Any] | None:
         """Seconds of a whole evaluation, by a few of its micro-batches."""
         batches = trainer.parts.eval_batches
         if batches is None:
@@ -115,7 +115,7 @@ class TrialRun:
         seconds = time.perf_counter() - began_s
         return {"micro_batches": count, "measured": few, "seconds": seconds * count / few}
 
-    def _checkpoint(self, trainer: Trainer, size_bytes: int) -> dict[str, Any]:
+    def _checkpoint(self, trainer: TrainingLoop, size_bytes: int) -> dict[str, Any]:
         """A save and a load through the loop itself."""
         if size_bytes > self.most_save_bytes:
             return {"save_s": None, "load_s": None, "save_note": f"not written: {size_bytes} bytes"}

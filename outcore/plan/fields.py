@@ -109,7 +109,11 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
                 args[i] = "--aim" + equals + said
             elif flag == "--quantize":
                 args[i] = "--infer_quantize" + equals + said
-    config = parse(args, PlanConfig, PROG, DESCRIPTION)
+    return check_planned(parse(args, PlanConfig, PROG, DESCRIPTION))
+
+
+def check_planned(config: PlanConfig) -> PlanConfig:
+    """The settings. ConfigError for what says nothing here, or cannot be planned."""
     _check_idle(config)
     if config.lora_r == 0 and config.lora_target_modules != "auto":
         raise ConfigError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")

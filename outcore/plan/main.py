@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from outcore.common.classes import same_named
 from outcore.common.quantities import GIB
@@ -29,6 +30,7 @@ from outcore.plan.answer.whole import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
+from outcore.plan.inference import DoesNotFit, InferencePlan, plan_inference, to_json, words_of
 from outcore.plan.learned import known_rates, last_time
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
@@ -86,6 +88,12 @@ class Asked:
     whole: WholeRun | None = None
     """Length of the whole run; None where nobody said it."""
 
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print it."""
+        from outcore.plan.answer.show import show
+
+        show(self.answer, self.advice, self.hardware, run_it=self.command, whole=self.whole, file=file)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         from outcore.plan.answer.show import to_json
@@ -119,11 +127,8 @@ def answer_to(args: PlanConfig) -> Asked:
 
 
 def _plan(args: PlanConfig) -> int:
-    from outcore.plan.answer.show import show
-
     if args.infer is not None:
-        hardware = _hardware(args)
-        return _infer(args, _shape(args), hardware)
+        return _infer(args)
     asked = answer_to(args)
     if args.png is not None:
         from outcore.plan.answer.figures import save_bars
@@ -132,7 +137,7 @@ def _plan(args: PlanConfig) -> int:
     if args.json:
         print(json.dumps(asked.to_dict(), indent=2))
     else:
-        show(asked.answer, asked.advice, asked.hardware, run_it=asked.command, whole=asked.whole)
+        asked.show()
         if args.png is not None:
             print(f"picture: {args.png}")
     return 0 if asked.answer.plan.fits else 1
@@ -175,12 +180,21 @@ def _shape(args: PlanConfig) -> ModelShape:
     return shape if place == _name(model) else replace(shape, name=model)
 
 
-def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
-    from outcore.plan.inference import DoesNotFit, plan_inference, to_json, words_of
+@dataclass(frozen=True)
+class AskedAnswers:
+    """A plan of answers, for people and as data."""
 
+    plan: InferencePlan
+    words: Callable[[], list[str]]
+    """Makes its lines, with what changes would give: these are plans of their own."""
+
+
+def answers_to(args: PlanConfig) -> AskedAnswers:
+    """The plan of answers by its flags. DoesNotFit, and ValueError for what cannot be planned."""
+    hardware, shape = _hardware(args), _shape(args)
     published, ends = _published(args)
     shape = replace(shape, packed_ends=ends)
-    asked = {
+    asked: dict[str, Any] = {
         "preset": args.aim,
         "precision": _precision(args, hardware),
         "context": args.context,
@@ -193,12 +207,17 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     try:
         plan = plan_inference(shape, hardware, **asked)
     except DoesNotFit as error:
-        print(f"{shape.name} on {hardware.name}: does not fit. {error}")
+        raise DoesNotFit(f"{shape.name} on {hardware.name}: does not fit. {error}") from error
+    return AskedAnswers(plan, lambda: words_of(plan, **asked))
+
+
+def _infer(args: PlanConfig) -> int:
+    try:
+        asked = answers_to(args)
+    except DoesNotFit as error:
+        print(error)
         return 1
-    if args.json:
-        print(json.dumps(to_json(plan), indent=2))
-    else:
-        print("\n".join(words_of(plan, **asked)))
+    print(json.dumps(to_json(asked.plan), indent=2) if args.json else "\n".join(asked.words()))
     return 0
 
 

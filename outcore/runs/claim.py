@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from outcore.checkpoint import Checkpoint, CheckpointError, list_checkpoints, newest_checkpoint, open_checkpoint
-from outcore.config import ConfigError, TrainConfig, nearest
+from outcore.common.words import did_you_mean
+from outcore.config import ConfigError, TrainConfig
 from outcore.runs.folder import RunFolder, default_name, folder_of, numbered_names
 from outcore.runs.lock import RunInUse, RunLock
 
@@ -135,7 +136,7 @@ def _check_wanted(path: Path) -> None:
     if path.is_dir():
         return
     others = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    what = "is a file: name its folder." if path.is_file() else f"no such folder.{nearest(path.name, others)}"
+    what = "is a file: name its folder." if path.is_file() else f"no such folder.{did_you_mean(path.name, others, 1)}"
     raise ConfigError(
         f"--resume_from_checkpoint {path}: {what} A checkpoint is a folder <run>/step-00000123; `auto` takes the "
         "newest one of the run."

@@ -87,6 +87,9 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
     _add_answers(app, service, "/v1/responses", responses.ResponseCall, responses.whole, responses.events)
     _add_answers(app, service, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
+    _add_answers(app, service, "/classify", plain.ClassifyCall, plain.classified, None)
+    for path in ("/rerank", "/v1/rerank"):
+        _add_answers(app, service, path, plain.RerankCall, plain.reranked, None)
     for addition in additions:
         addition.add_to(app)
     return app

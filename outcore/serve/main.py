@@ -6,8 +6,8 @@ import argparse
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from socket import socket
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,14 @@ from outcore.common.errors import need_packages
 from outcore.common.output import say, tell_error
 from outcore.config.commands import serve_flags
 from outcore.infer.commands import settings_of
-from outcore.infer.opening import open_engine
+from outcore.infer.opening import InferSettings, open_engine
 from outcore.serve.handover import handover_of, run_handover
 from outcore.serve.settings import ServeSettings, listen, read_keys
 
 if TYPE_CHECKING:
     from outcore.serve.app import Addition
     from outcore.serve.service import Service
+    from outcore.serve.stopping import Server
 
 SWITCH_S = 5e-4
 """How long one thread may hold Python: each write to a client lets it go, and would wait ten times as long (Python's
@@ -75,19 +76,43 @@ def _serve(
     listening: socket,
     additions: Callable[[Service], Sequence[Addition]],
 ) -> None:
+    server = open_server(
+        args.model, settings_of(args, deterministic=args.deterministic), settings, listening, additions, say
+    )
+    gc.freeze()  # a look through the model's and the libraries' objects would hold every answer for half a second
+    with suppress(KeyboardInterrupt), switching_often():
+        server.run(sockets=[listening])
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Have Python's threads change places as often as a server needs it, meanwhile."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def open_server(
+    model: str,
+    infer: InferSettings,
+    settings: ServeSettings,
+    listening: socket,
+    additions: Callable[[Service], Sequence[Addition]],
+    tell: Callable[[str], None],
+) -> Server:
+    """A server of the model that is ready to run on this address; what it serves is closed when it has ended.
+    ValueError or RuntimeError, in words."""
     from outcore.serve.app import create_app
     from outcore.serve.service import Service
     from outcore.serve.stopping import Server
 
     apart.begin()  # its imports take seconds, in which the model is opened
-    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
-    service = Service(opened, settings)
+    service = Service(open_engine(model, infer, tell), settings)
     if why := service.metrics.against_plan.why_not:
-        say(f"no forecast beside the measured passes: {why}")
-    say(f"records: {service.records.path}")
-    say(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
-    sys.setswitchinterval(SWITCH_S)
-    gc.freeze()  # a look through the model's and the libraries' objects holds every answer for half a second
-    server = Server(create_app(service, additions(service)))
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
+        tell(f"no forecast beside the measured passes: {why}")
+    tell(f"records: {service.records.path}")
+    tell(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {service.name!r}")
+    return Server(create_app(service, additions(service)))

@@ -1,9 +1,11 @@
-"""Small endpoints: models, tokens, embeddings, health."""
+"""Small endpoints: models, tokens, health, embeddings; by a model whose head classifies also labels of texts, and
+documents in the order of a query."""
 
 from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError
@@ -72,23 +74,42 @@ EMBEDDING_FIELDS = frozenset({"input", "encoding_format"})
 EMBEDDING_UNSUPPORTED: dict[str, Any] = {"dimensions": None}
 
 
-class EmbeddingCall:
-    """One request, understood. ApiError for what cannot be."""
+class TextsCall:
+    """A request about texts that are read and nothing else. ApiError for what cannot be."""
 
     is_stream = False
+    texts: list[tuple[int, ...]]
+
+    def __init__(
+        self, service: Service, body: dict[str, Any], known: frozenset[str], unsupported: Mapping[str, Any]
+    ) -> None:
+        self.fields, self.ignored = sorted_out(body, known, unsupported)
+        self.service, self.labels = service, service.opened.engine.speech.labels
+        service.check_model(self.fields)
+
+    def check_texts(self, field: str) -> None:
+        """ApiError, naming the field, for texts that do not fit."""
+        try:
+            self.service.opened.engine.check_texts(self.texts)
+        except ValueError as error:
+            raise bad(str(error), field, "context_length_exceeded") from error
+
+    def usage(self) -> dict[str, int]:
+        """Tokens that were read."""
+        tokens = sum(map(len, self.texts))
+        return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+class EmbeddingCall(TextsCall):
+    """POST /v1/embeddings."""
 
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
-        fields, self.ignored = sorted_out(body, EMBEDDING_FIELDS, EMBEDDING_UNSUPPORTED)
-        self.service = service
-        service.check_model(fields)
-        self.texts = texts_of(fields.get("input"), "input", service)
-        self.encoding = fields.get("encoding_format") or "float"
+        super().__init__(service, body, EMBEDDING_FIELDS, EMBEDDING_UNSUPPORTED)
+        self.texts = texts_of(self.fields.get("input"), "input", service)
+        self.encoding = self.fields.get("encoding_format") or "float"
         if self.encoding not in ("float", "base64"):
             raise bad("encoding_format must be float or base64.", "encoding_format")
-        try:
-            service.opened.engine.check_texts(self.texts)
-        except ValueError as error:
-            raise bad(str(error), "input", "context_length_exceeded") from error
+        self.check_texts("input")
 
 
 async def embedded(call: EmbeddingCall) -> dict[str, Any]:
@@ -100,6 +121,83 @@ async def embedded(call: EmbeddingCall) -> dict[str, Any]:
         if call.encoding == "base64":
             values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
         data.append({"object": "embedding", "index": index, "embedding": values})
-    tokens = sum(map(len, call.texts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": call.service.name, "usage": usage}
+    return {"object": "list", "data": data, "model": call.service.name, "usage": call.usage()}
+
+
+CLASSIFY_FIELDS = frozenset({"input"})
+RERANK_FIELDS = frozenset({"query", "documents", "top_n", "return_documents"})
+
+
+class LabelCall(TextsCall):
+    """A request for labels, of a model that has some."""
+
+    def __init__(self, service: Service, body: dict[str, Any], known: frozenset[str]) -> None:
+        super().__init__(service, body, known, {})
+        if self.labels is None:
+            raise bad("This model writes text and has no labels. Serve one whose head classifies texts.", "model")
+
+    async def scored(self) -> list[list[float]]:
+        """How likely each label of each text is."""
+        assert self.labels is not None
+        return [self.labels.probabilities(found) for found in await self.service.thread.label(self.texts)]
+
+
+class ClassifyCall(LabelCall):
+    """POST /classify, in vLLM's shape."""
+
+    def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        super().__init__(service, body, CLASSIFY_FIELDS)
+        self.texts = texts_of(self.fields.get("input"), "input", service)
+        self.check_texts("input")
+
+
+class RerankCall(LabelCall):
+    """POST /v1/rerank, in Jina's and Cohere's shape."""
+
+    def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        super().__init__(service, body, RERANK_FIELDS)
+        query, documents, top_n = (self.fields.get(name) for name in ("query", "documents", "top_n"))
+        if not isinstance(query, str):
+            raise bad("query must be a text.", "query")
+        given = documents if isinstance(documents, list) else []
+        found = [one.get("text") if isinstance(one, dict) else one for one in given]
+        texts = [one for one in found if isinstance(one, str)]
+        if not found or len(texts) < len(found):
+            raise bad('documents must be a list of texts, or of {"text": ...}.', "documents")
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise bad(f"top_n is {top_n!r}, but must be a whole number from 1.", "top_n")
+        assert self.labels is not None
+        if (count := len(self.labels.names)) != 1:
+            raise bad(f"This model tells {count} labels apart; one that reranks has one.", "model")
+        self.documents, self.top_n = texts, top_n
+        self.returns = self.fields.get("return_documents") is not False
+        self.texts = service.prompts.of_pairs(query, texts)
+        self.check_texts("documents")
+
+
+async def classified(call: ClassifyCall) -> dict[str, Any]:
+    """Labels of all texts."""
+    assert call.labels is not None
+    data = []
+    for index, probs in enumerate(await call.scored()):
+        label = call.labels.names[probs.index(max(probs))]
+        data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+    frame = call.service.frame(call.service.new_name("classify"), "list")
+    return frame | {"data": data, "usage": call.usage()}
+
+
+async def reranked(call: RerankCall) -> dict[str, Any]:
+    """Documents by their relevance, the best first."""
+    scores = [score for (score,) in await call.scored()]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: call.top_n]
+    results = [
+        {"index": index, "relevance_score": scores[index]}
+        | ({"document": {"text": call.documents[index]}} if call.returns else {})
+        for index in order
+    ]
+    return {
+        "id": call.service.new_name("rerank"),
+        "model": call.service.name,
+        "results": results,
+        "usage": call.usage(),
+    }

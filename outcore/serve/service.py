@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,8 +18,8 @@ from typing import Any
 from outcore.apart import Bench
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.quantities import counted
-from outcore.infer import Answer, InferenceEngine, Piece, Request, Sampling
-from outcore.infer.chats import Chat
+from outcore.infer import Answer, EngineThread, InferenceEngine, Piece, Request, Sampling
+from outcore.infer.chats import Chat, request_of
 from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
@@ -31,13 +30,6 @@ from outcore.serve.under_way import UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 3
-"""Passes that fail in a row after which the server says that it is not well."""
-TRIED_AGAIN_S = 30.0
-"""A server that is not well takes requests again so long after its last failure; a pass that succeeds makes it well."""
-IDLE_S = 0.5
-SHORT_PASS_S = 0.05
-"""Seconds of a pass that text may wait for, so that it is passed on while the device computes the next one."""
 
 
 class Inbox:
@@ -60,71 +52,21 @@ class Inbox:
             await self._waiter
 
 
-class EngineThread:
-    """Owns an engine from `start` to `stop`."""
+class Streams(EngineThread):
+    """An engine on its thread, for callers of an event loop: pieces of answers, scores, vectors."""
 
     def __init__(self, engine: InferenceEngine, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
-        self.engine, self._on_failure = engine, on_failure
-        self.failures, self.failed_at_s = 0, -math.inf
-        self._stopping = threading.Event()
+        super().__init__(engine, on_failure)
         self._ends: set[Callable[[], None]] = set()
         self._is_ending = False
         self._told: list[tuple[asyncio.AbstractEventLoop, Inbox, Piece | Answer]] = []
         """What passes said that has not been handed over, and to whom; the engine's thread alone touches it."""
         self._busy: set[asyncio.AbstractEventLoop] = set()
         """Loops that have not passed on what they were handed last."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    @property
-    def is_well(self) -> bool:
-        return self._thread.is_alive() and self.failures < MAX_FAILURES
-
-    @property
-    def refused_for_s(self) -> float:
-        """How long requests are refused yet; 0 while they are taken."""
-        if not self._thread.is_alive():
-            return math.inf
-        return 0.0 if self.is_well else max(0.0, self.failed_at_s + TRIED_AGAIN_S - time.monotonic())
-
-    def start(self) -> None:
-        """Begin to run passes."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 60.0) -> bool:
-        """End after the pass under way; answers that are not finished are cancelled. False when it takes longer."""
-        self._stopping.set()
-        self.engine.call_soon(lambda: None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.engine.wait_for_work(IDLE_S)
-            try:
-                while not self._stopping.is_set():
-                    counts = self.engine.counts
-                    passes, is_short = counts.passes, counts.last_pass_s < SHORT_PASS_S
-                    # While the device computes, this thread waits and leaves the interpreter to the loop: what the
-                    # last pass said is passed on then, where that is soon.
-                    did = self.engine.step(self._hand_over if is_short else lambda: None)
-                    if not did or counts.last_pass_s >= SHORT_PASS_S:
-                        self._hand_over(waits=False)
-                    if not did:
-                        break
-                    if counts.passes > passes:  # and no note only was done
-                        self.failures = 0
-            except Exception as error:
-                self._hand_over(waits=False)
-                self.failures, self.failed_at_s = self.failures + 1, time.monotonic()
-                self._on_failure(error)
-                logger.exception("a pass failed; its answers ended with an error")
-        self.engine.cancel_all()
-        self.engine.step()
-        self._hand_over(waits=False)
-
-    def _hand_over(self, waits: bool = True) -> None:
-        """Give loops what was said: at most once a pass, because each waking costs both threads. `waits`: a loop that
-        has not passed on the last gets this with the next, in fewer and longer pieces."""
+    def hand_over(self, waits: bool) -> None:
+        """Give loops what was said: at most once a pass, because each waking costs both threads. Where it may wait, a
+        loop that has not passed on the last gets this with the next, in fewer and longer pieces."""
         told, self._told = self._told, []
         for loop, of_loop in itertools.groupby(told, key=lambda each: each[0]):
             if waits and loop in self._busy:
@@ -198,6 +140,10 @@ class EngineThread:
         """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
         return await _told(lambda told: self.engine.submit_embeddings(texts, told))
 
+    async def label(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        """Scores of the labels of texts; see `InferenceEngine.submit_labels`."""
+        return await _told(lambda told: self.engine.submit_labels(texts, told))
+
 
 async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
     """What the engine's thread tells the callback that `ask` hands on."""
@@ -233,7 +179,7 @@ class Service:
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
         self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
-        self.thread = EngineThread(opened.engine, self._failed)
+        self.thread = Streams(opened.engine, self._failed)
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
@@ -271,6 +217,7 @@ class Service:
 
     def _failed(self, error: Exception) -> None:
         counts = self.opened.engine.counts
+        logger.exception("a pass failed; its answers ended with an error")
         self.events.note("pass failed", error=f"{type(error).__name__}: {error}", passes_before=counts.passes)
 
     def new_name(self, prefix: str) -> str:
@@ -303,10 +250,6 @@ class Service:
 
     def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None) -> Request:
         """A request for answers to these tokens, or to a chat. ApiError for what cannot be."""
-        count = body.get("n", 1)
-        count = 1 if count is None else count
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 128:
-            raise bad(f"n is {count!r}, but must be a whole number from 1 to 128.", "n")
         room = self.max_context - len(ids)
         if room < 1:
             raise bad(
@@ -316,10 +259,7 @@ class Service:
             )
         try:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
-            form = chat.form if chat else (body.get("response_format"), "response_format")
-            grammar = self.grammars.of(*form)
-            reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
-            request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s, **reads)
+            request = request_of(body, name, ids, sampling, self.grammars, chat, self.settings.request_timeout_s)
             self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:

@@ -40,7 +40,7 @@ LATEST_STEPS = 1000
 """Steps whose seconds are kept, for later forecasts."""
 
 
-class Trainer:
+class TrainingLoop:
     """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
 
     def __init__(self, parts: TrainerParts, clock: StartupClock) -> None:

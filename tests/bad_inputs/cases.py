@@ -286,7 +286,7 @@ CASES: list[Case] = [
          ("failed while loading", "SyntaxError", "line 1"), "empty folders", file("mine.py", "def build(:\n")),
     # --- checkpoints
     Case("resume-missing", "a checkpoint that is not there", "--resume_from_checkpoint {run}/step-00000200", 2,
-         ("no such folder", "Did you mean step-00000002?")),
+         ("no such folder", "Did you mean 'step-00000002'?")),
     Case("resume-file", "a file of a checkpoint", "--resume_from_checkpoint {run}/step-00000002/manifest.json", 2,
          ("is a file", "<run>/step-00000123")),
     Case("resume-run-folder", "the run's folder instead of a checkpoint", "--resume_from_checkpoint {run}", 1,

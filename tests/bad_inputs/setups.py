@@ -119,19 +119,19 @@ def read_only(name: str) -> Setup:
 
 def filling_drive(world: World) -> None:
     """After the second step another program leaves 20 MB on the drive that the checkpoints are on."""
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
 
     drive = world.sparse_drive("small", 4)
-    original = Trainer.train_one
+    original = TrainingLoop.train_one
 
-    def step_then_fill(self: Trainer, batches: Any) -> Any:
+    def step_then_fill(self: TrainingLoop, batches: Any) -> Any:
         result = original(self, batches)
         if self.step == 2:
             with open(drive / "other", "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(drive).free - 20_000_000)
         return result
 
-    world.patch(Trainer, "train_one", step_then_fill)
+    world.patch(TrainingLoop, "train_one", step_then_fill)
 
 
 def full_drive(world: World) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from tests.bad_inputs.cases import CASES
 from tests.bad_inputs.table import TABLE, cell, escaped
 from tests.bad_inputs.world import LEAVES, REPOSITORY, TWO_HOSTS, Case, NotHere, Shared, World, run_case
@@ -25,7 +25,7 @@ ALIKE = 0.6
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     session = Shared(tmp_path_factory.mktemp("bad inputs"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "plot", lambda trainer: None)  # loss.png takes longer than the steps
+        patch.setattr(TrainingLoop, "plot", lambda trainer: None)  # loss.png takes longer than the steps
         yield session
     session.close()
 

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ def planning(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
     assert names["answer"].plan.time.step_s > 0
 
 
+def python_api(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    stack.enter_context(chdir(tmp_path))
+    assert run_snippet("python_api.md", {"MODEL": str(tiny)})["result"].finished
+
+
 def runs(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
     assert run_snippet("runs.md", {"my_model": str(tiny)})["model"].config.vocab_size > 0
 
@@ -95,7 +100,7 @@ def serving(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
 
 RUN: dict[str, Callable[[Path, Path, ExitStack], None]] = {
     "deepspeed_config.md": infinity, "inference.md": inference, "models.md": models, "monitoring.md": monitoring,
-    "planning.md": planning, "runs.md": runs, "serving.md": serving,
+    "planning.md": planning, "python_api.md": python_api, "runs.md": runs, "serving.md": serving,
 }  # fmt: skip
 
 

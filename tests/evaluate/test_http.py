@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("fastapi")
-from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import with_evaluations
 from outcore.evaluate.jobs import Job
 from outcore.evaluate.tasks import harness_version
 from outcore.serve import ServeSettings

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from outcore.infer import Answer, Request, Sampling
-from outcore.serve.service import EngineThread
+from outcore.serve.service import Streams
 from tests.infer.models import TinyEngine
 
 TOKENS = 120
@@ -12,7 +12,7 @@ TOKENS = 120
 
 def test_a_loop_that_falls_behind_gets_longer_pieces():
     tiny = TinyEngine("llama")
-    thread = EngineThread(tiny.engine)
+    thread = Streams(tiny.engine)
     requests = [Request(f"r{i}", (5, 6, 7 + i), Sampling(temperature=0, max_tokens=TOKENS)) for i in range(3)]
 
     async def read(request):

@@ -9,13 +9,13 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from outcore.train.run import main
 from tests.engine.stream.runs.job import REPOSITORY, SMALL_MODEL, same, states, try_once, write_corpus
 
 FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
 FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
-PLOT = Trainer.plot
+PLOT = TrainingLoop.plot
 NAMES_A_MODEL = ("--preset", "--model_name_or_path", "--model_module")
 
 
@@ -23,7 +23,7 @@ NAMES_A_MODEL = ("--preset", "--model_name_or_path", "--model_module")
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the runs of `straight_by` draw loss.png: it takes longer than their steps."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr(Trainer, "plot", lambda trainer: None)
+    monkeypatch.setattr(TrainingLoop, "plot", lambda trainer: None)
     try_once(monkeypatch)
 
 
@@ -79,7 +79,7 @@ def straight_by(shared: Path, corpus: Path) -> Callable[[str], Path]:
             os.chdir(REPOSITORY)
             argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", *ENGINES[engine])
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Trainer, "plot", PLOT)
+                patch.setattr(TrainingLoop, "plot", PLOT)
                 assert main([*argv, "--precision", "bf16", "--save_total_limit", "9", "--eval_steps", "3"]) == 0
         return root
 

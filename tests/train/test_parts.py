@@ -48,7 +48,7 @@ def test_the_files_scheduler_is_followed_or_refused() -> None:
         ({"total_num_steps": 9}, "total_num_steps is 9, but this run's is 100"),
         ({"warmup_num_steps": "10"}, "must be a whole number, got '10'"),
         ({"warmup_type": "log"}, "warmup_type is 'log'"),
-        ({"warmup_steps": 3}, "Did you mean warmup_num_steps"),
+        ({"warmup_steps": 3}, "Did you mean 'warmup_num_steps'"),
         ({"warmup_num_steps": 101}, r"warmup_num_steps \(101\) is more than the run's 100 steps"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -47,17 +47,17 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Call
     class Killed(Exception):
         pass
 
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
 
-    original = Trainer.train_one
+    original = TrainingLoop.train_one
 
-    def dies(self: Trainer, batches: object):
+    def dies(self: TrainingLoop, batches: object):
         if self.step == 3:
             raise Killed
         return original(self, batches)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_one", dies)
+        patch.setattr(TrainingLoop, "train_one", dies)
         with pytest.raises(Killed):
             main(argv)
     torch.manual_seed(999)
@@ -100,18 +100,18 @@ def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, str
 
 
 def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
 
-    original = Trainer.train_one
+    original = TrainingLoop.train_one
 
-    def signalled(self: Trainer, batches: object):
+    def signalled(self: TrainingLoop, batches: object):
         result = original(self, batches)  # type: ignore[arg-type]
         if self.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_one", signalled)
+        patch.setattr(TrainingLoop, "train_one", signalled)
         argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "5", "--eval_steps", "0", "--save_steps", "0")
         assert main(argv) == 130
     out = capsys.readouterr()
@@ -198,15 +198,15 @@ def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
 
 @pytest.mark.more
 def test_auto_goes_on_from_where_a_run_went_back_to(tmp_path, corpus, capsys):
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
 
     run = tmp_path / "checkpoint" / "r"
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--eval_steps", "0", "--save_steps", "1")
     argv += ["--save_total_limit", "9", "--no_export", "--resume_from_checkpoint"]
     assert main([*argv, "auto"]) == 0
-    original = Trainer.train_one
+    original = TrainingLoop.train_one
 
-    def dies(self: Trainer, batches: object):
+    def dies(self: TrainingLoop, batches: object):
         if self.step == dies_at:
             raise RuntimeError("killed")
         return original(self, batches)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_auto_goes_on_from_where_a_run_went_back_to(tmp_path, corpus, capsys):
     for start, dies_at, went_on_from in ((str(run / "step-00000001"), 1, 1), ("auto", 2, 1), ("auto", 9, 2)):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "train_one", dies)
+            patch.setattr(TrainingLoop, "train_one", dies)
             assert main([*argv, start]) == (0 if dies_at == 9 else 1)
         said = capsys.readouterr()
         assert f"step-0000000{went_on_from} at step {went_on_from}\n" in said.out

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    return serve_main(argv, with_evaluations)
+    return serve_main(argv, _additions)
 
 
-def with_evaluations(service: Service) -> Sequence[Addition]:
-    """Evaluations of the model that this service has loaded; their history lies beside the server's records."""
-    from outcore.evaluate.http import Evaluations
+def _additions(service: Service) -> Sequence[Addition]:
+    from outcore.evaluate.http import with_evaluations  # which needs the server's packages
 
-    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations.db")]
+    return with_evaluations(service)

@@ -146,8 +146,6 @@ def infer_settings(given: Mapping[str, Any]) -> InferSettings:
         for name, value in given.items()
         if name not in ("batch_size", "max_batch_size") and value is not None
     }
-    if isinstance(own.get("nvme_path"), str):
-        own["nvme_path"] = (own["nvme_path"],)
     try:
         return InferSettings(**{"deterministic": True, **own})
     except TypeError as error:

@@ -1,3 +1,3 @@
 """Evaluations over HTTP."""
 
-from outcore.evaluate.http.routes import Evaluations
+from outcore.evaluate.http.routes import Evaluations, with_evaluations

@@ -275,6 +275,11 @@ class Evaluations:
                 self._jobs.pop(job.record["id"], None)
 
 
+def with_evaluations(service: Service) -> list[Evaluations]:
+    """Evaluations of the model that this service has loaded; their history lies beside the server's records."""
+    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations.db")]
+
+
 def _told(work: Callable[..., Any]) -> Callable[..., Any]:
     """`work` as a route on a thread: path and query give its parameters, its errors become ApiErrors."""
 

@@ -61,6 +61,14 @@ class Head:
             found = self.units.parts.logits(flat[None])[0]
             return found if as_made else found.float()
 
+    def labels(self, slab: torch.Tensor, item: HeadInput, positions: torch.Tensor) -> torch.Tensor:
+        """fp32 [n, labels] of the tokens at these places among N, by the head's matrix alone."""
+        item, projection = self.on_device(item), self.units.parts.projection
+        assert projection is not None, "a model that classifies is loaded with its labels as the head"
+        with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
+            final = self.units.finish(item.hidden, item.batch, item.log)
+            return projection(final.reshape(-1, final.shape[-1])[positions]).float()
+
     def losses(self, slab: torch.Tensor, inputs: Iterable[HeadInput]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(fp32 sum of the loss, tokens that count) of each batch, one after another as they are asked for; in tiles
         all at once with the first."""

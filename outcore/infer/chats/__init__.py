@@ -1,4 +1,4 @@
 """Conversations: messages and tools as the model reads them, and the parts of its answers told apart."""
 
-from outcore.infer.chats.chat import CHAT_FIELDS, Chat, ChatError
+from outcore.infer.chats.chat import CHAT_FIELDS, Chat, ChatError, request_of
 from outcore.infer.chats.parsing import AnswerParser, Parsed, TemplateParser

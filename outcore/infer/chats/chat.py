@@ -7,7 +7,7 @@ from typing import Any
 
 from outcore.infer.chats.forced import Forced, forced_of
 from outcore.infer.chats.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, takes_tools
-from outcore.infer.requests import Prompts
+from outcore.infer.requests import Grammars, Prompts, Request, Sampling
 
 CHAT_FIELDS = frozenset(
     {
@@ -99,6 +99,23 @@ class Chat:
         parser.add(text)
         parser.finish()
         return parser.whole
+
+
+def request_of(
+    body: Mapping[str, Any],
+    name: str,
+    ids: tuple[int, ...],
+    sampling: Sampling,
+    grammars: Grammars,
+    chat: Chat | None = None,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request for answers to these tokens, or to a chat, in as many choices and the form that the body asks for.
+    ValueError for what cannot be."""
+    count = 1 if body.get("n") is None else body["n"]
+    grammar = grammars.of(*(chat.form if chat else (body.get("response_format"), "response_format")))
+    reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
+    return Request(name, ids, sampling, count, 0, grammar, deadline_s, **reads)
 
 
 def _tools_of(fields: Mapping[str, Any], prompts: Prompts) -> list[Any]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.files import json_of
-from outcore.infer.chats import CHAT_FIELDS, Chat, Parsed
+from outcore.common.words import did_you_mean
+from outcore.infer.chats import CHAT_FIELDS, Chat, Parsed, request_of
 from outcore.infer.commands.logprobs import of_chat, of_completion
 from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Request, Sampling, sampling_of
 
@@ -73,23 +74,27 @@ def read_line(
             shape = "batch"
             shape, body = batch_body(entry)
         check(body)
-        chat = None if body.get("messages") is None else Chat(prompts, body)
-        unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r}")
         if body.get("stream"):
             raise ValueError("a job's answers are not streamed: leave stream out")
-        ids = _prompt_of(body, prompts, chat)
-        sampling = sampling_of(body, defaults(len(ids)))
-        grammar = grammars.of(*(chat.form if chat else (body.get("response_format"), "response_format")))
-        count = 1 if body.get("n") is None else body["n"]
-        reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
-        request = Request(request_name or f"line-{number}", ids, sampling, count, 0, grammar, None, **reads)
+        request, chat = understand(body, request_name or f"line-{number}", prompts, grammars, defaults)
         return Line(number, shape, name, request, chat=chat)
     except JSONDecodeError as error:
         return Line(number, shape, name, None, f'the line is no JSON ({error}); it should be {{"prompt": "..."}}')
     except (ValueError, TypeError) as error:
         return Line(number, shape, name, None, str(error))
+
+
+def understand(
+    body: Mapping[str, Any], name: str, prompts: Prompts, grammars: Grammars, defaults: Callable[[int], Sampling]
+) -> tuple[Request, Chat | None]:
+    """The request that a body asks for, and what reads its answers where it has messages. `defaults`: how tokens are
+    chosen for a prompt of so many, where the body does not say. ValueError or TypeError for what cannot be."""
+    chat = None if body.get("messages") is None else Chat(prompts, body)
+    unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}.{did_you_mean(unknown[0], KNOWN | CHAT_FIELDS)}")
+    ids = _prompt_of(body, prompts, chat)
+    return request_of(body, name, ids, sampling_of(body, defaults(len(ids))), grammars, chat), chat
 
 
 def batch_body(entry: Mapping[str, Any], urls: Mapping[str, str] = URLS) -> tuple[str, dict[str, Any]]:

@@ -57,11 +57,11 @@ def _score(args: argparse.Namespace) -> int:
     total, count = 0.0, 0
     try:
         prompts = Prompts(opened.found.tokenizer)
-        ids, firsts = _tokens(texts, prompts)
+        ids, firsts = scored_tokens(texts, prompts)
         opened.engine.check_texts(ids)  # all of them, before hours of work
         first_of = iter(firsts)
         with nullcontext() if args.output is None else replacing(args.output) as file:
-            for group in _groups(ids):
+            for group in groups_of(ids):
                 began = time.perf_counter()
                 scores = opened.engine.score(group)
                 told.scored([len(ids) for ids in group], time.perf_counter() - began)
@@ -92,7 +92,7 @@ def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
     return found | ({"token_logprobs": logprobs} if with_tokens else {})
 
 
-def _tokens(texts: list[tuple[str, str]], prompts: Prompts) -> tuple[list[tuple[int, ...]], list[int]]:
+def scored_tokens(texts: list[tuple[str, str]], prompts: Prompts) -> tuple[list[tuple[int, ...]], list[int]]:
     """Tokens of each (prompt, text), and the number of the first whose score counts; the first token has none."""
     ids, firsts = [], []
     for asked, told in texts:
@@ -151,7 +151,8 @@ def _parts_of(entry: dict[str, Any], where: str, unread: Counter[str]) -> tuple[
     return (said[asked[0]], said[told[0]]) if told else ("", said[asked[0]])
 
 
-def _groups(ids: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def groups_of(ids: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Texts in pieces of so many that tokens of several passes are read at a time."""
     group: list[tuple[int, ...]] = []
     tokens = 0
     for text in ids:

@@ -1,6 +1,6 @@
 """A model opened by name: found, tried, placed, its weights brought home."""
 
-from outcore.infer.opening.build import OpenedModel, open_engine, open_found
+from outcore.infer.opening.build import OpenedModel, device_of, open_engine, open_found, precision_of
 from outcore.infer.opening.forecast import AgainstPlan, against_plan, plan_as_opened, taken_bytes
 from outcore.infer.opening.identity import model_hash
 from outcore.infer.opening.model import FoundModel, find_place, open_model

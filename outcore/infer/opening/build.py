@@ -24,6 +24,7 @@ from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
+from outcore.infer.labels import labels_of
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
 from outcore.infer.opening.few_tokens import can_run_few, open_few_tokens, try_few_tokens
@@ -191,6 +192,9 @@ def open_found(
 ) -> OpenedModel:
     """Open a model that is found already; `draft`: who guesses for it; `share`: with whom its weights are shared."""
     loaded = found.loaded
+    labels = labels_of(loaded.config) if loaded.has_labels else None
+    if labels is not None:  # nothing is written
+        settings = settings.for_scoring()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     let_segments_grow(device)
@@ -274,7 +278,7 @@ def open_found(
             schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
         )
         fix_factors(loaded, context, progress)
-        speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
+        speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context, labels)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, placement, progress)

@@ -140,7 +140,10 @@ def open_model(
         loaded = replace(loaded, feed=CheckpointWeights(place.checkpoint, wanted), words=place.words)
     else:
         loaded = load_model(
-            ModelSettings(model_name_or_path=place.weights, **common), lazy=True, packed_feed=open_packed
+            ModelSettings(model_name_or_path=place.weights, **common),
+            lazy=True,
+            packed_feed=open_packed,
+            keeps_labels=True,
         )
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))

@@ -77,7 +77,8 @@ class InferSettings:
     """Make room for scoring texts, not for answers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nvme_path", tuple(Path(path).expanduser() for path in self.nvme_path))
+        folders = (self.nvme_path,) if isinstance(self.nvme_path, str | Path) else self.nvme_path
+        object.__setattr__(self, "nvme_path", tuple(Path(path).expanduser() for path in folders))
         if self.preset not in PRESETS:
             raise ValueError(f"aim is {self.preset!r}, but must be one of {', '.join(PRESETS)}.")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):

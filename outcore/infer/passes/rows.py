@@ -117,6 +117,11 @@ class TextCall:
         rows = copies.to(torch.tensor([ids, positions, labels], dtype=torch.long))
         return {"input_ids": rows[:1], "position_ids": rows[1:2].clone(), "labels": rows[2:]}
 
+    def ends(self, copies: SmallCopies) -> torch.Tensor:
+        """Place of each text's last token in the row."""
+        lengths = torch.tensor([len(tokens) for _, tokens in self.texts], dtype=torch.long)
+        return copies.to(lengths.cumsum(0) - 1)
+
     def tables(self, copies: SmallCopies) -> PassTables:
         """Spans of texts that begin here; nothing is stored."""
         spans, row = [], 0

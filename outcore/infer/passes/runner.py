@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from outcore.common.errors import EngineError
-from outcore.flow import Call, Flow, Output, Part
+from outcore.flow import Call, Flow, Output, Part, Want
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import SMALL_ROWS, RowCall, TextCall, lay_out, lay_out_texts
@@ -45,6 +45,10 @@ class PassRunner(Protocol):
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """For each text the mean of its tokens' last hidden states, of length one: fp32 [H] on the CPU."""
+        ...
+
+    def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """For each text the scores of the labels behind its last token: fp32 [labels] on the CPU."""
         ...
 
     def close(self) -> None:
@@ -145,15 +149,21 @@ class PagedRunner:
         return scores.all()
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return self._of_texts(texts, "hidden", pool)
+
+    def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return self._of_texts(texts, "labels", label)
+
+    def _of_texts(self, texts: Sequence[Sequence[int]], want: Want, take: TakeVectors) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
         calls = self._lay_out_texts(texts)
         cache, self.attention.cache = self.attention.cache, None
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])
-                batches = [Call(self._taken(call.batch(self.copies)), "hidden") for call in group]
+                batches = [Call(self._taken(call.batch(self.copies)), want, call.ends(self.copies)) for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
-                    pool(group[output.number].texts, output, found)
+                    take(group[output.number].texts, output, found)
         finally:
             self.attention.cache = cache
         return found
@@ -177,6 +187,19 @@ def grouped(calls: Sequence[TextCall], most_rows: int) -> list[list[TextCall]]:
         groups[-1].append(call)
         rows += call.num_rows
     return groups
+
+
+TakeVectors = Callable[[Sequence[tuple[int, Sequence[int]]], Output, list[torch.Tensor]], None]
+"""Puts what a call gave where it belongs: (its texts with their numbers, what it gave, vectors of all texts)."""
+
+
+def label(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list[torch.Tensor]) -> None:
+    """Put each text's scores of labels where they belong."""
+    assert output.logits is not None
+    for (number, _), scores in zip(texts, output.logits.cpu(), strict=True):
+        found[number] = scores
+        if scores.isnan().any():
+            raise EngineError(NO_NUMBERS)
 
 
 def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list[torch.Tensor]) -> None:

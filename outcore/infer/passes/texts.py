@@ -23,6 +23,7 @@ class WaitingTexts:
         self.to_score: list[tuple[Texts, int, OnScores]] = []
         """With how many likeliest tokens of each place are wanted."""
         self.to_embed: list[tuple[Texts, OnVectors]] = []
+        self.to_label: list[tuple[Texts, OnVectors]] = []
 
     def check(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
@@ -50,9 +51,11 @@ class WaitingTexts:
                 told(found if isinstance(found, Exception) else found[at : at + len(texts)])
                 at += len(texts)
         to_embed, self.to_embed = self.to_embed, []
-        for texts, tell in to_embed:
-            try:
-                vectors: list[torch.Tensor] | Exception = runner.embed(texts)
-            except Exception as error:
-                vectors = error
-            tell(vectors)
+        to_label, self.to_label = self.to_label, []
+        for vectors_of, asked in ((runner.embed, to_embed), (runner.label, to_label)):
+            for texts, tell in asked:
+                try:
+                    vectors: list[torch.Tensor] | Exception = vectors_of(texts)
+                except Exception as error:
+                    vectors = error
+                tell(vectors)

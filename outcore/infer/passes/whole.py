@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from outcore.flow import Call, Flow
+from outcore.flow import Call, Flow, Want
 from outcore.infer.passes.rows import lay_out_texts
-from outcore.infer.passes.runner import Found, RunnerLimits, grouped, pool
+from outcore.infer.passes.runner import Found, RunnerLimits, TakeVectors, grouped, label, pool
 from outcore.infer.passes.scores import Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model import LoadedModel
@@ -70,11 +70,20 @@ class WholeRunner:
         return scores.all()
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return self._of_texts(texts, "hidden", pool)
+
+    def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return self._of_texts(texts, "labels", label)
+
+    def _of_texts(self, texts: Sequence[Sequence[int]], want: Want, take: TakeVectors) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
         for group in grouped(lay_out_texts(texts, 1), self.limits.score_tokens):
-            batches = [Call({"input_ids": call.batch(self.copies)["input_ids"]}, "hidden") for call in group]
+            batches = [
+                Call({"input_ids": call.batch(self.copies)["input_ids"]}, want, call.ends(self.copies))
+                for call in group
+            ]
             for output in self.flow.run(batches):
-                pool(group[output.number].texts, output, found)
+                take(group[output.number].texts, output, found)
         return found
 
     def close(self) -> None:

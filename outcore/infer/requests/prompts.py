@@ -29,6 +29,10 @@ class Prompts:
         """Tokens of several texts."""
         return [tuple(ids or [self._start()]) for ids in self.ask("texts", texts, True)]
 
+    def of_pairs(self, query: str, documents: Sequence[str]) -> list[tuple[int, ...]]:
+        """Tokens of a query with each document behind it."""
+        return [tuple(ids or [self._start()]) for ids in self.ask("pairs", query, documents)]
+
     def _start(self) -> int:
         start = self.tokenizer.bos_token_id
         start = self.tokenizer.eos_token_id if start is None else start

@@ -76,6 +76,11 @@ class TrainedWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._canonical.values())
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """Names in the checkpoint."""
+        return frozenset(self._file_of)
+
     def groups(self) -> Iterator[dict[str, torch.Tensor]]:
         given: set[str] = set()
         for keys in self._groups.values():

@@ -1,5 +1,5 @@
 """What `outcore plan` answers to flags, for programs."""
 
 from outcore.model import PRESETS
-from outcore.plan.fields import PlanConfig, parse_plan
-from outcore.plan.main import Asked, answer_to
+from outcore.plan.fields import PlanConfig, check_planned, parse_plan
+from outcore.plan.main import Asked, AskedAnswers, answer_to, answers_to

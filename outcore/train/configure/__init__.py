@@ -13,7 +13,11 @@ DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny
 def parse_config(argv: Sequence[str] | None = None, prog: str = "train_model.py") -> TrainConfig:
     """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be. `prog`:
     what the user typed, for the help."""
-    config = parse(argv, TrainConfig, prog, DESCRIPTION)
+    return check_reports(parse(argv, TrainConfig, prog, DESCRIPTION))
+
+
+def check_reports(config: TrainConfig) -> TrainConfig:
+    """The settings. ConfigError where they name a tracker that is not there."""
     try:
         check_report_to(config.report_to)
     except ValueError as error:

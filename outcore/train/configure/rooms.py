@@ -12,8 +12,8 @@ import torch
 
 from outcore.common.classes import same_named
 from outcore.common.quantities import counted
-from outcore.common.words import names_of
-from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
+from outcore.common.words import did_you_mean, names_of
+from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, recomputes
 from outcore.machine import detect_cpu
 from outcore.model import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
@@ -159,7 +159,7 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
     for name, value in params.items():
         if name not in ours:
             raise ConfigError(
-                f"{file}: there is no key scheduler.params.{name}.{nearest(name, (*ours, 'warmup_num_steps'))}"
+                f"{file}: there is no key scheduler.params.{name}.{did_you_mean(name, (*ours, 'warmup_num_steps'), 1)}"
             )
         here, by = ours[name]
         if value != here:

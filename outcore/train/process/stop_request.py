@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
@@ -36,6 +37,8 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python gives signals to the main thread alone, whose program decides
         numbers = [signal.SIGINT, signal.SIGTERM]
         hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
         if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:

@@ -18,7 +18,7 @@ from outcore.monitor.watches import hold_off_sleep
 from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from outcore.train.process import fix_order, seed_everything
 from outcore.train.run.context import RunContext
 from outcore.train.run.data import default_seq_length, load_data
@@ -33,7 +33,7 @@ class Ready:
     """A run with everything built, before its first step."""
 
     job: RunJob
-    trainer: Trainer
+    trainer: TrainingLoop
     context: RunContext
 
 
@@ -160,7 +160,7 @@ def _ready(job: RunJob, context: RunContext, engine: Engine) -> Ready:
     job.clock.mark("logs")
     job.say(job.clock.words())
     context.write_plan(job.said, job.clock.parts_s)
-    return Ready(job, Trainer(parts, job.clock), context)
+    return Ready(job, TrainingLoop(parts, job.clock), context)
 
 
 def _model_words(engine: Engine) -> str:

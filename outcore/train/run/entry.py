@@ -33,6 +33,15 @@ def run(job: RunJob, goal: Goal) -> int:
         return goal(assemble(job, settings, model))
 
 
+def start(config: TrainConfig, *, began_s: float | None = None) -> RunJob:
+    """The job of this process, before anything of it is made."""
+    clock = StartupClock(began_s)
+    watch_launcher(config.local_rank)
+    named = (config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset)
+    stay_offline(named, print)
+    return RunJob(config, clock)
+
+
 def main(argv: Sequence[str] | None = None, goal: Goal = train_to_end) -> int:
     """Parse a command line and run; `run_config` says what the exit code means."""
     try:
@@ -53,11 +62,7 @@ def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float
     job: RunJob | None = None
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
-        clock = StartupClock(began_s)
-        watch_launcher(config.local_rank)
-        named = (config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset)
-        stay_offline(named, print)
-        job = RunJob(config, clock)
+        job = start(config, began_s=began_s)
         return run(job, goal)
     except (*TOLD, KeyboardInterrupt) as error:
         tell(error, job)

@@ -33,6 +33,8 @@ class RunJob:
         """What must be closed, in reverse order."""
         self.told: BaseException | None = None
         """The error that the user has read."""
+        self.tells = True
+        """Whether errors are told on the screen; False for a caller that is given them."""
         self.phase = "starting"
         """What is being done, for an error of the system that says nothing of it."""
         self.saved: Callable[[], Path | None] = lambda: None

@@ -21,7 +21,7 @@ TOLD = (ValueError, RuntimeError, OSError, MemoryError)
 def tell(error: BaseException, run: RunJob | None) -> None:
     """Why the run ends, on the screen and once; nothing of an error that `main` does not catch (its trace follows)."""
     if run is not None:
-        if run.told is error:
+        if run.told is error or not run.tells:
             return
         run.told = error
     if isinstance(error, KeyboardInterrupt):

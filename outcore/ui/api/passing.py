@@ -13,7 +13,7 @@ from outcore.serve.additions import ApiError
 from outcore.ui.api.model import ModelHost
 
 ALWAYS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/tokenize",
-          "/detokenize", "/v1/files", "/v1/batches", "/v1/launch")  # fmt: skip
+          "/detokenize", "/v1/files", "/v1/batches", "/v1/launch", "/classify", "/rerank", "/v1/rerank")  # fmt: skip
 """Only a loaded model answers these."""
 EVALUATIONS = "/v1/evaluations"
 """Reading the history needs no model; whatever changes something does, but deleting."""

@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 from starlette.testclient import TestClient
 
 from outcore.config import FIELDS
-from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import with_evaluations
 from outcore.evaluate.settings import EvaluationSettings
 from outcore.evaluate.tasks import harness_version
 from outcore.serve import ServeSettings

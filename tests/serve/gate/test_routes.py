@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import with_evaluations
 from outcore.serve import ServeSettings
 from outcore.serve.watch import RequestMetrics
 from outcore.ui.api import PanelsApi, Place
@@ -31,8 +31,8 @@ OF_THE_MODEL = {
     "GET /openapi.json": READS, "HEAD /openapi.json": READS, "GET /health": OPEN, "HEAD /health": OPEN,
     "GET /metrics": READS,
     "GET /v1/models": READS, "POST /tokenize": ACTS, "POST /detokenize": ACTS, "POST /v1/chat/completions": ACTS,
-    "POST /v1/completions": ACTS, "POST /v1/responses": ACTS, "POST /v1/embeddings": ACTS, "GET /v1/launch": READS,
-    "POST /v1/evaluations": ACTS,
+    "POST /v1/completions": ACTS, "POST /v1/responses": ACTS, "POST /v1/embeddings": ACTS,
+    "GET /v1/launch": READS, "POST /v1/evaluations": ACTS,
 }  # fmt: skip
 EVALUATIONS = {
     "GET /v1/launch": READS, "GET /v1/evaluations": READS, "GET /v1/evaluations/{name}": READS,
@@ -48,7 +48,8 @@ TABLE = {
         "GET /v1/files/{name}": READS, "GET /v1/files/{name}/content": READS, "DELETE /v1/files/{name}": ACTS,
         "POST /v1/batches": ACTS, "GET /v1/batches": READS, "GET /v1/batches/{name}": READS,
         "POST /v1/batches/{name}/cancel": ACTS, "GET /v1/requests": READS, "GET /v1/requests/{name}": READS,
-        "POST /v1/requests/{name}/cancel": ACTS,
+        "POST /v1/requests/{name}/cancel": ACTS, "POST /classify": ACTS, "POST /rerank": ACTS,
+        "POST /v1/rerank": ACTS,
     },
     "panels": EVALUATIONS | {
         "GET /openapi.json": READS, "HEAD /openapi.json": READS, "GET /health": OPEN, "GET /v1/fields": READS,

@@ -15,7 +15,7 @@ import pytest
 from outcore.checkpoint import shards
 from outcore.common import FileError
 from outcore.storage import TensorStore
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from outcore.train.run import main
 from tests.engine.inside import parts_of
 from tests.engine.stream.runs.job import stream_settings
@@ -71,14 +71,14 @@ def test_one_that_was_named_is_not_passed_over(tmp_path, corpus, straight, monke
 
 @pytest.mark.parametrize("after", ["train_one", "run"])
 def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(tmp_path, corpus, monkeypatch, capsys, after):
-    original = getattr(Trainer, after)
+    original = getattr(TrainingLoop, after)
 
-    def signalled(self: Trainer, argument: Any) -> Any:
+    def signalled(self: TrainingLoop, argument: Any) -> Any:
         found = original(self, argument)
         os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    monkeypatch.setattr(Trainer, after, signalled)
+    monkeypatch.setattr(TrainingLoop, after, signalled)
     assert main(flags(tmp_path, corpus, *RUN[:2], "--max_steps", "1", "--eval_steps", "0")) == 0
     told = capsys.readouterr()
     assert "SIGTERM: " in told.err and "done: 1 step in" in told.out
@@ -105,20 +105,20 @@ def test_a_block_that_the_drive_changed_names_the_checkpoint_to_go_back_to(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
 ) -> None:
     stores: list[TensorStore] = []
-    original, made = Trainer.train_one, TensorStore.__init__
+    original, made = TrainingLoop.train_one, TensorStore.__init__
 
     def keep(self: TensorStore, *args: Any, **more: Any) -> None:
         made(self, *args, **more)
         stores.append(self)
 
-    def damaged(self: Trainer, batches: Any) -> Any:
+    def damaged(self: TrainingLoop, batches: Any) -> Any:
         if self.step >= 2:
             parts_of(self.parts.engine).updates.drain()  # nothing under way writes over it or has been read ahead
             _flip(stores, 100 + self.step)
         return original(self, batches)
 
     monkeypatch.setattr(TensorStore, "__init__", keep)
-    monkeypatch.setattr(Trainer, "train_one", damaged)
+    monkeypatch.setattr(TrainingLoop, "train_one", damaged)
     argv = flags(tmp_path, corpus, *RUN, "--save_steps", saves, "--no_export", "--nvme_checksums", "on")
     with stream_settings(nvme_path=str(tmp_path / "drive"), state_ram_bytes=0, weight_ram_bytes=0):
         assert main(argv) == 1
@@ -127,7 +127,7 @@ def test_a_block_that_the_drive_changed_names_the_checkpoint_to_go_back_to(
     newest = tmp_path / "checkpoint/r/step-00000002"
     if saves == "1":
         assert f"Go back to {newest}: the same command with --resume_from_checkpoint auto" in told
-        monkeypatch.setattr(Trainer, "train_one", original)
+        monkeypatch.setattr(TrainingLoop, "train_one", original)
         assert main([*argv, "--resume_from_checkpoint", "auto"]) == 0
         assert f"resumed from {newest} at step 2" in capsys.readouterr().out
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli import main
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from tests.infer.models import save_tiny_model
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
 
@@ -27,15 +27,15 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object
     """Have something happen once, when a step is over."""
 
     def happens(step: int, what: Callable[[], object]) -> None:
-        real, todo = Trainer.train_one, [what]
+        real, todo = TrainingLoop.train_one, [what]
 
-        def counted(self: Trainer, batches: object) -> object:
+        def counted(self: TrainingLoop, batches: object) -> object:
             result = real(self, batches)  # type: ignore[arg-type]
             if self.step == step and todo:
                 todo.pop()()
             return result
 
-        monkeypatch.setattr(Trainer, "train_one", counted)
+        monkeypatch.setattr(TrainingLoop, "train_one", counted)
 
     return happens
 

@@ -102,12 +102,12 @@ def stream_settings(**fields: Any) -> Iterator[None]:
 
 def train(argv: list[str], **fields: Any) -> int:
     """The main job in this process; its exit code."""
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
     from outcore.train.run import main
 
     os.chdir(REPOSITORY)
     with stream_settings(**fields), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "plot", lambda trainer: None)  # loss.png takes longer than the steps
+        patch.setattr(TrainingLoop, "plot", lambda trainer: None)  # loss.png takes longer than the steps
         try_once(patch)
         return main(argv)
 
@@ -150,26 +150,26 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.flow.layers import PartRunner
     from outcore.optim import torch_backend
     from outcore.storage.block_file import BlockFile
-    from outcore.train.loop import Trainer
+    from outcore.train.loop import TrainingLoop
 
     places: dict[str, tuple[Any, str]] = {
         "forward": (PartRunner, "layer"), "backward": (BackwardRunner, "layer"), "gradient": (GradientDownload, "ship"),
         "update": (torch_backend, "update_chunk"), "drive write": (BlockFile, "write_from"),
         "shard": (state, "write_shard"), "manifest": (Manifest, "save"), "renamed": (checkpoint, "rotate"),
-        "between": (Trainer, "train_one"), "kept weights": (GradientArena, "keep_weights"),
+        "between": (TrainingLoop, "train_one"), "kept weights": (GradientArena, "keep_weights"),
         "waiting weights": (GradientArena, "weights"),
     }  # fmt: skip
     done = [0]
     owner, name = places[moment]
     _count_down(owner, name, moment, count, lambda: done[0] >= after_step)
-    original = Trainer.train_one
+    original = TrainingLoop.train_one
 
-    def counts(self: Trainer, batches: Any) -> Any:
+    def counts(self: TrainingLoop, batches: Any) -> Any:
         result = original(self, batches)
         done[0] = self.step
         return result
 
-    Trainer.train_one = counts  # type: ignore[method-assign]
+    TrainingLoop.train_one = counts  # type: ignore[method-assign]
 
 
 def _child(argv: list[str], fields: dict[str, Any], kill: tuple[str, int, int] | None, log: str) -> None:

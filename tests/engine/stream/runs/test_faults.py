@@ -28,7 +28,7 @@ from outcore.optim import OptimizerPool, torch_backend
 from outcore.staging import PinnedPool
 from outcore.staging.lanes.copy_streams import HostStreams
 from outcore.storage import open_engine
-from outcore.train.loop import Trainer
+from outcore.train.loop import TrainingLoop
 from tests.engine.inside import parts_of
 from tests.engine.stream.runs.job import flags, losses, same, states, train, write_corpus
 from tests.storage.faulty import FaultyEngine
@@ -66,16 +66,16 @@ class Job:
         self.is_broken = False
         self.limit_s: float | None = None
         """Of every wait once something is broken; before, a busy machine has the time that it needs."""
-        original = Trainer.save
+        original = TrainingLoop.save
 
-        def save(trainer: Trainer) -> None:
+        def save(trainer: TrainingLoop) -> None:
             original(trainer)
             self.is_broken = trainer.step == FAILS_AFTER
             if self.is_broken and self.limit_s is not None:
                 assert isinstance(trainer.parts.engine, StreamEngine)
                 limit_waits(parts_of(trainer.parts.engine), self.limit_s)
 
-        patch.setattr(Trainer, "save", save)
+        patch.setattr(TrainingLoop, "save", save)
 
     def on_nvme(self) -> dict[str, Any]:
         return {"nvme_path": str(self.root / "drive"), "activations": "nvme"}
