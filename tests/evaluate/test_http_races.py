@@ -19,7 +19,7 @@ from tests.serve.running import until
 
 @pytest.fixture
 def evaluations(tmp_path):
-    found = Evaluations(lambda: None, tmp_path / "evaluations.db")
+    found = Evaluations(lambda: None, tmp_path / "evaluations")
     found.history.save(record_of("eval-1", host="server"))
     yield found
     asyncio.run(found.end())
@@ -64,7 +64,6 @@ def test_one_that_is_done_at_once_is_not_under_way_for_ever(evaluations, monkeyp
 
 def test_events_end_with_what_is_under_way_not_with_an_earlier_end(evaluations):
     path = evaluations.history.folder_of("eval-1") / EVENTS
-    path.parent.mkdir(parents=True)
     evaluations._jobs["eval-1"] = (Quick(evaluations.history, {}, None), None)
     lines = [json.dumps({"n": number, "event": event}) for number, event in ((1, "cancelled"), (2, "completed"))]
     path.write_text(f"{lines[0]}\n")

@@ -20,4 +20,4 @@ def with_evaluations(service: Service) -> Sequence[Addition]:
     """Evaluations of the model that this service has loaded; their history lies beside the server's records."""
     from outcore.evaluate.http import Evaluations
 
-    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations.db")]
+    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations")]

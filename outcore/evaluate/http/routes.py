@@ -52,8 +52,8 @@ Record = dict[str, Any]
 class Evaluations:
     """Evaluations over HTTP. `service_of` gives the service that is loaded now, or None."""
 
-    def __init__(self, service_of: Callable[[], Service | None], database: Path = Path("logs/evaluations.db")) -> None:
-        self.history = History(database)
+    def __init__(self, service_of: Callable[[], Service | None], history: Path) -> None:
+        self.history = History(history)
         self.names = TaskNames(self.history.folder / "task_names.json")
         self._service_of = service_of
         self._worker = ThreadPoolExecutor(1, "evaluation")
@@ -166,7 +166,7 @@ class Evaluations:
             raise bad("offset must be at least 0, limit from 1 to 1000.", "limit")
         found = self._found(name)["id"]
         data = self.history.samples(found, task, offset, limit)
-        return {"object": "list", "data": data, "total": self.history.num_samples(found, task)}
+        return {"object": "list", "data": data, "total": len(self.history.samples(found, task))}
 
     def export(self, name: str, format: str = "json") -> Response:
         """An evaluation as a file to keep."""
