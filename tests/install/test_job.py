@@ -89,7 +89,7 @@ def test_second_run_starts_no_pip(repository: Path, capsys: pytest.CaptureFixtur
     assert saved(repository)["ok"] is True and saved(repository)["machine"]["cpu_name"] == "a CPU"
     said = capsys.readouterr().out
     assert "all pinned versions are installed" in said and "ready." in said
-    assert "source .venv/bin/activate" in said and "deepspeed --num_gpus=1 train_model.py" in said and "--shim" in said
+    assert "source .venv/bin/activate" in said and "deepspeed --num_gpus=1 train_model.py" in said
 
 
 @pytest.fixture(autouse=True)
@@ -303,13 +303,6 @@ def test_extensions_of_deepspeed_are_built_when_its_engine_is_asked_for(
     assert run(make_job(repository, *flags, call=Calls())) == 0 and bool(built) == builds
     (repository / ".venv/torch_extensions/cpu_adam").mkdir(parents=True)
     assert run(make_job(repository, *flags, call=Calls())) == 0 and built, "what was asked for once is kept up to date"
-
-
-def test_shim_is_written_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(repository)
-    written: list[object] = []
-    monkeypatch.setattr(job_module, "write_shim", lambda environment: written.append(environment) or "wrote it")
-    assert run(make_job(repository, "--shim")) == 0 and len(written) == 1
 
 
 def test_native_windows_in_words(repository, monkeypatch, capsys):
