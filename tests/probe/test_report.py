@@ -21,7 +21,6 @@ from outcore.probe.gds.facts import GdsFacts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import PathVerdict, judge
 from outcore.probe.report.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
-from outcore.probe.report.plot import save_plot
 from outcore.probe.report.recommend import recommend
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
@@ -247,17 +246,6 @@ def test_the_profile_says_what_each_drive_does(tmp_path: Path) -> None:
     (drive,) = [drive for drive in profile.drives if drive.read_gb_per_s is not None]
     assert drive.mount_point == drive_of(tmp_path).mount_point and drive.iops_4k == 512_346
     assert (drive.read_gb_per_s, drive.write_gb_per_s) == (6.6, drive_rate(result, "drive_write"))
-
-
-def test_pictures(tmp_path: Path) -> None:
-    full, empty = tmp_path / "full.png", tmp_path / "sub" / "empty.png"
-    save_plot(findings(), full)
-    bare = Measured(laptop(gpus=()), judge(GdsFacts()), [], "quick")
-    bare.measurements = [cell("ram", 20.0, depth=1), cell("ram", 30.0, depth=2)]
-    save_plot(bare, empty)
-    for path in (full, empty):
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert path.stat().st_size > 10_000
 
 
 def test_the_text() -> None:
