@@ -47,9 +47,7 @@ class History:
 
     def finish(self, record: Mapping[str, Any], scores: Sequence[Record], samples: Sequence[Record]) -> None:
         """Keep a whole result. The documents go first: a record with scores always has them. HistoryError."""
-        self._write(
-            record["id"], SAMPLES, sorted(samples, key=lambda one: (one["task"], one["filter"], one["doc_id"]))
-        )
+        self._write(record["id"], SAMPLES, sorted(samples, key=lambda one: (one["task"], one["filter"], one["doc_id"])))
         self.save({**record, "scores": list(scores)})
 
     def get(self, name: str) -> Record:
