@@ -35,10 +35,6 @@ def test_unknown_key_names_the_nearest():
     assert DataSettings.from_dict({"seq_length": 128}).seq_length == 128
 
 
-def test_extensions_are_normalised():
-    assert DataSettings(text_extensions="py, *.C,.h").text_extensions == (".py", ".c", ".h")
-
-
 def test_windows_path_on_plain_linux_is_explained():
     refused(DataError, r"Windows path.*/mnt/c/data/x\.jsonl", lambda: translate(r"C:\data\x.jsonl", on_wsl=False))
 

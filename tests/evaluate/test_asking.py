@@ -1,7 +1,5 @@
 """Questions, their journal, events: each answered once, whatever happens in between."""
 
-import json
-
 import pytest
 
 from outcore.common.journal import is_held
@@ -146,9 +144,3 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "words"), WRONG, ids=[words for _, words in WRONG])
 def test_wrong_settings(fields, words):
     refused(EvaluationError, words, lambda: EvaluationSettings.from_fields(fields))
-
-
-def test_settings_as_json_come_back():
-    settings = EvaluationSettings(("a",), limit=0.5, gen_kwargs={"max_gen_toks": 3})
-    again = EvaluationSettings.from_fields(json.loads(json.dumps(settings.as_json())))
-    assert again == settings and again.key("m") == settings.key("m") != settings.key("n")

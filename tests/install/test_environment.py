@@ -85,13 +85,6 @@ def test_venv_that_cannot_be_made(tmp_path: Path, output: str, why: str, fix: st
     assert why in caught.value.why and fix in caught.value.fix
 
 
-def test_made_and_checked(tmp_path: Path) -> None:
-    execute = FakeExecute()
-    make_environment(Environment(tmp_path / "v", ""), execute)
-    assert execute.commands[0] == f"{sys.executable} -m venv {tmp_path / 'v'}"
-    assert execute.commands[-1].endswith("-m pip --version")
-
-
 def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "thesis.txt").write_text("mine")

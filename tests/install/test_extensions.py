@@ -20,7 +20,6 @@ from outcore.install.extensions import (
     has_header,
     is_built,
     missing_prerequisite,
-    sanitise_arch_list,
 )
 from outcore.install.progress import InstallProgress
 from tests.install.fakes import FakeStream, fake_environment
@@ -53,14 +52,6 @@ def test_environment_of_a_child(tmp_path: Path) -> None:
     assert own["TORCH_EXTENSIONS_DIR"] == "/mine" and own["MAX_JOBS"] == "7" and "DS_ACCELERATOR" not in own
     again = extension_environment("cpu", environment.prefix, {"PATH": f"/usr/bin:{environment.bin_dir}"})
     assert again["PATH"] == got["PATH"]
-
-
-@pytest.mark.parametrize(("text", "clean"), [
-    ("8.9;9.0a;10.0f+PTX", "8.9;9.0;10.0+PTX"), ("7.5 8.6 9.0a 9.0", "7.5;8.6;9.0"), ("Hopper;Ada", ""),
-    ("9.0a,12.0", "9.0;12.0"),
-])  # fmt: skip
-def test_arch_lists(text: str, clean: str) -> None:
-    assert sanitise_arch_list(text) == clean
 
 
 def test_compilers_are_bound_by_ram(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from outcore.common.quantities import GB
 from outcore.install import job as job_module
 from outcore.install.environment import Environment
-from outcore.install.errors import InstallError
 from outcore.install.extensions import KEY_NAME, build_key
 from outcore.install.job import InstallJob, call_to_its_end
 from outcore.install.requirement_set import read_pins
@@ -342,11 +341,6 @@ def test_warnings_and_gpu_are_shown(repository: Path, capsys: pytest.CaptureFixt
     assert run(make_job(repository, "--dry-run", which=gpu_machine(capability=(7, 0), is_wsl2=True))) == 0
     said = capsys.readouterr().out
     assert "under WSL2" in said and "RTX 4070" in said and "warning:" in said
-
-
-def test_installer_error_carries_all_three() -> None:
-    error = InstallError("a", "b", "c")
-    assert str(error) == "a\n  why: b\n  fix: c" and error.exit_code == 3
 
 
 def test_check_looks_at_what_is_installed(repository: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor import Sampler
-from outcore.monitor.sensors.gpu import throttle_words
 from tests.monitor.fakes import FakeNvml, FakeNvmlError, make_sampler, write_stat
 from tests.refused import failing
 from tests.waiting import until
@@ -149,12 +148,6 @@ def test_a_driver_that_hangs_nulls_the_fields_and_never_blocks(tmp_path: Path) -
     sampler.close()
 
 
-def test_throttle_words() -> None:
-    assert throttle_words(0) == [] and throttle_words(1) == []
-    assert throttle_words(0x8 | 0x80) == ["hardware slowdown", "power brake"]
-    assert throttle_words(0x1000) == ["reason 0x1000"]
-
-
 @pytest.mark.gpu
 def test_real_gpu_fields(tmp_path: Path) -> None:
     import torch
@@ -196,11 +189,6 @@ def test_resident_bytes_include_children_that_come_and_go(tmp_path: Path) -> Non
     sample = foreign.sample()
     assert sample.ram_rss_bytes is not None and sample.ram_rss_bytes > 1 << 20
     assert sample.swap_used_bytes is None and sample.own_swap_bytes is None
-
-
-def test_the_header_gets_the_gpus_facts_right_after_start(tmp_path: Path) -> None:
-    with make_sampler(tmp_path, FakeNvml())[0] as sampler:
-        assert sampler.describe()["gpu_name"] == "Fake GPU"
 
 
 def test_a_bug_in_sampling_ends_the_thread_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

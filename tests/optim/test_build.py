@@ -140,11 +140,6 @@ def test_an_environment_that_cannot_be_written_uses_the_home(tmp_path, monkeypat
     assert cache_dir("/usr") == tmp_path / ".cache" / "outcore" / "torch_extensions" / "outcore_optim"
 
 
-def test_other_architectures_build_the_baseline_only():
-    assert list(variants("aarch64")) == ["baseline"]
-    assert list(variants("x86_64")) == ["baseline", "avx2", "avx512"]
-
-
 def test_a_library_that_does_not_load(tmp_path, monkeypatch):
     path = tmp_path / "x" / LIBRARY_NAME
     path.parent.mkdir()

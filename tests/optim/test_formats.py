@@ -22,7 +22,6 @@ from outcore.optim import (
     state_format,
 )
 from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
-from outcore.optim.hyper import round_to_fp32
 from tests.optim.cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes, torch_backend
 from tests.refused import refused
 
@@ -39,13 +38,6 @@ def test_layout_is_that_of_the_extension(chosen, numel):
         assert region.offset_bytes % 64 == 0
     assert theirs["total"] == chosen.chunk_bytes(numel)
     assert chosen.chunk_bytes(numel) % 4096 == 0
-
-
-@pytest.mark.parametrize("chosen", FORMATS, ids=lambda f: f.name)
-def test_bytes_per_parameter(chosen):
-    numel = 1 << 20
-    assert chosen.chunk_bytes(numel) == pytest.approx(chosen.bytes_per_param * numel, rel=1e-4)
-    assert state_format(chosen.name) is chosen
 
 
 def check_split(bits: torch.Tensor) -> None:
@@ -228,11 +220,3 @@ def test_a_small_eps_needs_moments_of_32_bits():
         backend.update(SPLIT, make_job(SPLIT, 300, generator), now)
         with pytest.raises(ValueError, match="8-bit moments need eps"):
             backend.update(SPLIT8, make_job(SPLIT8, 300, generator), now)
-
-
-def test_scalars_are_fp32():
-    scalars = AdamWHyper(lr=1e-3, step=10, weight_decay=0.1).scalars()
-    assert all(round_to_fp32(float(value)) == float(value) for value in scalars)
-    assert not scalars.lerp_from_grad
-    assert AdamWHyper(lr=1e-3, step=10, beta1=0.3).scalars().lerp_from_grad
-    assert round_to_fp32(1e300) == float("inf")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB, KIB, MIB
-from outcore.machine import Drive, Gpu, Machine, drive_of
+from outcore.machine import Drive, Machine, drive_of
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult, drive_rate
 from outcore.probe.bench.lanes import StagingTest
@@ -105,12 +105,6 @@ def test_recommended_settings_and_their_reasons() -> None:
     assert "staged 6.40, kvikio 5.90" in found.why["outcore.transfer_path"]
     assert "staging_bytes" not in found.outcore and "nvme_path" not in found.outcore
     assert set(found.why) == {f"{s}.{k}" for s, values in found.changes().items() for k in values}
-
-
-def test_a_deep_queue_is_split_into_threads() -> None:
-    drive = DriveResult("/x", True, [cell("drive_mixed", 6.0, MIB, 32)])
-    aio = recommend(judge(GdsFacts()), drive, None, {}, "/x").aio
-    assert aio["intra_op_parallelism"] * aio["queue_depth"] >= 32 and aio["intra_op_parallelism"] == 8
 
 
 @pytest.mark.parametrize(("path", "rates", "chosen"), [
@@ -263,8 +257,3 @@ def test_the_text() -> None:
     assert "rate changed meanwhile" in render(findings(staging=staging_test(up_overlap=1.3)), width=100)
     bare = render(Measured(laptop(gpus=()), judge(GdsFacts()), ladder_rows(GdsFacts()), "quick"))
     assert "no drive could be measured" in bare and "no drive was measured" in bare
-
-
-def test_a_gpu_that_is_not_there_is_named_by_the_profile_only() -> None:
-    gpu = Gpu(index=0, name="NVIDIA H200", vram_bytes=GIB)
-    assert "H200" in json.dumps(build_report(findings(machine=laptop(gpus=(gpu,))))["machine"])

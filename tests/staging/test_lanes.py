@@ -138,35 +138,6 @@ def test_pinned_ram_comes_past_what_waits_in_line(pool) -> None:
     streams.close()
 
 
-def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
-    engine = TroubledEngine()
-    content = random_bytes(1 * MIB)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 1)) as up:
-        engine.hold.clear()
-        outs = [torch.empty(1000, dtype=torch.uint8) for _ in range(40)]
-        transfers = [up.submit(file, 4096 * i, out) for i, out in enumerate(outs)]
-        until(lambda: len(engine.requests) >= 16)
-        time.sleep(0.02)
-        assert len(engine.requests) == 16  # a slot of 64 KiB holds sixteen, each on a 4 KiB boundary
-        engine.hold.set()
-        for i, transfer in enumerate(transfers):
-            transfer.wait(60)
-            assert torch.equal(outs[i], content[4096 * i : 4096 * i + 1000])
-    engine.close()
-
-
-def test_chunks_are_cut_on_block_boundaries_of_the_file(pool, tmp_path: Path) -> None:
-    engine = TroubledEngine()
-    with (
-        file_with(tmp_path / "f", random_bytes(400_000)) as file,
-        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
-    ):
-        up.submit(file, 5000, torch.empty(300_000, dtype=torch.uint8)).wait(60)
-    engine.close()
-    starts = sorted(offset for _, offset, _ in engine.requests)
-    assert starts[0] == 5000 and all(start % 4096 == 0 for start in starts[1:]) and len(starts) == 5
-
-
 def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) -> None:
     content = random_bytes(4 * SLOT_BYTES)
     engine, streams, ready = TroubledEngine(), LateStreams(), LateEvent()

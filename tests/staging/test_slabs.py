@@ -87,15 +87,6 @@ def test_a_refused_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) ->
     refused(MemoryError, "refused to map", lambda: MappedSlab(1 << 60, None))
 
 
-@pytest.mark.parametrize("touch", [True, False])
-@pytest.mark.parametrize("size_bytes", [4096, 20 * MIB + 4096])
-def test_mapped_memory_reads_as_zeros_and_is_writable_to_the_last_byte(size_bytes: int, touch: bool) -> None:
-    slab = MappedSlab(size_bytes, None, touch=touch)
-    assert len(slab.tensor) == size_bytes and not slab.tensor.any()
-    slab.tensor.fill_(7)
-    assert int(slab.tensor.sum(dtype=torch.int64)) == 7 * size_bytes
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory as Linux counts it")
 def test_memory_is_real_at_once_unless_its_first_writer_makes_it_so() -> None:
     def resident_bytes() -> int:

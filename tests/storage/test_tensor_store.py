@@ -1,7 +1,6 @@
 """TensorStore: layouts, sub-ranges, commits, and every refusal of arguments with its reason."""
 
 import errno
-import itertools
 import math
 import os
 import threading
@@ -80,27 +79,6 @@ def test_any_mix_of_sub_range_reads_and_writes_equals_a_tensor(tmp_path_factory,
     with TensorStore.open(paths, engine=engine) as again:
         assert torch.equal(read_back(again, "x"), model)
         again.delete()
-
-
-def test_extents_are_aligned_disjoint_and_complete(paths: list[Path], engine: PosixEngine):
-    with TensorStore.create(paths, SPECS, engine=engine, stripe_bytes=64 * KIB) as store:
-        taken: list[tuple[Path, int, int]] = []
-        for spec in SPECS:
-            extents = store.extent(spec.name)
-            assert sum(extent.n_bytes for extent in extents) == spec.n_bytes
-            done = 0
-            for extent in extents:
-                assert extent.tensor_offset == done
-                assert extent.offset % 4096 == 0
-                assert extent.offset + extent.n_bytes <= extent.path.stat().st_size
-                done += extent.n_bytes
-                taken.append((extent.path, extent.offset, extent.offset + extent.n_bytes))
-        taken.sort()
-        for (path, _, stop), (next_path, start, _) in itertools.pairwise(taken):
-            assert path != next_path or stop <= start
-        if len(paths) == 1:
-            assert len(store.extent("moments")) == 1
-            assert store.extent("nothing") == ()
 
 
 @given(

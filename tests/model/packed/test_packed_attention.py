@@ -52,11 +52,6 @@ def test_borders_mean_the_mask(positions, window):
     assert torch.equal(mask_of(borders, rows, length, window), packed_attention_mask(positions, sliding_window=window))
 
 
-def test_positions_that_jump_begin_a_document():
-    borders = borders_of(torch.tensor([[3, 4, 5, 9, 10, 0], [7, 8, 9, 10, 11, 12]]))
-    assert borders is not None and borders[:5].tolist() == [0, 3, 5, 6, 12] and set(borders[4:].tolist()) == {12}
-
-
 def test_shapes_are_few_and_short_documents_get_a_mask():
     tokens = 8192
     usual = {num_entries(documents, tokens) for documents in range(1, 32)}
