@@ -47,7 +47,7 @@ def test_random_ranges_come_up_and_go_down_unchanged(pool, tmp_path: Path, late:
             writes.append(down.submit(source, file, offset))
             writes[-1].wait(60)  # these ranges overlap, so their order matters
             model[offset : offset + source.numel()] = source
-        assert sum(t.n_bytes for t in writes) == down.stats().n_bytes == sum(sizes)
+        assert sum(t.n_bytes for t in writes) == down.moved_bytes == sum(sizes)
     engine.close()
     assert torch.equal(content_of(tmp_path / "f"), model)
 
@@ -86,7 +86,6 @@ def test_pageable_ram_goes_through_slots_by_copy_threads(pool, late: bool) -> No
     ):
         up.submit_host(source, out).wait(60)
         down.submit_host(out, back).wait(60)
-        assert up.stats().chunks == 3 and down.stats().chunks == 6
     assert torch.equal(out, source) and torch.equal(back, source)
 
 
@@ -110,7 +109,7 @@ def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
         transfer = up.submit_host(source, out, after=ready)
         transfer.wait_stream("a stream", timeout_s=60)  # type: ignore[arg-type]
         assert [stream for stream, _ in streams.held] == ["a stream"]  # all on one stream
-        assert streams.copies == 1 and up.stats().chunks == 0 and not transfer.done()
+        assert streams.copies == 1 and not transfer.done()
         assert int(out.sum()) == 0
         ready.passed.set()
         assert transfer.wait(60) == 40 * MIB
@@ -150,7 +149,6 @@ def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) 
         until(lambda: streams.copies >= 2)
         time.sleep(0.05)
         assert streams.copies == 2 and len(engine.requests) == 2  # both slots wait for their copies
-        assert up.stats().slot_wait_s > 0
         ready.passed.set()
         transfer.wait(60)
         assert torch.equal(out, content)
@@ -174,7 +172,7 @@ def test_device_direct_transfers_use_no_slot_and_wait_for_the_device_first(pool,
         transfer.wait_stream(timeout_s=60)
         assert torch.equal(out, content[1000:501_000]) and engine.requests == [("read", 1000, 500_000)]
         down.submit(out, file, 0, after=AT_ONCE).wait(60)
-        assert engine.requests[-1] == ("write", 0, 500_000) and up.stats().chunks == down.stats().chunks == 0
+        assert engine.requests[-1] == ("write", 0, 500_000)
         engine.bad_offset = 0
         with pytest.raises(StorageError):
             down.submit(out, file, 0).wait(60)
@@ -228,22 +226,6 @@ def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: 
                 small.submit_stored(store, "w", out)
 
 
-def test_stats_of_an_interval(pool, tmp_path: Path) -> None:
-    engine = TroubledEngine(delay_s=0.002)
-    with (
-        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
-        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
-    ):
-        out = torch.zeros(1 * MIB, dtype=torch.uint8)
-        up.submit(file, 0, out).wait(60)
-        before = up.stats()
-        assert before.transfers == 1 and before.n_bytes == 1 * MIB and before.chunks == 16 and before.io_busy_s > 0
-        up.submit(file, 0, out).wait(60)
-        interval = up.stats() - before
-        assert interval.transfers == 1 and interval.n_bytes == 1 * MIB and interval.copy_busy_s > 0
-    engine.close()
-
-
 @pytest.mark.slow
 def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: Path) -> None:
     """Each thread owns a range of the file and knows what is in it; a tenth of the requests hit a bad byte."""
@@ -284,8 +266,7 @@ def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: P
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert wrong == [] and up.stats().failed > 5 and not any(thread.is_alive() for thread in threads)
-        assert up.stats().transfers > 100 and down.stats().transfers > 50
+        assert wrong == [] and not any(thread.is_alive() for thread in threads)
     engine.close()
     assert torch.equal(content_of(tmp_path / "f")[4 * range_bytes :], first[4 * range_bytes :])
 
@@ -302,7 +283,7 @@ def test_nobody_watches_a_pinned_copy_until_somebody_asks(pool) -> None:
         called.add_done_callback(lambda transfer: ended.set())
         assert ended.wait(30)
         up.drain(30)
-        assert drained.done() and up.stats().transfers == 3 and up.stats().n_bytes == 3 * MIB
+        assert drained.done()
         streams.fail_next = RuntimeError("the link is gone")
         failing = up.submit_host(source, outs[3], after=AT_ONCE)
         refused(RuntimeError, "link is gone", lambda: failing.wait(30))
