@@ -29,7 +29,7 @@ class History:
         self.folder = folder
 
     def folder_of(self, name: str) -> Path:
-        """Folder in which an evaluation keeps its journal, its events and its result."""
+        """Folder in which an evaluation keeps its journal, its progress and its result."""
         return self.folder / name
 
     def check_writable(self) -> None:
