@@ -204,16 +204,6 @@ class Lane:
     ) -> LaneTransfer:
         flat = self._flat(device_tensor)
         home = StoreHome(store, name, offset_bytes, device_tensor, self.slot_bytes)
-        if store.has_checksums and self.write_combined:
-            raise ValueError(
-                f"{name!r} lies in a store with checksums, for which the CPU would read the write-combined slots of "
-                f"lane {self.owner!r} at about 2 GB/s: use a lane with default memory"
-            )
-        if self.slot_bytes < 2 * home.grain_bytes and store.has_checksums:
-            raise ValueError(
-                f"a store with checksums needs slots of at least {2 * home.grain_bytes} bytes, "
-                f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
-            )
         if self.direct:
             _check_direct(store.engine)
         what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({name!r} in {store!r})"
