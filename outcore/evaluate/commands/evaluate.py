@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
-    """EvaluationError for what cannot be."""
+    """Settings from the command line. Raises EvaluationError for an impossible value."""
     try:
         gen_kwargs = json.loads(args.gen_kwargs)
     except ValueError:
