@@ -1,8 +1,9 @@
-"""What the set-up is doing right now, in plain lines."""
+"""What the set-up is doing right now: one moving line on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TextIO
 
@@ -10,28 +11,47 @@ from outcore.common.quantities import format_s
 
 
 class InstallProgress:
-    """Named steps with the time they took, one at a time."""
+    """Named steps with a running clock. Not for several threads: one step at a time."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
+        self._is_terminal = self._out.isatty()
         self._title, self._detail, self._began_s = "", "", 0.0
+        self._stop: threading.Event | None = None
+        self._ticker: threading.Thread | None = None
 
     def say(self, text: str = "") -> None:
-        """Print a line of its own."""
+        """A line of its own."""
         print(text, file=self._out, flush=True)
 
     def begin(self, title: str) -> None:
-        """Name the step that starts now."""
         self._title, self._detail, self._began_s = title, "", time.monotonic()
-        self.say(f"{title} ...")
+        if not self._is_terminal:
+            self.say(f"{title} ...")
+            return
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, args=(self._stop,), daemon=True)
+        self._ticker.start()
 
     def detail(self, text: str) -> None:
-        """Tell what the step is busy with, once for each change."""
-        if text != self._detail:
-            self._detail = text
+        """What the step is busy with; a line per change when this is no terminal."""
+        if text == self._detail:
+            return
+        self._detail = text
+        if not self._is_terminal:
             self.say(f"    {text}")
 
     def end(self, ok: bool = True) -> None:
-        """Tell how the step ended and how long it took."""
+        if self._stop is not None and self._ticker is not None:
+            self._stop.set()
+            self._ticker.join()
+            self._stop = self._ticker = None
+            self._out.write("\r\033[K")
         took = format_s(time.monotonic() - self._began_s)
         self.say(f"{self._title}: {'done' if ok else 'FAILED'} ({took})")
+
+    def _tick(self, stop: threading.Event) -> None:
+        while not stop.wait(0.5):
+            line = f"{self._title} ({format_s(time.monotonic() - self._began_s)}) {self._detail}"
+            self._out.write("\r\033[K" + line[:110])
+            self._out.flush()

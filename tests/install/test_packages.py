@@ -1,5 +1,6 @@
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from outcore.install.requirement_set import choose_set
 from outcore.install.uv import UV, uv_settings
 from tests.install.fakes import REPOSITORY, FakeStream, fake_environment, gpu_machine, machine
 from tests.refused import failing
+from tests.waiting import until
 
 NO_NETWORK = """WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: Failed to
 establish a new connection: [Errno -3] Temporary failure in name resolution)': /simple/torch/
@@ -149,6 +151,22 @@ def test_interrupted_stream_ends_its_child(tmp_path: Path) -> None:
         os.kill(int(pid_file.read_text()), 0)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_moves() -> None:
+    out = Terminal()
+    progress = InstallProgress(out)
+    progress.begin("working")
+    progress.detail("file 1")
+    until(lambda: "file 1" in out.getvalue())
+    progress.end(False)
+    text = out.getvalue()
+    assert "file 1" in text and "\r" in text and text.rstrip().endswith(")") and "working: FAILED" in text
+
+
 def test_progress_in_a_file_is_lines() -> None:
     out = io.StringIO()
     progress = InstallProgress(out)
@@ -157,3 +175,4 @@ def test_progress_in_a_file_is_lines() -> None:
     progress.detail("a")
     progress.end()
     assert out.getvalue().splitlines()[:2] == ["working ...", "    a"] and "\r" not in out.getvalue()
+    assert InstallProgress()._out is sys.stdout

@@ -35,6 +35,10 @@ def test_set_by_machine(which, name: str, torch: str, cupy: str | None) -> None:
     assert NEEDED_BYTES[name] > 0
 
 
+def test_old_gpu_with_a_new_driver_says_why_cuda_12() -> None:
+    assert "7.0" in choose(gpu_machine(capability=(7, 0))).warnings[0]
+
+
 def test_the_oldest_of_several_gpus_counts() -> None:
     mixed = gpu_machine()
     mixed = machine(
@@ -64,6 +68,17 @@ def test_asked_for_sets_and_other_systems() -> None:
     assert "not tested" in choose(machine(os_family="macos", os_name="Darwin 24")).warnings[0]
 
 
+def test_driver_without_tool_is_told() -> None:
+    chosen = choose(machine(driver_version="570.1", notes=("NVIDIA driver 570.1 is loaded but ...",)))
+    assert chosen.name == "cpu" and "is loaded" in chosen.reason
+
+
+def test_tests_add_their_pins() -> None:
+    chosen = choose(machine(), further=["test"])
+    assert "pytest" in chosen.pins and [f.name for f in chosen.files] == ["cpu.txt", "test.txt"]
+    assert [f.name for f in choose(machine()).files] == ["cpu.txt"]
+
+
 def test_the_shipped_files_agree() -> None:
     folder = REPOSITORY / "requirements"
     base = read_pins(folder / "base.txt")
@@ -82,6 +97,12 @@ def test_damaged_requirement_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("torch>=2\n")
     refused(InstallError, "not a pin", lambda: read_pins(tmp_path / "a.txt"))
     refused(InstallError, "cannot read", lambda: read_pins(tmp_path / "b.txt"))
+
+
+def test_options() -> None:
+    options = parse_options(["--test", "--json", "--", "-k", "x"])
+    assert options.test and options.json and options.rest == ("-k", "x") and options.set_name == "auto"
+    assert parse_options(["--offload-path", "/d", "--venv", "v"]).venv == Path("v")
 
 
 @pytest.mark.parametrize(("argv", "message"), [
