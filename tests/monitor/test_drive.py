@@ -47,18 +47,6 @@ def test_what_has_no_block_device_says_what_it_is(tmp_path: Path, kind: str) -> 
     assert (sensor.read_free_bytes() or 0) > 0
 
 
-@pytest.mark.parametrize(("disk", "sensor", "temp_c"), [
-    ("sda", "device/hwmon/hwmon1", 31.0),  # SATA: drivetemp
-    ("nvme2n1", "device/nvme0", 47.85),  # multipath: a controller of the subsystem
-])  # fmt: skip
-def test_temperature_of_other_drives(tmp_path: Path, disk: str, sensor: str, temp_c: float) -> None:
-    folder = fake_system(tmp_path / "fake", tmp_path, disk=disk) / sensor
-    folder.mkdir(parents=True)
-    if disk == "sda":
-        (folder / "temp1_input").write_text("31000\n")
-    assert DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake").sample().temp_c == temp_c
-
-
 def test_lifetime_falls_back_to_smartctl(tmp_path: Path) -> None:
     fake_system(tmp_path / "fake", tmp_path)
 

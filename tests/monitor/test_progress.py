@@ -132,13 +132,6 @@ def test_the_first_step_tells_what_it_is_at(kind: type[io.StringIO]) -> None:
         until(lambda: "step 1, forward, layer 2 (being compiled)" in out.getvalue())
 
 
-def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:
-    progress = RunProgress(10, file=io.StringIO())
-    for step, step_s in enumerate((1.0, 1.0, 500.0, 1.0, 1.0), 1):
-        progress.update({"step": step, "step_s": step_s})
-    assert progress.time_left_s() == 5.0
-
-
 def write_run(path: Path, losses: list[float | None], **more: object) -> Path:
     with MetricsLog(path) as log:
         log.write_header({"run": "demo", "model": {"name": "tiny"}})

@@ -110,15 +110,6 @@ def test_a_drive_that_vanishes_is_null_from_then_on(tmp_path: Path) -> None:
     assert [text for text in sampler.explanations() if "nvme0n1" in text]
 
 
-def test_counters_that_start_again_count_from_zero(tmp_path: Path) -> None:
-    sampler, device = make_sampler(tmp_path, FakeNvml())
-    write_stat(device, read_sectors=1000, write_sectors=1000)
-    sampler.snapshot()
-    write_stat(device, read_sectors=10, write_sectors=1001)
-    snapshot = sampler.snapshot()
-    assert snapshot["nvme_read_bytes"] == 10 * 512 and snapshot["nvme_write_bytes"] == 512
-
-
 def test_thread_samples_and_stops_on_this_machine(tmp_path: Path) -> None:
     """Real /proc and /sys, real NVML or none."""
     with Sampler(tmp_path, interval_s=0.01) as sampler:

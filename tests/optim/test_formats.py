@@ -22,7 +22,7 @@ from outcore.optim import (
     state_format,
 )
 from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
-from tests.optim.cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes, torch_backend
+from tests.optim.cases import SIZES, awkward, copy_of, extension, hyper, make_job, same_bytes, torch_backend
 from tests.refused import refused
 
 LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, 0x1234, 0xABCD])
@@ -131,15 +131,6 @@ def test_initial_states():
     assert torch.equal(without.read("master"), torch.ones(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_parameters_follow_a_written_master(dtype):
-    param = torch.zeros(100, dtype=dtype)
-    chunk = ChunkState(FP32, torch.zeros(FP32.chunk_bytes(100), dtype=torch.uint8), 100, param)
-    master = awkward(100, torch.Generator().manual_seed(1))
-    chunk.write("master", master)
-    assert torch.equal(raw(param), raw(master.to(dtype)))
-
-
 def test_what_chunks_refuse():
     buffer = torch.zeros(SPLIT.chunk_bytes(10), dtype=torch.uint8)
     param = torch.zeros(10, dtype=torch.bfloat16)
@@ -188,17 +179,6 @@ def test_what_batches_refuse():
     assert batch.numel == 600
     refused(ValueError, "2 chunks, got 1 gradients", lambda: batch.with_grads([job.grad]))
     refused(ValueError, "this chunk has 300", lambda: batch.with_grads([job.grad, job.grad[:5]]))
-
-
-def test_other_gradients_for_the_same_chunks():
-    generator = torch.Generator().manual_seed(0)
-    job = make_job(SPLIT, 300, generator)
-    batch = JobBatch(SPLIT, [job])
-    other = batch.with_grads([torch.ones(300)])
-    assert other.grad_dtype == torch.float32
-    assert other.array[0].grad == other.grads[0].data_ptr() != batch.array[0].grad
-    assert other.array[0].state == batch.array[0].state
-    assert batch.array[0].grad == job.grad.data_ptr()
 
 
 @pytest.mark.parametrize(("change", "match"), [

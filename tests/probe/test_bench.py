@@ -21,7 +21,6 @@ from outcore.probe.bench.lanes import (
     StagingTest,
     build_pool,
     choose_write_combined,
-    measure_pageable,
     run_staging_test,
     slot_plan,
 )
@@ -254,18 +253,6 @@ class FakeNvml:
         return lambda handle, *rest: values[name]
 
 
-def test_the_link_is_watched_under_load() -> None:
-    nvml = FakeNvml()
-    sampler = LoadSampler("GPU-1", nvml, every_s=0.001)
-    with sampler:
-        while sampler.seen.samples < 4:
-            pass
-    seen = sampler.seen
-    assert (seen.pcie_gen, seen.pcie_width, seen.pcie_gen_max, seen.pcie_width_max) == (4, 8, 5, 16)
-    assert seen.thermal and seen.throttle_reasons == ["power limit", "thermal limit (software)"]
-    assert seen.temperature_c == 88 and nvml.down
-
-
 def test_what_nvml_refuses_stays_unknown() -> None:
     with LoadSampler(0, FakeNvml(missing=("nvmlDeviceGetCurrPcieLinkWidth",))) as sampler:
         pass
@@ -313,12 +300,3 @@ def test_copies_on_a_gpu() -> None:
             found = measure_copies(device, host, (MIB, 16 * MIB), 1.0, 0.1)
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
-
-
-def test_pageable_homes_are_measured_through_the_slots_of_a_lane():
-    home = torch.arange(8 * MIB, dtype=torch.int64).to(torch.uint8)
-    with PinnedPool(3 * MIB, device=CPU) as pool:  # less than two of the usual slots
-        found = measure_pageable(pool, CPU, home, 0.01)
-        assert pool.largest_free_bytes(False) == 3 * MIB
-    assert found.link == "pageable_to_gpu" and found.gb_per_s > 0
-    assert found.block_bytes * found.depth <= 3 * MIB and found.moved_bytes % home.nbytes == 0

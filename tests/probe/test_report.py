@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB, KIB, MIB
-from outcore.machine import Drive, Machine, drive_of
+from outcore.machine import Drive, Machine
 from outcore.probe.bench.compute import ComputeRates
-from outcore.probe.bench.drive import DriveResult, drive_rate
+from outcore.probe.bench.drive import DriveResult
 from outcore.probe.bench.lanes import StagingTest
 from outcore.probe.bench.latency import SIZES_BYTES, LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
@@ -128,11 +128,6 @@ def test_less_memory_than_asked_is_written_down() -> None:
     assert recommend(judge(GdsFacts()), None, None, {}, None).changes() == {}
 
 
-def test_what_was_not_measured_is_not_recommended() -> None:
-    unmeasured = staging_test(up_gb_per_s=0.0, slot_bytes=0, num_slots=0)
-    assert "transfer_path" not in recommend(judge(GdsFacts()), drive_result(), unmeasured, {}, None).outcore
-
-
 def nvme(**changes: Any) -> Drive:
     values = {
         "path": "/data", "kind": "nvme", "reason": "", "mount_point": "/", "filesystem": "ext4",
@@ -232,14 +227,6 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
     text = render(dataclasses.replace(launched, compute=ComputeRates("cuda:0", "bf16", 30.0, 200.0, 1.0)))
     assert "launches of one eager layer" in text and "4.12 ms of one core" in text
     assert build_report(launched)["compute"] is None, "compute was not measured"
-
-
-def test_the_profile_says_what_each_drive_does(tmp_path: Path) -> None:
-    result = dataclasses.replace(drive_result(), target=str(tmp_path), iops_4k=512_345.6)
-    profile = Machine.from_json(measured_machine(findings(drives=[result])).to_json())
-    (drive,) = [drive for drive in profile.drives if drive.read_gb_per_s is not None]
-    assert drive.mount_point == drive_of(tmp_path).mount_point and drive.iops_4k == 512_346
-    assert (drive.read_gb_per_s, drive.write_gb_per_s) == (6.6, drive_rate(result, "drive_write"))
 
 
 def test_the_text() -> None:

@@ -101,12 +101,6 @@ def test_logits_are_those_of_masks(model_type, by_kernel):
         assert len(calls) == model.config.num_hidden_layers
 
 
-def test_a_window_is_within_documents_for_the_kernel_too():
-    with imitated():
-        for window in (None, 48):
-            assert kernel_error(CPU, torch.float32, 4, 2, 16, window) < 1e-5
-
-
 @pytest.mark.parametrize("change", [
     {"dropout": 0.1}, {"more": {"position_bias": torch.zeros(1)}}, {"more": {"softcap": 30.0}}, {"width": 264},
     {"width": 20}, {"kv_heads": 3}, {"values": 8}, {"kv_length": 5},
