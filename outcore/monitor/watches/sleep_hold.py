@@ -87,10 +87,11 @@ def _start(command: Sequence[str]) -> tuple[subprocess.Popen[bytes] | None, str]
     """(the running process, '') once it echoes a line; else (None, why not)."""
     if shutil.which(command[0]) is None:
         return None, "is not installed"
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
         # Its own session, so that Ctrl-C, which lets the run finish its step and save, does not end the hold first.
-        process = subprocess.Popen(command, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except OSError as error:
         return None, f"does not start: {describe(error)}"
     assert process.stdin is not None and process.stdout is not None
