@@ -6,7 +6,7 @@
   python gds_optimizer.py --apply            write the recommended settings into deepspeed_config.json
   python gds_optimizer.py --json             the report on stdout                --help    everything else
 
-Writes gds_report.json, gds_report.png and machine_profile.json into ~/.local/share/outcore. docs/gds.md explains them.
+Writes gds_report.json and machine_profile.json into ~/.local/share/outcore. docs/gds.md explains them.
 """
 
 from __future__ import annotations

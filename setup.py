@@ -38,7 +38,7 @@ def main():
             job.build_extensions()  # DeepSpeed's C++ extensions, where its engine is asked for
         job.verify()  # every part used once, for real
         job.report()  # table, logs/setup_report.json, what to fix
-        job.follow_up()  # --shim, --test, --run
+        job.follow_up()  # --test, --run
     return job.exit_code
 
 

@@ -139,7 +139,7 @@ def main() -> None:
             for row in kernels_of(lambda: engine.train_step(batches(), 1e-4), arguments.kernels):
                 print("{:9.2f} ms {:5d} x {}".format(*row), flush=True)
         weights, lanes = engine._parts.homes.weights, engine._parts.drive_lanes
-        read_bytes = sum(lane.stats().n_bytes for lane in lanes) / (arguments.steps + 1)
+        read_bytes = sum(lane.moved_bytes for lane in lanes) / (arguments.steps + 1)
         step_s = statistics.median(seconds)
         found = {
             **vars(arguments),

@@ -134,7 +134,7 @@ class RunSettings:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     def cut(self, micro_batch: int, why: str) -> RunSettings:
-        """The rows of a step in micro-batches of so many."""
+        """Split a step's rows into micro-batches of this size."""
         rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
         assert rows % micro_batch == 0
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")

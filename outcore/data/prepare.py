@@ -151,7 +151,7 @@ def _kind(settings: DataSettings, encoder_decoder: bool, packing_allowed: bool) 
 
 
 def _limit(settings: DataSettings, kind: str) -> RowLimit | None:
-    """How much to read when only so many rows are wanted, the evaluation share included."""
+    """Rows to read when only some are wanted, the share for evaluation included."""
     if settings.max_train_samples is None:
         return None
     shared = 0.0 if settings.eval_dataset or settings.eval_split else settings.eval_fraction

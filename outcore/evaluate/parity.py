@@ -19,7 +19,7 @@ from outcore.infer.opening import OpenedModel
 MAX_POINTS = 0.1
 """Difference of a score, in points of accuracy or per cent of a perplexity, up to which two backends agree."""
 MAX_FARTHER = 1.25
-"""In 16 bits two orders of the same sums differ by rounding. Ours may be so many times as far from fp32 as the
+"""In 16 bits two orders of the same sums differ by rounding. Ours may be this many times as far from fp32 as the
 harness's backend is: over 160 endings its own two attention implementations are 1.25 times apart."""
 Record = dict[str, Any]
 Answers = tuple[Sequence[Record], Sequence[Record], float]

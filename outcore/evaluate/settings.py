@@ -21,7 +21,7 @@ class EvaluationError(ValueError):
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """EvaluationError, naming the field, for what cannot be."""
+    """Settings of one evaluation. Raises EvaluationError that names the field with an impossible value."""
 
     tasks: tuple[str, ...]
     """Own tasks (`outcore_...`) and names of lm-evaluation-harness: tasks, groups, tags."""

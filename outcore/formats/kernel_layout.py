@@ -34,7 +34,7 @@ class KernelLayout:
     """Whether a value is scale * code - offset, rather than scale * code."""
 
     def block_chunks(self, block: int) -> int:
-        """Chunks of a block of so many values."""
+        """Number of chunks in a block of `block` values."""
         return block // (CHUNK_BYTES if self.order == 0 else 2 * CHUNK_BYTES)
 
     def planes(self, planes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

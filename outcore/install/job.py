@@ -27,7 +27,6 @@ from outcore.install.packages import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
-from outcore.install.shim import write_shim
 from outcore.install.verify.doctor import probe_rows
 from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
 from outcore.install.verify.report import make_report, print_plain, print_table, write_report
@@ -241,11 +240,9 @@ class InstallJob:
             self._say_how_to_start()
 
     def follow_up(self) -> None:
-        """--shim, --test, --run; only on a machine that is ready."""
+        """--test, --run; only on a machine that is ready."""
         if self.exit_code != EXIT_OK:
             return
-        if self.options.shim:
-            self.progress.say(write_shim(self.environment))
         if self.options.test:
             install_chromium(self.progress.say)
             self.exit_code = self._start(["-m", "pytest", *self._pytest_arguments()])
@@ -329,8 +326,6 @@ class InstallJob:
         activate = rf"{shown}\Scripts\activate" if os.name == "nt" else f"source {shown}/bin/activate"
         self.progress.say(f"activate:  {activate}")
         self.progress.say("train:     deepspeed --num_gpus=1 train_model.py   (python train_model.py does the same)")
-        if os.name != "nt" and not self.options.shim:
-            self.progress.say("without activating: `python setup.py --shim` puts `deepspeed` into ~/.local/bin")
 
     def _say_how_to_talk(self) -> None:
         """The line that starts a chat with the model just trained: the newest one in final_model/."""

@@ -27,8 +27,6 @@ class Options:
     """Set up with the test tools, then run pytest with `rest`."""
     deepspeed: bool = False
     """Build DeepSpeed's extensions, which its engine needs and ours does not."""
-    shim: bool = False
-    """Write ~/.local/bin/deepspeed, which starts the environment's own."""
     extras: tuple[str, ...] = ()
     """Parts of `EXTRAS` that are installed as well."""
     venv: Path | None = None
@@ -61,7 +59,6 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--run", action="store_true", help="set up, then train the embedded default")
     parser.add_argument("--test", action="store_true", help="set up with the test tools, then run the tests")
     parser.add_argument("--deepspeed", action="store_true", help="build what --engine deepspeed needs, for minutes")
-    parser.add_argument("--shim", action="store_true", help="write ~/.local/bin/deepspeed, for every shell")
     parser.add_argument(
         "--venv", type=Path, metavar="DIR", help="environment to use or make (default: active, or .venv)"
     )
@@ -83,11 +80,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         flags, rest = flags[:cut], flags[cut + 1 :]
     values = vars(parser.parse_args(flags))
     options = Options(**values, rest=tuple(rest))
-    if options.check and (options.run or options.test or options.deepspeed or options.shim or options.dry_run):
-        parser.error("--check only verifies: it does not go with --run, --test, --deepspeed, --shim or --dry-run")
+    if options.check and (options.run or options.test or options.deepspeed or options.dry_run):
+        parser.error("--check only verifies: it does not go with --run, --test, --deepspeed or --dry-run")
     if options.run and options.test:
         parser.error("--run and --test are two jobs: start them one after the other")
-    if options.dry_run and (options.run or options.test or options.shim) and rest:
+    if options.dry_run and (options.run or options.test) and rest:
         parser.error("--dry-run runs nothing, so there is nothing to pass arguments to")
     if rest and not (options.run or options.test):
         parser.error("arguments after -- go to pytest (--test) or train_model.py (--run): give one of the two")

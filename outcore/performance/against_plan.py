@@ -32,7 +32,7 @@ def compare(found: dict[str, Any]) -> list[ComparedRow]:
     gpu_peak = max(gpu_peaks) - found["staying_bytes"] if gpu_peaks else None
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
     rss = found["rss_peak_bytes"]
-    # Likewise RAM of updates ahead of the norm, which steps that clip do not take.
+    # Steps that clip do not take the RAM of optimistic updates.
     planned_rss, rss = plan["expected_rss_bytes"] - plan["ahead_bytes"], rss and rss - found["ahead_bytes"]
     times = _times_s(found)
     rows = [ComparedRow("RAM: resident", "bytes", planned_rss, rss, BYTES_LIMIT_PCT)]
@@ -133,5 +133,5 @@ def project(found: dict[str, Any], now: datetime.datetime, *, is_saved: bool = T
 
 
 def _times(total: int, every: int) -> int:
-    """How often something happens that is due every so many steps and at the end."""
+    """Count the times of something that is due every `every` steps and at the end."""
     return -(-total // every) if every else 1

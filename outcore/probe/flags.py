@@ -9,8 +9,8 @@ from outcore.common.files import user_folder
 
 DESCRIPTION = """\
 Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
-builds the staging buffer, measures every link, and recommends settings. Writes gds_report.json, gds_report.png and
-machine_profile.json (for the planner), where every folder finds them."""
+builds the staging buffer, measures every link, and recommends settings. Writes gds_report.json and machine_profile.json
+(for the planner), where every folder finds them."""
 
 EPILOG = """\
 Exit codes: 0 done, 2 usage or unusable path or configuration, 130 interrupted (Ctrl-C), 143 terminated."""

@@ -68,23 +68,18 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _write(options: ProbeOptions, found: Measured) -> tuple[list[str], str]:
-    """Report, picture and machine profile; (lines that say so, the report's text)."""
-    from outcore.probe.report.plot import save_plot  # matplotlib takes a second, which --help need not wait for
-
+    """Report and machine profile; (lines that say so, the report's text)."""
     logs = options.logs_dir
     text = to_json(build_report(found))
     lines = []
-    targets = {
-        "report": (logs / "gds_report.json", lambda path: write_text(path, text)),
-        "picture": (logs / "gds_report.png", lambda path: save_plot(found, path)),
-        "machine profile": (
-            logs / "machine_profile.json",
-            lambda path: write_text(path, measured_machine(found).to_json() + "\n"),
-        ),
-    }
-    for name, (path, write) in targets.items():
+    profile = measured_machine(found).to_json() + "\n"
+    for name, file, content in (
+        ("report", "gds_report.json", text),
+        ("machine profile", "machine_profile.json", profile),
+    ):
+        path = logs / file
         try:
-            write(path)
+            write_text(path, content)
         except OSError as error:
             raise UsageError(
                 f"the {name} cannot be written to {path} ({error}): name another place with --logs"

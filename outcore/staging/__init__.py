@@ -8,7 +8,6 @@ from outcore.staging.lanes import (
     Gate,
     LaneClosed,
     LaneSettings,
-    LaneStats,
     LaneTransfer,
     UploadLane,
     whole_device,

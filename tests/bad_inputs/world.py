@@ -1,8 +1,7 @@
 """Where the cases happen: a folder each, one shared corpus and trained run, the real entry points.
 
-`run_case` prepares what is wrong, calls the program in this process, and returns what a person would read. What one
-machine spells differently from another (folders, sizes) is replaced by placeholders, so that the table in
-docs/bad_inputs.md is the same everywhere.
+`run_case` prepares what is wrong, calls the program in this process, and returns what a person would read. Folders are
+replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Case:
 
     id: str
     wrong: str
-    """What is wrong, in words for the table."""
+    """What is wrong, in words."""
     argv: str
     """Flags as typed. {here}: the case's folder, {data}: the folder with the corpus, {model}: an exported model,
     {run}: checkpoints of a finished run; {last}: a copy of the newest one, which the case damages."""
@@ -55,15 +54,6 @@ class Case:
     """What is on disk afterwards: a key of LEAVES."""
     setup: Callable[[World], None] | None = None
     program: str = "train_model.py"
-
-    @property
-    def command(self) -> str:
-        """The flags as the table shows them."""
-        shown = {"{here}": "DIR", "{data}": "DATA", "{model}": "MODEL", "{run}": "RUN", "{last}": "LAST"}
-        text = self.argv
-        for placeholder, name in shown.items():
-            text = text.replace(placeholder, name)
-        return text if self.program == "train_model.py" else f"{self.program} {text}"
 
 
 @dataclass(frozen=True)
@@ -248,7 +238,7 @@ def run_case(case: Case, here: Path, shared: Shared) -> Outcome:
         if case.program.endswith("train_model.py"):
             argv = [*shared.flags(here, with_data="--dataset" not in argv), *argv]
         done = call(case.program, argv, shared.streams)
-        problem = LEAVES[case.leaves][1](world)
+        problem = LEAVES[case.leaves](world)
     assert not problem, f"{case.id}: {problem}\n{done.printed}"
     return Outcome(done.code, done.printed, _message(case, done.code, normalised(done.printed, world)))
 
@@ -333,11 +323,11 @@ def _finished(world: World) -> str:
     return "" if list(world.here.rglob("step-*/manifest.json")) else "the run left no checkpoint"
 
 
-LEAVES: dict[str, tuple[str, Callable[[World], str]]] = {
-    "nothing": ("nothing was made", _nothing),
-    "empty folders": ("no file was made", _no_files),
-    "whole checkpoints": ("the checkpoints are untouched", _checkpoints_whole),
-    "resumable": ("the saved steps are whole", _resumable),
-    "no half file": ("nothing half-written is left", _unharmed),
-    "the run": ("the run goes on to its end", _finished),
+LEAVES: dict[str, Callable[[World], str]] = {
+    "nothing": _nothing,
+    "empty folders": _no_files,
+    "whole checkpoints": _checkpoints_whole,
+    "resumable": _resumable,
+    "no half file": _unharmed,
+    "the run": _finished,
 }

@@ -170,14 +170,6 @@ def test_another_scale_of_the_adapters_is_another_run(tmp_path: Path) -> None:
         check_same_run(checkpoint, {"lora_r": 4, "lora_alpha": 99.0})
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    _save(tmp_path, 5)
-    ck.save_checkpoint(tmp_path, 5, _writer({"a": 50.0}), needed_bytes=1, keep=1)
-    checkpoint = ck.newest_checkpoint(tmp_path)
-    assert checkpoint is not None and ShardReader(checkpoint.path, "model").read("a") == 50
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
-
-
 @pytest.mark.parametrize("damage", ["", "cut short", "no manifest"])
 def test_a_kill_between_the_two_renames_of_a_save_loses_neither(tmp_path: Path, damage: str) -> None:
     old, new = _save(tmp_path, 5), _save(tmp_path / "elsewhere", 5)

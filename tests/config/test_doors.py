@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +183,6 @@ def test_what_cannot_be_is_refused_before_anything_is_read(flags: dict, file: di
     with pytest.raises(ConfigError) as caught:
         resolve(TrainConfig(**flags), understand(file), ProcessFacts("fp32"))
     assert words in str(caught.value)
-
-
-def test_the_file_names_itself(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"gradient_clipping": -1}))
-    with pytest.raises(ConfigError, match=r"mine\.json: gradient_clipping \(max_grad_norm\) must be at least 0"):
-        read_deepspeed_file(path)
 
 
 def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:

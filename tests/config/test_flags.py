@@ -10,12 +10,6 @@ from outcore.train.configure import parse_config
 from tests.refused import refused
 
 
-def test_defaults_without_flags() -> None:
-    config = parse_config([])
-    assert config == TrainConfig()
-    assert config.dataset == ("embedded",) and config.nvme_offload_params and not config.nvme_offload_gradients
-
-
 def test_every_field_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
     everything = help_text(["--help", "all"], capsys)
     for row in FIELDS.values():

@@ -59,12 +59,3 @@ def test_the_command_tells_the_meaning(capsys: pytest.CaptureFixture[str]) -> No
 def test_no_spelling_is_a_setting_as_well() -> None:
     names = {*FIELDS, *(alias for row in FIELDS.values() for alias in row.spec.aliases)}
     assert not names & MEANINGS.keys()
-
-
-def test_numbers_below_zero_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("-1e-4", "-1", "-.5"):
-        with pytest.raises(ConfigError, match=r"learning_rate: must be above 0"):
-            parse_config(["--learning_rate", text])
-    with pytest.raises(SystemExit) as left:
-        parse_config(["--version"])
-    assert left.value.code == 0 and capsys.readouterr().out.startswith("outcore ")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outcore.data import DataError, DataSettings
-from outcore.data.sources.paths import is_windows_spelling, looks_like_hub_id, translate
+from outcore.data.sources.paths import translate
 from outcore.data.sources.source import open_source
 from tests.refused import refused
 
@@ -35,10 +35,6 @@ def test_unknown_key_names_the_nearest():
     assert DataSettings.from_dict({"seq_length": 128}).seq_length == 128
 
 
-def test_extensions_are_normalised():
-    assert DataSettings(text_extensions="py, *.C,.h").text_extensions == (".py", ".c", ".h")
-
-
 def test_windows_path_on_plain_linux_is_explained():
     refused(DataError, r"Windows path.*/mnt/c/data/x\.jsonl", lambda: translate(r"C:\data\x.jsonl", on_wsl=False))
 
@@ -57,13 +53,6 @@ def test_unc_paths_are_explained_or_translated():
     refused(DataError, "cifs //server/share", lambda: translate(r"\\server\share", on_wsl=False))
     assert translate(r"\\wsl$\Ubuntu\home\me\x.txt", on_wsl=True) == Path("/home/me/x.txt")
     refused(DataError, "here it would be /home/me", lambda: translate(r"\\wsl.localhost\Ubuntu\home\me", on_wsl=False))
-
-
-def test_spellings_are_told_apart():
-    assert is_windows_spelling(r"C:\x") and is_windows_spelling(r"\\s\x") and not is_windows_spelling("/c/x")
-    assert looks_like_hub_id("owner/name") and looks_like_hub_id("name")
-    for local in ("data.jsonl", "./name", "a/b/c", "~/x", "owner/name.parquet", "x.txt.gz"):
-        assert not looks_like_hub_id(local)
 
 
 @pytest.mark.parametrize(("name", "words"), [("x.pdf", "named .pdf are not read"), ("x", "without extension")])

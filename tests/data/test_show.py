@@ -103,13 +103,6 @@ def test_questions_and_answers_of_a_table_may_be_written_as_chats(tmp_path: Path
     assert "--as_chat changes nothing" in capsys.readouterr().out
 
 
-def test_rows_may_be_shown_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6)
-    assert outcore([*shown(tmp_path), "--packing", "off"]) == 0
-    assert "rows: 6 to train on" in capsys.readouterr().out
-
-
 def test_rows_are_as_long_as_the_model_can_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6)

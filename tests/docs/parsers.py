@@ -78,9 +78,6 @@ def parse_module(name: str, args: list[str]) -> None:
     if not args:
         assert importlib.util.find_spec(name) is not None, name
         return
-    if name == "tests.bad_inputs.table":  # its run takes minutes
-        assert args == ["--write"]
-        return
     if name == "outcore.evaluate.lm_eval":
         import pytest
 

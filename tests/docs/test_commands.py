@@ -20,7 +20,6 @@ ELSEWHERE = {
     "--cov",  # pytest-cov
     "--bf16",  # other trainers
     "--install", "--shutdown",  # wsl.exe
-    "--write",  # the script of the table of bad inputs
 }  # fmt: skip
 """Flags of other programs that the pages speak of."""
 

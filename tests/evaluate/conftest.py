@@ -1,4 +1,4 @@
-"""A tiny model, an adapter for it, and a database with two finished evaluations."""
+"""A tiny model, an adapter for it, and a history with two finished evaluations."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def adapter(tiny, tmp_path_factory):
 
 @pytest.fixture
 def evaluation(tiny, tmp_path, capsys):
-    """`outcore evaluate` of the tiny model with a database of its own."""
-    return Evaluation(tiny, tmp_path / "logs/evaluations.db", capsys)
+    """`outcore evaluate` of the tiny model with a history of its own."""
+    return Evaluation(tiny, tmp_path / "logs/evaluations", capsys)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def history(tmp_path):
     """A history with two evaluations: the second got one more document right and one wrong."""
     from outcore.evaluate.history import History
 
-    found = History(tmp_path / "logs" / "evaluations.db")
+    found = History(tmp_path / "logs" / "evaluations")
     for name, values in (("eval-a", (1.0, 0.0, 0.0, 1.0)), ("eval-b", (1.0, 1.0, 1.0, 0.0))):
         record = record_of(name)
         found.save(record)

@@ -12,15 +12,15 @@ SMALL = ("--context", "256", "--ram_gib", "1", "--device", "cpu", "--precision",
 class Evaluation:
     """`outcore evaluate` and `evaluations` in this process."""
 
-    def __init__(self, model: Path, database: Path, capsys: Any) -> None:
-        self.model, self.database, self._capsys = model, database, capsys
+    def __init__(self, model: Path, folder: Path, capsys: Any) -> None:
+        self.model, self.folder, self._capsys = model, folder, capsys
         self.said = ""
         """What the last call said on stderr."""
 
     def argv(self, tasks: str, *more: str, limit: int = 4) -> list[str]:
         return [
             "evaluate", str(self.model), "--tasks", tasks, "--limit", str(limit), *SMALL,
-            "--database", str(self.database), *more,
+            "--history", str(self.folder), *more,
         ]  # fmt: skip
 
     def call(self, argv: list[str], code: int = 0) -> str:
@@ -40,7 +40,7 @@ class Evaluation:
 
     def history(self, *argv: str, code: int = 0) -> str:
         """stdout of `outcore evaluations`."""
-        return self.call(["evaluations", *argv, "--database", str(self.database)], code)
+        return self.call(["evaluations", *argv, "--history", str(self.folder)], code)
 
 
 def record_of(name: str, **more: Any) -> dict[str, Any]:

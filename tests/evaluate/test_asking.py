@@ -1,16 +1,13 @@
-"""Questions, their journal, events: each answered once, whatever happens in between."""
-
-import json
+"""Questions, their journal, progress: each answered once, whatever happens in between."""
 
 import pytest
 
 from outcore.common.journal import is_held
 from outcore.evaluate import EvaluationError, EvaluationSettings
 from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, Progress, ScoreQuestion, WriteQuestion
-from outcore.evaluate.jobs import EventLog, events, progress_of, read_events
+from outcore.evaluate.jobs import JobProgress, progress_of
 from outcore.evaluate.tasks import endings, files, sums
 from tests.refused import refused
-from tests.serve.running import until
 
 HEADER = {"model": "m", "seed": 1}
 
@@ -101,25 +98,18 @@ def test_cancelled_before_the_next_portion():
     assert len(model.asked) == 2
 
 
-def test_events_tell_documents_stalls_and_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(events, "STALL_S", 0.0)
-    monkeypatch.setattr(events, "FIRST_STALL_S", 0.0)
+def test_progress_counts_documents_and_is_kept_for_others(tmp_path):
     heard = []
-    log = EventLog(tmp_path / "events.jsonl", heard.append, 1)
-    log.start_task("t", 0)
-    log.start_requests("tokenizing", [("t", 0), ("t", 0), ("t", 1)])
-    log.move(Progress("scoring", 1, 3, (0,)))
-    assert log.progress["documents_done"] == 0
-    log.move(Progress("scoring", 3, 3, (1, 2)))
-    assert (log.progress["documents_done"], log.progress["documents"]) == (2, 2)
-    until(lambda: any(event["event"] == "stall" for event in list(heard)))
-    log.tell("failed", message="the drive is full", **log.progress)
-    log.close()
-    kept = read_events(tmp_path / "events.jsonl")
-    assert kept == heard and [event["n"] for event in kept] == list(range(1, len(kept) + 1))
-    assert {"stage", "stall", "failed"} <= {event["event"] for event in kept}
-    assert read_events(tmp_path / "events.jsonl", after=2) == kept[2:]
-    assert progress_of(tmp_path / "events.jsonl")["documents_done"] == 2
+    progress = JobProgress(tmp_path / "progress.json", heard.append, 1)
+    progress.start_task("t", 0)
+    progress.start_requests("tokenizing", [("t", 0), ("t", 0), ("t", 1)])
+    progress.move(Progress("scoring", 1, 3, (0,)))
+    assert progress.figures["documents_done"] == 0
+    progress.move(Progress("scoring", 3, 3, (1, 2)))
+    assert (progress.figures["documents_done"], progress.figures["documents"]) == (2, 2)
+    progress.tell("failed", message="the drive is full", **progress.figures)
+    assert {"stage", "progress", "failed"} <= {event["event"] for event in heard}
+    assert progress_of(tmp_path / "progress.json") == progress.figures
 
 
 def test_own_documents():
@@ -146,9 +136,3 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "words"), WRONG, ids=[words for _, words in WRONG])
 def test_wrong_settings(fields, words):
     refused(EvaluationError, words, lambda: EvaluationSettings.from_fields(fields))
-
-
-def test_settings_as_json_come_back():
-    settings = EvaluationSettings(("a",), limit=0.5, gen_kwargs={"max_gen_toks": 3})
-    again = EvaluationSettings.from_fields(json.loads(json.dumps(settings.as_json())))
-    assert again == settings and again.key("m") == settings.key("m") != settings.key("n")

@@ -55,17 +55,6 @@ def test_examples_are_as_many_as_said_but_for_a_task_that_takes_none(monkeypatch
     assert [task.config["num_fewshot"] for task in tasks.values()] == taken
 
 
-def test_a_document_of_a_perplexity_has_the_loss_of_a_unit():
-    from outcore.evaluate.harness import samples_of
-
-    sample = {
-        "filter": "none", "doc_id": 0, "arguments": [("text",)], "target": "text", "resps": [[-6.0]],
-        "filtered_resps": [-6.0], "metrics": ["byte_perplexity"], "byte_perplexity": (-6.0, 3),
-    }  # fmt: skip
-    (found,) = samples_of({"samples": {"t": [sample]}})
-    assert found["metrics"] == {"byte_perplexity": 2.0} and found["answers"] == [[-6.0]]
-
-
 @pytest.mark.more
 def test_lm_eval_with_our_model(tiny, adapter, tmp_path, monkeypatch):
     """The real command, a task of a user's own, a preset and an adapter; its scores are those of `--model hf`."""

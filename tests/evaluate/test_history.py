@@ -1,4 +1,4 @@
-"""The history: two processes write it, a damaged or read-only one says what to do, and nothing in it is lost."""
+"""The history: two processes write it, a damaged or read-only one says what to do."""
 
 import csv
 import io
@@ -6,9 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
-import sqlite3
 import tempfile
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,7 @@ def test_what_is_kept_comes_back(history):
     scores, documents = result_of((1.0, 1.0, 1.0, 0.0))
     assert record == record_of("eval-b", status="completed") | {"scores": scores}
     assert history.samples("eval-b") == documents
-    assert history.samples("eval-b", "t", 1, 2) == documents[1:3] and history.num_samples("eval-b") == 4
+    assert history.samples("eval-b", "t", 1, 2) == documents[1:3] and len(history.samples("eval-b")) == 4
     assert {one["id"] for one in history.all()} == {"eval-a", "eval-b"}
     with pytest.raises(KeyError):
         history.get("eval-")  # both begin so
@@ -43,7 +41,7 @@ def test_what_is_kept_comes_back(history):
 
 
 def test_two_processes_write_at_once(tmp_path):
-    path = tmp_path / "new" / "evaluations.db"
+    path = tmp_path / "new" / "evaluations"
 
     def write(name: str) -> None:
         history = History(path)
@@ -60,87 +58,30 @@ def test_two_processes_write_at_once(tmp_path):
     assert len(found) == 30 and all(one["scores"][0]["value"] == 0.5 for one in found)
 
 
-def test_a_log_that_is_being_written_back_is_no_damage(history):
-    """The first page, which names the pages of the end, is there before them."""
-    other = sqlite3.connect(history.path, isolation_level=None)
-    other.execute("CREATE TABLE more AS SELECT zeroblob(100000) AS value")
-    log = history.path.with_name(f"{history.path.name}-wal").read_bytes()
-    page = int.from_bytes(log[8:12], "big")
-    frames = [log[at : at + 24 + page] for at in range(32, len(log) - page, 24 + page)]
-    first = next(frame[24:] for frame in reversed(frames) if frame[:4] == b"\0\0\0\1")
-    before = history.path.stat().st_size
-    with open(history.path, "r+b") as file:
-        file.write(first)
-    assert history.path.stat().st_size == before < page * int.from_bytes(first[28:32], "big")
-    assert len(history.all()) == 2
-    other.close()
+def test_a_damaged_record_is_said(history):
+    path = history.folder_of("eval-a") / "record.json"
+    path.write_text('{"id": "eval-a"')
+    refused(HistoryError, "record.json cannot be read .*Move its folder away", history.all)
+    assert history.get("eval-b")["status"] == "completed"
 
 
-def test_a_lock_that_stays_is_said(history, monkeypatch):
-    monkeypatch.setattr("outcore.evaluate.history.database.WAIT_S", 0.1)
-    with closing(sqlite3.connect(history.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        refused(HistoryError, "in use by another process", lambda: history.save(record_of("eval-c")))
-        assert len(history.all()) == 2  # readers do not wait
-
-
-def test_a_file_of_another_kind_is_left_where_it_is(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"weights" * 9)
-    refused(HistoryError, "no database, and no results lie beside it", History(path).rebuild)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"weights" * 9
-
-
-@pytest.mark.parametrize("left", [0, 60, 5000, "garbage"])
-def test_a_damaged_file_is_said_and_made_again(history, left):
-    whole = [history.get(name) for name in ("eval-a", "eval-b")], history.samples("eval-b")
-    if left == "garbage":
-        history.path.write_bytes(b"SQLite format 3\0" + os.urandom(20_000))
-    else:
-        os.truncate(history.path, left)
-    before = history.path.read_bytes()
-    for ask in (history.all, history.check_writable, lambda: history.save(record_of("eval-c"))):
-        refused(HistoryError, r"damaged .*outcore evaluations rebuild", ask)
-    assert history.path.read_bytes() == before  # not written to
-    count, aside = history.rebuild()
-    assert count == 2 and aside is not None and aside.read_bytes() == before
-    assert ([history.get(name) for name in ("eval-a", "eval-b")], history.samples("eval-b")) == whole
-
-
-def test_a_file_that_cannot_be_written_is_said(history):
+def test_a_folder_that_cannot_be_written_is_said(history):
     """As another user, because root may write everything."""
     with tempfile.TemporaryDirectory() as open_to_all:
         folder = Path(open_to_all)
-        shutil.copy(history.path, folder / "evaluations.db")
-        (folder / "evaluations.db").chmod(0o444)
+        shutil.copytree(history.folder, folder, dirs_exist_ok=True)
         folder.chmod(0o555)
 
         def look() -> None:
             if os.geteuid() == 0:
                 os.setuid(NOBODY)
-            kept = History(folder / "evaluations.db")
+            kept = History(folder)
             assert len(kept.all()) == 2
             for ask in (kept.check_writable, lambda: kept.finish(record_of("eval-c"), *result_of((1.0,)))):
                 refused(HistoryError, "cannot be written", ask)
 
         in_child(look)
         folder.chmod(0o755)
-
-
-def test_a_result_outlives_a_database_that_fails(history):
-    """The work of hours is kept in its folder, and the message says how it gets back."""
-    os.truncate(history.path, 100)
-    with pytest.raises(HistoryError, match=r"result is kept in .*eval-c.*rebuild"):
-        history.finish(record_of("eval-c", status="completed"), *result_of((1.0,)))
-    history.rebuild()
-    assert history.get("eval-c")["scores"][0]["value"] == 1.0
-
-
-def test_a_newer_history_is_left_alone(history):
-    with sqlite3.connect(history.path) as database:
-        database.execute("PRAGMA user_version = 9")
-    database.close()
-    refused(HistoryError, "version 9", history.all)
 
 
 def test_diff(history):

@@ -1,7 +1,6 @@
 """Who looks at an evaluation just as it begins, ends or is cancelled sees it as it is."""
 
 import asyncio
-import json
 from concurrent.futures import wait
 
 import pytest
@@ -12,14 +11,14 @@ from starlette.testclient import TestClient
 
 from outcore.common.journal import LineJournal
 from outcore.evaluate.http import Evaluations, routes
-from outcore.evaluate.jobs import EVENTS, read_events
+from outcore.evaluate.jobs import PROGRESS, progress_of
 from tests.evaluate.running import record_of
 from tests.serve.running import until
 
 
 @pytest.fixture
 def evaluations(tmp_path):
-    found = Evaluations(lambda: None, tmp_path / "evaluations.db")
+    found = Evaluations(lambda: None, tmp_path / "evaluations")
     found.history.save(record_of("eval-1", host="server"))
     yield found
     asyncio.run(found.end())
@@ -29,7 +28,7 @@ class Quick:
     """A job that is done before whoever began it goes on."""
 
     def __init__(self, history, record, subject):
-        self.history, self.record, self.events = history, record, None
+        self.history, self.record, self.progress = history, record, None
 
     def run(self):
         self.history.save(self.record | {"status": "completed"})
@@ -62,24 +61,6 @@ def test_one_that_is_done_at_once_is_not_under_way_for_ever(evaluations, monkeyp
     assert evaluations.get("eval-1")["status"] == "completed"
 
 
-def test_events_end_with_what_is_under_way_not_with_an_earlier_end(evaluations):
-    path = evaluations.history.folder_of("eval-1") / EVENTS
-    path.parent.mkdir(parents=True)
-    evaluations._jobs["eval-1"] = (Quick(evaluations.history, {}, None), None)
-    lines = [json.dumps({"n": number, "event": event}) for number, event in ((1, "cancelled"), (2, "completed"))]
-    path.write_text(f"{lines[0]}\n")
-
-    async def heard():
-        found = []
-        async for event in evaluations.events("eval-1", 0):
-            found.append(event["data"])
-            path.write_text("\n".join(lines) + "\n")
-            evaluations._jobs.clear()
-        return found
-
-    assert asyncio.run(heard()) == [*lines, "[DONE]"]
-
-
 def test_cancelled_is_said_when_it_can_be_gone_on_with(evaluations):
     evaluations.history.save(record_of("eval-1", host="server", status="cancelled"))
     evaluations._jobs["eval-1"] = (Quick(evaluations.history, {}, None), None)
@@ -105,7 +86,7 @@ def test_the_end_is_told_before_the_journal_goes(evaluation, monkeypatch):
     """Another process takes the journal for the sign that it is under way."""
     told, remove = [], LineJournal.remove
     monkeypatch.setattr(
-        LineJournal, "remove", lambda self: (told.append(read_events(self.path.with_name(EVENTS))), remove(self))
+        LineJournal, "remove", lambda self: (told.append(progress_of(self.path.with_name(PROGRESS))), remove(self))
     )
     evaluation.run("outcore_sums", limit=1)
-    assert told[0][-1]["event"] == "completed"
+    assert told[0]["stage"] == "done"

@@ -141,11 +141,6 @@ def test_a_store_names_file_offset_and_part(tmp_path: Path, how: str) -> None:
         store.submit_read(spec.name, back).wait(60)
 
 
-def test_sampling_takes_one_section_in_eight_of_each_tensor(tmp_path: Path) -> None:
-    sums = digests(DigestRule(DIGEST, 8))
-    assert sum(sums.takes(section) for section in range(64)) == 8
-
-
 @pytest.mark.parametrize("start, stop", [(BLOCK_BYTES, 2 * BLOCK_BYTES), (BLOCK_BYTES + 8 * KIB, 2 * BLOCK_BYTES)])
 def test_a_neighbour_written_after_a_read_began_says_nothing_of_the_bytes_read(start: int, stop: int) -> None:
     """A whole block and a part of one; what nobody wrote since is judged as ever."""

@@ -104,17 +104,6 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, capsys:
     assert main([*asked[:-1], str(tmp_path / "y")]) == 2 and "y.gguf" in capsys.readouterr().err
 
 
-def test_a_file_is_no_name_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_gguf(folder_of(tmp_path), tmp_path / "model.gguf", "q8_0")
-    monkeypatch.chdir(tmp_path)
-    asked: list[str] = []
-    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda name, **_: asked.append(name))
-    loaded = load_model(
-        ModelSettings(model_name_or_path="model.gguf", seq_length=2), lazy=True, packed_feed=open_packed
-    )
-    assert not asked and loaded.config.hidden_size == named_config("model.gguf").hidden_size == 256
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_config_and_tokenizer_are_those_of_transformers_without_its_slow_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str

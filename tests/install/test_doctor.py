@@ -106,13 +106,6 @@ def test_package_rows(tmp_path: Path) -> None:
     assert rows["cupy"].status == "OK" and "not in the cpu set" in rows["cupy"].needed
 
 
-def test_gpu_set_names_its_cuda_packages(tmp_path: Path) -> None:
-    environment = fake_environment(tmp_path, CUDA13.pins)
-    rows = {row.part: row for row in package_rows({p: fine(p) for p in PACKAGE_PARTS}, "", environment, CUDA13)}
-    assert rows["cupy"].needed == "cupy-cuda13x 14.2.0" and rows["kvikio"].needed == "kvikio-cu13 26.10.0"
-    assert all(row.status == "OK" for row in rows.values())
-
-
 def test_deepspeed_row(tmp_path: Path) -> None:
     environment = fake_environment(tmp_path, CPU.pins)
     assert deepspeed_rows({"deepspeed": fine("deepspeed")}, "", environment, CPU)[0].status == "OK"

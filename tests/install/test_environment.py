@@ -9,7 +9,6 @@ from outcore.install import bootstrap
 from outcore.install.environment import Environment, check_python, find_environment, make_environment
 from outcore.install.errors import InstallError, from_os_error
 from outcore.install.requirement_set import choose_set
-from outcore.install.shim import write_shim
 from tests.install.fakes import REPOSITORY, FakeExecute, add_package, fake_environment, machine
 from tests.refused import refused
 
@@ -86,13 +85,6 @@ def test_venv_that_cannot_be_made(tmp_path: Path, output: str, why: str, fix: st
     assert why in caught.value.why and fix in caught.value.fix
 
 
-def test_made_and_checked(tmp_path: Path) -> None:
-    execute = FakeExecute()
-    make_environment(Environment(tmp_path / "v", ""), execute)
-    assert execute.commands[0] == f"{sys.executable} -m venv {tmp_path / 'v'}"
-    assert execute.commands[-1].endswith("-m pip --version")
-
-
 def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "thesis.txt").write_text("mine")
@@ -164,20 +156,6 @@ def test_python_of_an_environment(tmp_path: Path) -> None:
     assert environment.python_version == ""
     (tmp_path / "v/pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.12.4\n")
     assert environment.python_version == "3.12.4"
-
-
-def test_shim(tmp_path: Path) -> None:
-    environment = fake_environment(tmp_path / "my venv")
-    told = write_shim(environment, tmp_path, path="/usr/bin")
-    shim = tmp_path / ".local/bin/deepspeed"
-    assert "not on PATH" in told and os.access(shim, os.X_OK)
-    (environment.bin_dir / "deepspeed").write_text('#!/bin/sh\necho "$1"; echo "$PATH"\n')
-    (environment.bin_dir / "deepspeed").chmod(0o755)
-    said = subprocess.run([str(shim), "a b"], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said[0] == "a b" and said[1].startswith(str(environment.bin_dir))
-    assert "not on PATH" not in write_shim(environment, tmp_path, path=str(shim.parent))
-    shim.write_text("#!/bin/sh\nanother program\n")
-    refused(InstallError, "exists", lambda: write_shim(environment, tmp_path))
 
 
 class Replaced(Exception):

@@ -20,18 +20,11 @@ from outcore.install.extensions import (
     has_header,
     is_built,
     missing_prerequisite,
-    sanitise_arch_list,
 )
 from outcore.install.progress import InstallProgress
 from tests.install.fakes import FakeStream, fake_environment
 
 BY_NAME = {e.name: e for e in (*extensions_for("cpu"), *extensions_for("cuda"))}
-
-
-def test_each_accelerator_gets_what_it_loads() -> None:
-    assert [e.name for e in extensions_for("cpu")] == ["cpu_adam", "deepspeed_shm_comm", "pin_memory", "async_io"]
-    assert [e.name for e in extensions_for("cuda")] == ["cpu_adam", "pin_memory", "async_io"]
-    assert not BY_NAME["async_io"].required and BY_NAME["cpu_adam"].required
 
 
 def test_folder_belongs_to_the_environment(tmp_path: Path) -> None:
@@ -53,14 +46,6 @@ def test_environment_of_a_child(tmp_path: Path) -> None:
     assert own["TORCH_EXTENSIONS_DIR"] == "/mine" and own["MAX_JOBS"] == "7" and "DS_ACCELERATOR" not in own
     again = extension_environment("cpu", environment.prefix, {"PATH": f"/usr/bin:{environment.bin_dir}"})
     assert again["PATH"] == got["PATH"]
-
-
-@pytest.mark.parametrize(("text", "clean"), [
-    ("8.9;9.0a;10.0f+PTX", "8.9;9.0;10.0+PTX"), ("7.5 8.6 9.0a 9.0", "7.5;8.6;9.0"), ("Hopper;Ada", ""),
-    ("9.0a,12.0", "9.0;12.0"),
-])  # fmt: skip
-def test_arch_lists(text: str, clean: str) -> None:
-    assert sanitise_arch_list(text) == clean
 
 
 def test_compilers_are_bound_by_ram(tmp_path: Path) -> None:

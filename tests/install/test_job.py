@@ -12,7 +12,6 @@ import pytest
 from outcore.common.quantities import GB
 from outcore.install import job as job_module
 from outcore.install.environment import Environment
-from outcore.install.errors import InstallError
 from outcore.install.extensions import KEY_NAME, build_key
 from outcore.install.job import InstallJob, call_to_its_end
 from outcore.install.requirement_set import read_pins
@@ -89,7 +88,7 @@ def test_second_run_starts_no_pip(repository: Path, capsys: pytest.CaptureFixtur
     assert saved(repository)["ok"] is True and saved(repository)["machine"]["cpu_name"] == "a CPU"
     said = capsys.readouterr().out
     assert "all pinned versions are installed" in said and "ready." in said
-    assert "source .venv/bin/activate" in said and "deepspeed --num_gpus=1 train_model.py" in said and "--shim" in said
+    assert "source .venv/bin/activate" in said and "deepspeed --num_gpus=1 train_model.py" in said
 
 
 @pytest.fixture(autouse=True)
@@ -305,13 +304,6 @@ def test_extensions_of_deepspeed_are_built_when_its_engine_is_asked_for(
     assert run(make_job(repository, *flags, call=Calls())) == 0 and built, "what was asked for once is kept up to date"
 
 
-def test_shim_is_written_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(repository)
-    written: list[object] = []
-    monkeypatch.setattr(job_module, "write_shim", lambda environment: written.append(environment) or "wrote it")
-    assert run(make_job(repository, "--shim")) == 0 and len(written) == 1
-
-
 def test_native_windows_in_words(repository, monkeypatch, capsys):
     windows = gpu_machine(os_family="windows", os_name="Windows 11")
     installed(repository, "windows")
@@ -349,11 +341,6 @@ def test_warnings_and_gpu_are_shown(repository: Path, capsys: pytest.CaptureFixt
     assert run(make_job(repository, "--dry-run", which=gpu_machine(capability=(7, 0), is_wsl2=True))) == 0
     said = capsys.readouterr().out
     assert "under WSL2" in said and "RTX 4070" in said and "warning:" in said
-
-
-def test_installer_error_carries_all_three() -> None:
-    error = InstallError("a", "b", "c")
-    assert str(error) == "a\n  why: b\n  fix: c" and error.exit_code == 3
 
 
 def test_check_looks_at_what_is_installed(repository: Path) -> None:

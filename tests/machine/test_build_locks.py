@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outcore.engine.deepspeed.environment import remove_stale_builds, tell_of_builds
-from outcore.machine.build_locks import remove_stale_lock, remove_stale_locks
+from outcore.machine.build_locks import remove_stale_lock
 
 
 def locked(folder: Path) -> Path:
@@ -32,13 +32,6 @@ def test_of_a_process_that_just_took_it_it_stays(tmp_path: Path) -> None:
     with open(lock):
         assert not remove_stale_lock(lock.parent) and lock.exists()
     assert remove_stale_lock(lock.parent) and not lock.exists()
-
-
-def test_all_below_a_folder_by_name(tmp_path: Path) -> None:
-    locks = [locked(tmp_path / name) for name in ("async_io", "py311_cu130/cpu_adam")]
-    (tmp_path / "pin_memory").mkdir()
-    assert remove_stale_locks(tmp_path) == ["async_io", "cpu_adam"] and not any(lock.exists() for lock in locks)
-    assert remove_stale_locks(tmp_path / "nowhere") == []
 
 
 def test_a_run_by_deepspeed_says_what_it_removed(tmp_path: Path) -> None:

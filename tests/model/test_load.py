@@ -12,7 +12,6 @@ from torch import nn
 from outcore.checkpoint.export import export_model
 from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
 from outcore.model.facts import (
-    checkpoint_name,
     model_class_of,
     model_facts,
     named_checkpoint_parameters,
@@ -107,14 +106,6 @@ def test_parameters_without_initialiser_keep_their_constructors_values():
     refused(RuntimeError, "lacks", lambda: initialise_weights(nn.Linear(2, 2), meta_skeleton(Plain, None), seed=0))
 
 
-def test_initialising_leaves_the_random_stream_alone():
-    config = shrink_config(transformers.AutoConfig.for_model("gpt2"))
-    model = model_class_of(config)(config)
-    before = torch.get_rng_state()
-    initialise_weights(model, meta_skeleton(type(model), config), seed=0)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 # Trained weights -----------------------------------------------------------------------------------------------------
 
 
@@ -160,18 +151,6 @@ def test_attention_is_chosen_or_refused_in_words():
 def test_zero3_configuration_of_another_stage_is_refused():
     with pytest.raises(ValueError, match="stage 3 only"), partition_while_loading({"zero_optimization": {"stage": 2}}):
         pass
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("module.network.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
-    ("network.base_model.model.model.norm.weight", "model.norm.weight"),
-    ("base_model.model.transformer.h.0.attn.c_attn.base_layer.weight", "transformer.h.0.attn.c_attn.weight"),
-    ("base_model.model.a.q_proj.lora_A.default.weight", "a.q_proj.lora_A.weight"),
-    ("_orig_mod.model.layers.0._orig_mod.norm.weight", "model.layers.0.norm.weight"),
-    ("embedding.weight", "embedding.weight"),
-])  # fmt: skip
-def test_checkpoint_names(name, expected):
-    assert checkpoint_name(name) == expected
 
 
 def test_two_parameters_of_one_name_are_an_error():

@@ -8,7 +8,6 @@ from outcore.model import load_model
 from outcore.model.forward import CausalParts, unwrap
 from outcore.model.forward.head import find_decoder
 from outcore.model.loss import LossModule, TokenLoss
-from outcore.sizing.activations import auto_num_chunks
 from tests.model.cases import batch_of, tiny_settings
 from tests.refused import refused
 
@@ -109,12 +108,6 @@ def test_a_model_without_logits_is_refused():
             return {"x": input_ids}
 
     refused(RuntimeError, "without logits", lambda: TokenLoss(NoLogits(2, 2))(NoLogits(2, 2), batch_of()))
-
-
-def test_the_number_of_chunks_follows_the_vocabulary():
-    assert auto_num_chunks(2048, 4096) == 1
-    assert auto_num_chunks(4096, 128256) == -(-4096 // (256 * 2**20 // (4 * 128256)))
-    assert auto_num_chunks(64, 10**9) == 4
 
 
 def test_taking_a_model_apart_leaves_it_alone():

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.common.files import nearest_existing
 from outcore.monitor.sensors.block_device import BlockDevice
-from outcore.monitor.sensors.drive import DriveSensor, free_bytes, run_json_command
+from outcore.monitor.sensors.drive import DriveSensor, run_json_command
 from outcore.monitor.sensors.sensor import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat
 from tests.refused import refused
@@ -48,28 +47,6 @@ def test_what_has_no_block_device_says_what_it_is(tmp_path: Path, kind: str) -> 
     assert (sensor.read_free_bytes() or 0) > 0
 
 
-def test_no_hwmon_is_explained_once(tmp_path: Path) -> None:
-    fake_system(tmp_path / "fake", tmp_path, disk="vda")
-    board = SensorBoard()
-    sensor = DriveSensor(board, tmp_path, tmp_path / "fake")
-    sample = sensor.sample()
-    assert sample.temp_c is None and sample.lifetime_written_bytes is None and sample.counters is not None
-    assert ["hwmon" in text for text in board.explanations()] == [True, False]
-    assert "not an NVMe drive" in board.explanations()[1]
-
-
-@pytest.mark.parametrize(("disk", "sensor", "temp_c"), [
-    ("sda", "device/hwmon/hwmon1", 31.0),  # SATA: drivetemp
-    ("nvme2n1", "device/nvme0", 47.85),  # multipath: a controller of the subsystem
-])  # fmt: skip
-def test_temperature_of_other_drives(tmp_path: Path, disk: str, sensor: str, temp_c: float) -> None:
-    folder = fake_system(tmp_path / "fake", tmp_path, disk=disk) / sensor
-    folder.mkdir(parents=True)
-    if disk == "sda":
-        (folder / "temp1_input").write_text("31000\n")
-    assert DriveSensor(SensorBoard(), tmp_path, tmp_path / "fake").sample().temp_c == temp_c
-
-
 def test_lifetime_falls_back_to_smartctl(tmp_path: Path) -> None:
     fake_system(tmp_path / "fake", tmp_path)
 
@@ -86,8 +63,3 @@ def test_run_json_command(tmp_path: Path) -> None:
     assert run_json_command(("echo", "{}")) == "{}\n"
     refused(OSError, "not installed", lambda: run_json_command("no-such-tool-here"))
     refused(OSError, "exit code", lambda: run_json_command(("ls", str(tmp_path / "absent"))))
-
-
-def test_free_bytes_of_a_folder_to_come(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "a" / "b") > 0
-    assert nearest_existing(tmp_path / "a" / "b") == tmp_path

@@ -101,13 +101,6 @@ def test_wandb_gets_the_run_its_folder_and_the_scalars(monkeypatch: pytest.Monke
     ]
 
 
-def test_trackio_without_a_header_starts_at_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = fake_tracker(monkeypatch, tmp_path, "trackio")
-    loggers = make_loggers("trackio", tmp_path / "run-1")
-    loggers.log_step(RECORD)
-    assert calls[0] == ("init", {"config": {}, "project": "outcore", "name": "run-1"})
-
-
 def test_a_logger_that_fails_is_off_and_said_once() -> None:
     class Failing(Logger):
         def log(self, group: str, record: dict) -> None:

@@ -53,15 +53,6 @@ def test_resume_leaves_each_step_once(tmp_path: Path) -> None:
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_resume_starts_a_file_that_is_not_there_and_leaves_one_as_it_is_that_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_run(path, 3, resume_step=40)
-    assert read_metrics(path).header["run"] == "r"
-    before = path.stat().st_ino
-    MetricsLog(path, resume_step=3).close()
-    assert path.stat().st_ino == before and steps_of(path) == [1, 2, 3]
-
-
 @settings(deadline=None, max_examples=30)
 @given(cut=st.integers(min_value=1, max_value=60))
 def test_a_torn_tail_is_repaired_on_resume(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor import MetricsLog, RunProgress, plot_loss
-from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps, y_limits
-from outcore.monitor.screen.live import fit_words
+from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -133,27 +132,6 @@ def test_the_first_step_tells_what_it_is_at(kind: type[io.StringIO]) -> None:
         until(lambda: "step 1, forward, layer 2 (being compiled)" in out.getvalue())
 
 
-def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:
-    progress = RunProgress(10, file=io.StringIO())
-    for step, step_s in enumerate((1.0, 1.0, 500.0, 1.0, 1.0), 1):
-        progress.update({"step": step, "step_s": step_s})
-    assert progress.time_left_s() == 5.0
-
-
-def test_time_left_counts_what_lies_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = iter((0.0, 1.0, 2.0, 7.0, 8.0))  # an evaluation of four seconds behind the second of four steps
-    monkeypatch.setattr("outcore.monitor.screen.progress.time.monotonic", lambda: next(now_s))
-    progress = RunProgress(8, enabled=False)
-    for step in range(1, 5):
-        progress.update({"step": step, "step_s": 1.0})
-    assert progress.time_left_s() == 8.0
-
-
-def test_fit_words_cuts_the_first_and_drops_the_last() -> None:
-    assert fit_words(["abcdef"], 3).plain == "abc" and fit_words([], 3).plain == ""
-    assert fit_words(["ab", "cd", "ef"], 7).plain == "ab  cd"
-
-
 def write_run(path: Path, losses: list[float | None], **more: object) -> Path:
     with MetricsLog(path) as log:
         log.write_header({"run": "demo", "model": {"name": "tiny"}})
@@ -223,13 +201,6 @@ def test_thinning_keeps_the_extremes() -> None:
     kept = thin(points, 1000)
     assert len(kept) <= 1000 and (12_345, 9.0) in kept and (777, -9.0) in kept
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
-
-
-def test_y_range_leaves_single_spikes_out() -> None:
-    losses = [2.0] * 500 + [1000.0] + [1.0] * 500
-    low, high = y_limits(losses, losses[:500], [1.5]) or (0, 0)
-    assert low < 1.0 and high < 3.0
-    assert y_limits([math.nan], [], []) is None
 
 
 def test_a_long_step_is_heard_of_in_a_pipe():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor import Sampler
-from outcore.monitor.sensors.gpu import throttle_words
 from tests.monitor.fakes import FakeNvml, FakeNvmlError, make_sampler, write_stat
 from tests.refused import failing
 from tests.waiting import until
@@ -111,15 +110,6 @@ def test_a_drive_that_vanishes_is_null_from_then_on(tmp_path: Path) -> None:
     assert [text for text in sampler.explanations() if "nvme0n1" in text]
 
 
-def test_counters_that_start_again_count_from_zero(tmp_path: Path) -> None:
-    sampler, device = make_sampler(tmp_path, FakeNvml())
-    write_stat(device, read_sectors=1000, write_sectors=1000)
-    sampler.snapshot()
-    write_stat(device, read_sectors=10, write_sectors=1001)
-    snapshot = sampler.snapshot()
-    assert snapshot["nvme_read_bytes"] == 10 * 512 and snapshot["nvme_write_bytes"] == 512
-
-
 def test_thread_samples_and_stops_on_this_machine(tmp_path: Path) -> None:
     """Real /proc and /sys, real NVML or none."""
     with Sampler(tmp_path, interval_s=0.01) as sampler:
@@ -147,12 +137,6 @@ def test_a_driver_that_hangs_nulls_the_fields_and_never_blocks(tmp_path: Path) -
     assert any("hang" in text for text in sampler.explanations())
     release.set()
     sampler.close()
-
-
-def test_throttle_words() -> None:
-    assert throttle_words(0) == [] and throttle_words(1) == []
-    assert throttle_words(0x8 | 0x80) == ["hardware slowdown", "power brake"]
-    assert throttle_words(0x1000) == ["reason 0x1000"]
 
 
 @pytest.mark.gpu
@@ -196,11 +180,6 @@ def test_resident_bytes_include_children_that_come_and_go(tmp_path: Path) -> Non
     sample = foreign.sample()
     assert sample.ram_rss_bytes is not None and sample.ram_rss_bytes > 1 << 20
     assert sample.swap_used_bytes is None and sample.own_swap_bytes is None
-
-
-def test_the_header_gets_the_gpus_facts_right_after_start(tmp_path: Path) -> None:
-    with make_sampler(tmp_path, FakeNvml())[0] as sampler:
-        assert sampler.describe()["gpu_name"] == "Fake GPU"
 
 
 def test_a_bug_in_sampling_ends_the_thread_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

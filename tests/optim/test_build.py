@@ -134,17 +134,6 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     refused(BuildFailed, "cannot make the folder", lambda: build_extension(tmp_path, fake_compiler(tmp_path)))
 
 
-def test_an_environment_that_cannot_be_written_uses_the_home(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module.os, "access", lambda *_: False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir("/usr") == tmp_path / ".cache" / "outcore" / "torch_extensions" / "outcore_optim"
-
-
-def test_other_architectures_build_the_baseline_only():
-    assert list(variants("aarch64")) == ["baseline"]
-    assert list(variants("x86_64")) == ["baseline", "avx2", "avx512"]
-
-
 def test_a_library_that_does_not_load(tmp_path, monkeypatch):
     path = tmp_path / "x" / LIBRARY_NAME
     path.parent.mkdir()

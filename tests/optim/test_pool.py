@@ -231,15 +231,6 @@ def test_tensors_live_until_their_unit_has_finished(backend):
         assert not pool._pending
 
 
-def test_workers_may_be_pinned():
-    cpu = min(os.sched_getaffinity(0))
-    unit = make_unit(SPLIT, 0)
-    expected = updated(SPLIT, unit, hyper())
-    with OptimizerPool(2, backend=extension(), cpus=[cpu, cpu]) as pool:
-        pool.wait(pool.submit(0, 0, JobBatch(SPLIT, unit), hyper()), WAIT_S)
-    assert all_same(unit, expected)
-
-
 def test_what_a_pool_refuses():
     refused(ValueError, "1 to 1024 threads", lambda: OptimizerPool(0))
     refused(ValueError, "multiple of 4096", lambda: OptimizerPool(1, task_numel=1000))

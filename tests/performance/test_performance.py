@@ -83,16 +83,6 @@ def test_plan_beside_measurement(trial: dict[str, Any]):
     assert compare({**trial, "forecast": None}) == []
 
 
-def test_computing_and_waiting_add_up_to_the_step(trial: dict[str, Any]):
-    phases = {"forward": 0.5, "backward": 0.4, "stall_optimizer": 0.2, "stall_pcie": 0.1, "stall_nvme": 0.0}
-    steps = [{**record, "step_s": 1.0, "phase_s": phases} for record in trial["steps"]]
-    terms = {**trial["forecast"]["time_s"], "compute_s": 0.6, "host_overhead_s": 0.05, "step_s": 0.9}
-    rows = compare({**trial, "steps": steps, "forecast": {**trial["forecast"], "time_s": terms}})
-    found = {row.name.strip(): (row.planned, row.measured) for row in rows}
-    assert found["of it computing, with the host's work"] == pytest.approx((0.65, 0.7))
-    assert found["of it waiting (what the overlap leaves)"] == pytest.approx((0.25, 0.3))
-
-
 def test_rows_are_off_by_share_and_amount():
     assert (
         ComparedRow("x", "bytes", 12e9, 10e9, 10.0).is_off

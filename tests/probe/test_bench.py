@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,20 +14,19 @@ from outcore.probe.bench.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.bench.device import measure_copies, measure_peers
 from outcore.probe.bench.direct import measure_direct, open_direct_engine
 from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, recommended
-from outcore.probe.bench.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
+from outcore.probe.bench.drive_cell import KINDS, bench_memory, measure_cell, measure_iops
 from outcore.probe.bench.drive_file import TestFile
 from outcore.probe.bench.lanes import (
     ProbeStaging,
     StagingTest,
     build_pool,
     choose_write_combined,
-    measure_pageable,
     run_staging_test,
     slot_plan,
 )
 from outcore.probe.bench.latency import LatencyResult, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
-from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough, timed
+from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough
 from outcore.probe.bench.memory import measure_ram, thread_counts
 from outcore.probe.gds.facts import GdsFacts, ReadTest
 from outcore.probe.gds.verdict import PathVerdict
@@ -60,13 +58,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def open_file(filled: TestFile) -> Any:
     with BlockFile(filled.path, "rw") as file:
         yield file
-
-
-def test_timed_counts_bytes_and_stops_at_either_bound() -> None:
-    now = iter(range(100))
-    assert timed(lambda: 10, limit_s=3.0, clock=lambda: next(now)) == (30, 3)
-    now = iter(range(100))
-    assert timed(lambda: 10, limit_s=50.0, max_bytes=20, clock=lambda: next(now)) == (20, 2)
 
 
 def test_choosing_settings() -> None:
@@ -110,12 +101,6 @@ def test_budget_hands_time_on() -> None:
         budget.begin("b")
 
 
-def test_batches_fit_the_drive() -> None:
-    assert batch_limit_bytes(0.1, 0.2) == 4 * MIB
-    assert batch_limit_bytes(0.5, 0.5) == 59 * MIB
-    assert batch_limit_bytes(7.0, 0.5) == 64 * MIB
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cell_moves_bytes(open_file: BlockFile, kind: str) -> None:
     with PosixEngine(num_threads=2, block_bytes=256 * KIB) as engine:
@@ -129,14 +114,6 @@ def test_unknown_kind(open_file: BlockFile) -> None:
         measure_cell(open_file, engine, "drive_seek", MIB, 1, 0.01, None, "x", bench_memory(4 * MIB))
     with PosixEngine(num_threads=1) as engine, pytest.raises(ValueError, match="needs 4194304 bytes"):
         measure_cell(open_file, engine, "drive_read", MIB, 1, 0.01, None, "x", bench_memory(MIB))
-
-
-def test_memory_for_cells_is_random_and_the_callers_where_given() -> None:
-    mine = np.zeros(3 * MIB, dtype=np.uint8)
-    memory = bench_memory(2 * MIB + 5, mine)
-    assert memory.nbytes == 2 * MIB + 5 and np.shares_memory(memory, mine)
-    assert len(set(memory[:4096].tolist())) > 200 and memory[-3:].any()
-    assert bench_memory(4096).ctypes.data % 4096 == 0
 
 
 def test_a_drive_is_measured(open_file: BlockFile) -> None:
@@ -173,17 +150,6 @@ def test_memory_bandwidth() -> None:
     assert torch.get_num_threads() == before
     assert thread_counts(10, 16) == [1, 2, 4, 8, 10, 16]
     assert thread_counts(1, 1) == [1]
-
-
-def test_copies_by_kind_and_chunk() -> None:
-    host = {kind: torch.zeros(2 * MIB, dtype=torch.uint8) for kind in ("default", "write-combined", "pageable")}
-    found = measure_copies(CPU, host, (64 * KIB, MIB, 64 * MIB), 0.2, 0.01)
-    settings = {(m.link, m.engine, m.block_bytes) for m in found}
-    assert ("h2d", "write-combined", MIB) in settings
-    assert not [s for s in settings if s[:2] == ("d2h", "write-combined")]  # the CPU never reads it
-    assert not [s for s in settings if s[2] == 64 * MIB]
-    assert ("both_ways", "default", MIB) in settings
-    assert measure_copies(CPU, {}, (MIB,), 0.1, 0.01) == []
 
 
 def test_peers() -> None:
@@ -287,18 +253,6 @@ class FakeNvml:
         return lambda handle, *rest: values[name]
 
 
-def test_the_link_is_watched_under_load() -> None:
-    nvml = FakeNvml()
-    sampler = LoadSampler("GPU-1", nvml, every_s=0.001)
-    with sampler:
-        while sampler.seen.samples < 4:
-            pass
-    seen = sampler.seen
-    assert (seen.pcie_gen, seen.pcie_width, seen.pcie_gen_max, seen.pcie_width_max) == (4, 8, 5, 16)
-    assert seen.thermal and seen.throttle_reasons == ["power limit", "thermal limit (software)"]
-    assert seen.temperature_c == 88 and nvml.down
-
-
 def test_what_nvml_refuses_stays_unknown() -> None:
     with LoadSampler(0, FakeNvml(missing=("nvmlDeviceGetCurrPcieLinkWidth",))) as sampler:
         pass
@@ -346,12 +300,3 @@ def test_copies_on_a_gpu() -> None:
             found = measure_copies(device, host, (MIB, 16 * MIB), 1.0, 0.1)
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
-
-
-def test_pageable_homes_are_measured_through_the_slots_of_a_lane():
-    home = torch.arange(8 * MIB, dtype=torch.int64).to(torch.uint8)
-    with PinnedPool(3 * MIB, device=CPU) as pool:  # less than two of the usual slots
-        found = measure_pageable(pool, CPU, home, 0.01)
-        assert pool.largest_free_bytes(False) == 3 * MIB
-    assert found.link == "pageable_to_gpu" and found.gb_per_s > 0
-    assert found.block_bytes * found.depth <= 3 * MIB and found.moved_bytes % home.nbytes == 0

@@ -218,10 +218,6 @@ def test_no_kvikio(monkeypatch: Any, capsys: Any, data: Path) -> None:
     assert code == 1 and "kvikio" in found["kvikio"]["error"]
 
 
-def test_an_old_driver_does_not_know_attribute_116() -> None:
-    assert CudaDriver(FakeCuda(attribute_116=None)).device(0).gpu_direct_rdma_supported is None
-
-
 def test_usage(capsys: Any) -> None:
     assert main(["auto"]) == 2
     assert "usage" in capsys.readouterr().err

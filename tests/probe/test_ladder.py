@@ -8,8 +8,7 @@ import pytest
 
 from outcore.probe.gds.facts import collect_facts
 from outcore.probe.gds.ladder import ladder_rows
-from outcore.probe.gds.nvidia_fs import carried_the_read, parse_stats
-from outcore.probe.gds.verdict import gpu_class, judge, on_p2pdma_list
+from outcore.probe.gds.verdict import judge
 from outcore.probe.system import ChildResult
 from tests.probe.ladder_fakes import (
     KVIKIO,
@@ -204,16 +203,6 @@ def test_more_facts_from_files() -> None:
     assert any("multipath on" in row.found for row in ladder_rows(facts))
 
 
-def test_gpu_names() -> None:
-    assert gpu_class("NVIDIA GeForce RTX 4070 Laptop GPU") == "consumer"
-    assert gpu_class("NVIDIA TITAN V") == "consumer"
-    assert gpu_class("NVIDIA RTX 6000 Ada Generation") == "workstation"
-    assert gpu_class("NVIDIA H200") == "data-centre"
-    assert on_p2pdma_list("NVIDIA A100-SXM4-80GB")
-    assert not on_p2pdma_list("NVIDIA A4000")
-    assert not on_p2pdma_list("NVIDIA RTX A6000")
-
-
 def test_workstation_gpu_is_told_about_nvidia_fs() -> None:
     gpu = device("NVIDIA RTX 6000 Ada Generation", True, cuda="12.4")
     verdict, _ = probe(
@@ -229,13 +218,3 @@ def test_workstation_gpu_is_told_about_nvidia_fs() -> None:
     assert "older than 6.2" in p2pdma and "needs 12.8" in p2pdma and "needs NVMe" in p2pdma and "btrfs" in p2pdma
     assert any("nvidia-gds" in change for change in verdict.would_change)
     assert not any("P2PDMA" in change for change in verdict.would_change)
-
-
-def test_stats_text() -> None:
-    before, after = parse_stats(stats(5)), parse_stats(stats(6))
-    assert (before.driver_version, before.io_stats_enabled, before.reads, before.bar1_maps) == ("2.17.3", True, 5, 3)
-    assert carried_the_read(before, after)
-    assert not carried_the_read(before, before)
-    assert not carried_the_read(None, after)
-    assert not carried_the_read(before, parse_stats(stats(5, maps=9)))  # counting is on: mappings alone prove nothing
-    assert parse_stats("").reads is None

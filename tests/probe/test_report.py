@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB, KIB, MIB
-from outcore.machine import Drive, Gpu, Machine, drive_of
+from outcore.machine import Drive, Machine
 from outcore.probe.bench.compute import ComputeRates
-from outcore.probe.bench.drive import DriveResult, drive_rate
+from outcore.probe.bench.drive import DriveResult
 from outcore.probe.bench.lanes import StagingTest
 from outcore.probe.bench.latency import SIZES_BYTES, LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
@@ -21,7 +21,6 @@ from outcore.probe.gds.facts import GdsFacts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import PathVerdict, judge
 from outcore.probe.report.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
-from outcore.probe.report.plot import save_plot
 from outcore.probe.report.recommend import recommend
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
@@ -108,12 +107,6 @@ def test_recommended_settings_and_their_reasons() -> None:
     assert set(found.why) == {f"{s}.{k}" for s, values in found.changes().items() for k in values}
 
 
-def test_a_deep_queue_is_split_into_threads() -> None:
-    drive = DriveResult("/x", True, [cell("drive_mixed", 6.0, MIB, 32)])
-    aio = recommend(judge(GdsFacts()), drive, None, {}, "/x").aio
-    assert aio["intra_op_parallelism"] * aio["queue_depth"] >= 32 and aio["intra_op_parallelism"] == 8
-
-
 @pytest.mark.parametrize(("path", "rates", "chosen"), [
     ("gds-nvfs", {"gds": 6.9}, "gds"),
     ("gds-nvfs", {"gds": 6.5}, "staged"),  # no 5 % faster than 6.4
@@ -133,11 +126,6 @@ def test_less_memory_than_asked_is_written_down() -> None:
     assert found.outcore["nvme_path"] == "/fast"
     assert found.aio == {}
     assert recommend(judge(GdsFacts()), None, None, {}, None).changes() == {}
-
-
-def test_what_was_not_measured_is_not_recommended() -> None:
-    unmeasured = staging_test(up_gb_per_s=0.0, slot_bytes=0, num_slots=0)
-    assert "transfer_path" not in recommend(judge(GdsFacts()), drive_result(), unmeasured, {}, None).outcore
 
 
 def nvme(**changes: Any) -> Drive:
@@ -241,25 +229,6 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
     assert build_report(launched)["compute"] is None, "compute was not measured"
 
 
-def test_the_profile_says_what_each_drive_does(tmp_path: Path) -> None:
-    result = dataclasses.replace(drive_result(), target=str(tmp_path), iops_4k=512_345.6)
-    profile = Machine.from_json(measured_machine(findings(drives=[result])).to_json())
-    (drive,) = [drive for drive in profile.drives if drive.read_gb_per_s is not None]
-    assert drive.mount_point == drive_of(tmp_path).mount_point and drive.iops_4k == 512_346
-    assert (drive.read_gb_per_s, drive.write_gb_per_s) == (6.6, drive_rate(result, "drive_write"))
-
-
-def test_pictures(tmp_path: Path) -> None:
-    full, empty = tmp_path / "full.png", tmp_path / "sub" / "empty.png"
-    save_plot(findings(), full)
-    bare = Measured(laptop(gpus=()), judge(GdsFacts()), [], "quick")
-    bare.measurements = [cell("ram", 20.0, depth=1), cell("ram", 30.0, depth=2)]
-    save_plot(bare, empty)
-    for path in (full, empty):
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert path.stat().st_size > 10_000
-
-
 def test_the_text() -> None:
     found = findings(warnings=["a warning"], skipped=["links between GPUs: one GPU"])
     text = render(found, width=100)
@@ -275,8 +244,3 @@ def test_the_text() -> None:
     assert "rate changed meanwhile" in render(findings(staging=staging_test(up_overlap=1.3)), width=100)
     bare = render(Measured(laptop(gpus=()), judge(GdsFacts()), ladder_rows(GdsFacts()), "quick"))
     assert "no drive could be measured" in bare and "no drive was measured" in bare
-
-
-def test_a_gpu_that_is_not_there_is_named_by_the_profile_only() -> None:
-    gpu = Gpu(index=0, name="NVIDIA H200", vram_bytes=GIB)
-    assert "H200" in json.dumps(build_report(findings(machine=laptop(gpus=(gpu,))))["machine"])

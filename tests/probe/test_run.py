@@ -57,7 +57,6 @@ def test_a_run_from_end_to_end(tmp_path: Path, capsys: Any) -> None:
     report = json.loads(done.out)
     assert check_report(report) == []
     assert json.loads((logs / "gds_report.json").read_text()) == report
-    assert (logs / "gds_report.png").read_bytes()[:4] == b"\x89PNG"
     assert Machine.load(logs / "machine_profile.json").links is not None
     assert list(drive.iterdir()) == []
     assert report["links"]["drive_read_gb_per_s"] > 0

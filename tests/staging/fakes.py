@@ -33,9 +33,6 @@ class LateEvent:
         if self.error is not None:
             raise self.error
 
-    def copy_s(self) -> float:
-        return 1e-3
-
 
 class LateStreams:
     """Each stream runs its copies in order on a thread, some time after they were queued, like a GPU does.

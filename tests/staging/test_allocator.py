@@ -47,17 +47,6 @@ def test_any_mix_of_takes_and_returns_keeps_extents_apart_and_merges_at_the_end(
     assert allocator.free_extents == (PoolExtent(0, CAPACITY_BYTES),)
 
 
-def test_best_fit_leaves_the_big_extent_whole() -> None:
-    allocator = ExtentAllocator(CAPACITY_BYTES)
-    first = allocator.take(4 * 4096)
-    fence = allocator.take(4096)
-    assert first is not None and fence is not None
-    allocator.give_back(first)
-    small = allocator.take(3 * 4096)
-    assert small is not None and small.start_bytes == 0
-    assert allocator.largest_free_bytes == CAPACITY_BYTES - 5 * 4096
-
-
 def test_double_and_foreign_returns_and_bad_sizes_are_refused() -> None:
     allocator = ExtentAllocator(CAPACITY_BYTES)
     extent = allocator.take(1)

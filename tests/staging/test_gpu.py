@@ -135,7 +135,6 @@ def test_random_ranges_come_up_and_go_down_unchanged(pool, engine, tmp_path: Pat
             transfer.wait()
         for offset, copy in zip(offsets, copies):
             assert torch.equal(copy.cpu(), content[offset : offset + copy.numel()])
-        assert up.stats().copy_busy_s > 0 and down.stats().copy_busy_s > 0
     written = content_of(tmp_path / "g")
     for offset, n_bytes, place in zip(offsets, sizes, places):
         assert torch.equal(written[place : place + n_bytes], content[offset : offset + n_bytes])
@@ -218,7 +217,6 @@ def test_ram_homes_in_both_directions(pool, kind: str) -> None:
         copy = out.clone()
         torch.cuda.synchronize()
         assert torch.equal(copy.cpu(), source)
-        assert (up.stats().chunks == 0) == (kind != "pageable")
         transfer = down.submit_host(copy.add_(1), home)
         transfer.wait()
         assert torch.equal(home, source + 1)

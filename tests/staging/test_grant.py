@@ -29,13 +29,6 @@ def probe(runtime: FakeRuntime, pinned_bytes: int, combined_bytes: int = 0) -> d
 # ---------------------------------------------------------------------- the child
 
 
-def test_the_probe_gets_all_of_it_when_all_is_granted() -> None:
-    found = probe(FakeRuntime(16 * MIB), 5 * MIB + 4096, 2 * MIB)
-    assert found["granted_bytes"] == 7 * MIB + 4096
-    assert found["pinned_bytes"] == found["largest_piece_bytes"] == 5 * MIB + 4096
-    assert found["write_combined_bytes"] == 2 * MIB and found["reason"] == found["write_combined_reason"] == ""
-
-
 def test_the_probe_stops_at_the_first_refusal_and_scales_both_parts() -> None:
     found = probe(FakeRuntime(3 * MIB + 5), 6 * MIB, 2 * MIB)
     assert found["granted_bytes"] == 3 * MIB and "out of memory" in found["reason"]
@@ -117,12 +110,6 @@ def test_a_child_that_is_killed_still_tells_what_had_been_granted() -> None:
     grant = pinned_grant.probe_pinned_memory(CUDA0, 6 * MIB, 2 * MIB, command=child(code))
     assert grant.total_bytes == grant.pinned_bytes == 8 * MIB
     assert "ended early (exit status -9)" in grant.reasons[0] and "it was not tried" in grant.reasons[1]
-
-
-def test_nothing_granted_leaves_pageable_memory() -> None:
-    code = f"print('noise'); print({STEP % (0, 'no')!r}); print('[]')"
-    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0, command=child(code))
-    assert grant.total_bytes == 0 and grant.pageable_bytes == 8 * MIB and "pins only 0 B" in grant.reasons[0]
 
 
 @pytest.mark.parametrize(("command", "said"), [

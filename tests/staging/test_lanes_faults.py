@@ -46,7 +46,6 @@ def test_an_io_error_arrives_where_the_data_is_awaited_and_the_lane_goes_on(pool
                 assert transfer.wait(60) == 100_000
                 if isinstance(lane, UploadLane):
                     assert torch.equal(device, content[600_000 + i : 700_000 + i])
-            assert lane.stats().failed == 1 and lane.stats().transfers == 4
             lane.close()
     engine.close()
 
@@ -91,7 +90,6 @@ def test_every_wait_ends_and_says_what_it_waited_for(pool, tmp_path: Path) -> No
         refused(LaneClosed, "is closed", lambda: up.submit(file, 0, out))
         engine.hold.set()
         assert transfer.wait(60) == 3 * SLOT_BYTES and "done" in repr(transfer)
-        assert up.stats().host_wait_s >= 0.06
         up.close(timeout_s=60)
         up.close()
     engine.close()
@@ -132,7 +130,7 @@ def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> 
     out = torch.zeros(100, dtype=torch.uint8)
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
         up = UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES))
-        up.clock.starved = None  # type: ignore[assignment,method-assign]
+        up.clock.io_under_way = None  # type: ignore[assignment]
         refused(RuntimeError, "was lost, its lane broke", lambda: up.submit(file, 0, out).wait(60))
         refused(RuntimeError, "broken", lambda: up.submit(file, 0, out))
         refused(RuntimeError, "slots stay leased", up.close)
@@ -230,7 +228,6 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
             (lambda: up.submit(file, 0, out, after="never"), "AT_ONCE"),
         ):
             refused(ValueError, message, call)
-        assert up.stats().transfers == 0
         with (
             UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES)) as ram_only,
             pytest.raises(ValueError, match="without a storage"),

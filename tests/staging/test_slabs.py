@@ -87,15 +87,6 @@ def test_a_refused_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) ->
     refused(MemoryError, "refused to map", lambda: MappedSlab(1 << 60, None))
 
 
-@pytest.mark.parametrize("touch", [True, False])
-@pytest.mark.parametrize("size_bytes", [4096, 20 * MIB + 4096])
-def test_mapped_memory_reads_as_zeros_and_is_writable_to_the_last_byte(size_bytes: int, touch: bool) -> None:
-    slab = MappedSlab(size_bytes, None, touch=touch)
-    assert len(slab.tensor) == size_bytes and not slab.tensor.any()
-    slab.tensor.fill_(7)
-    assert int(slab.tensor.sum(dtype=torch.int64)) == 7 * size_bytes
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory as Linux counts it")
 def test_memory_is_real_at_once_unless_its_first_writer_makes_it_so() -> None:
     def resident_bytes() -> int:
@@ -235,9 +226,6 @@ def test_cuda_copies_wait_for_after_and_are_bracketed_by_events(monkeypatch: pyt
         def synchronize(self) -> None:
             log.append(f"synchronize {self.name}")
 
-        def elapsed_time(self, end: Event) -> float:
-            return 250.0
-
     stream = SimpleNamespace(wait_event=lambda event: log.append("wait after"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -251,6 +239,6 @@ def test_cuda_copies_wait_for_after_and_are_bracketed_by_events(monkeypatch: pyt
     streams.hold(None, copy)
     streams.hold("mine", copy)  # type: ignore[arg-type]
     assert log[4:] == ["synchronize end", "current waits for end", "mine waits for end"]
-    assert copy.copy_s() == 0.25 and not copy.is_over and not streams.is_pinned(target)
+    assert not copy.is_over and not streams.is_pinned(target)
     streams.copy(0, target, source, None)
     assert "wait after" not in log[7:]

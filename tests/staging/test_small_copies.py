@@ -18,10 +18,6 @@ def check(device: torch.device) -> None:
         assert found.device == device and found.dtype == values.dtype and torch.equal(found.cpu(), values)
 
 
-def test_values_arrive_on_a_cpu():
-    check(torch.device("cpu"))
-
-
 @pytest.mark.gpu
 def test_values_arrive_on_a_gpu_though_the_ring_is_used_again():
     device = torch.device("cuda", 0)

@@ -31,9 +31,3 @@ def test_every_stretch_has_its_share(sizes, share):
         for stop in range(start + 1, len(sizes) + 1):
             fair = Fraction(ram_bytes, max(total, 1)) * sum(sizes[start:stop])
             assert abs(so_far[stop] - so_far[start] - fair) <= 2 * largest
-
-
-@given(SIZES)
-def test_no_budget_means_all_of_it(sizes):
-    assert spread(sizes, None) == spread(sizes, sum(sizes)) == [True] * len(sizes)
-    assert spread(sizes, 0) == [False] * len(sizes)

@@ -25,7 +25,7 @@ from outcore.storage import (
     gather,
     open_engine,
 )
-from tests.refused import failing, refused
+from tests.refused import refused
 from tests.storage.store_cases import WAIT_S, Gate
 from tests.waiting import until
 
@@ -131,15 +131,6 @@ def test_a_failed_piece_fails_the_transfer_after_all_pieces_are_back(file: Block
         assert len(running) == 2  # the other fourteen pieces were not started
         monkeypatch.undo()
         engine.submit_write(file, 0, aligned_bytes(MIB)).wait(WAIT_S)  # the engine goes on
-
-
-def test_a_non_storage_error_on_a_worker_arrives_too(file: BlockFile, monkeypatch: pytest.MonkeyPatch):
-    with PosixEngine(1) as engine:
-        monkeypatch.setattr(file, "read_into", failing(MemoryError("no bounce buffer")))
-        with pytest.raises(MemoryError):
-            engine.submit_read(file, 0, bytearray(10)).wait(WAIT_S)
-        monkeypatch.undo()
-        engine.submit_read(file, 0, bytearray(10)).wait(WAIT_S)
 
 
 def test_a_file_closed_with_requests_queued_fails_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

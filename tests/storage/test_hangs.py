@@ -1,7 +1,6 @@
 """A drive that hangs: every wait ends, says what is under way and where, and leaves files and buffers to the drive."""
 
 import gc
-import math
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, Te
 from outcore.storage.engines import request_queue
 from outcore.storage.store import traffic as store_traffic
 from tests.refused import refused
-from tests.storage.faulty import FaultyEngine
 from tests.waiting import until
 
 WAIT_S = 30.0
@@ -75,7 +73,7 @@ def test_closing_a_store_ends_and_leaves_it_to_the_drive(tmp_path: Path) -> None
             assert f"of {store.extent('moments')[0].path}" in str(caught.value)
         assert not any(file.closed for file in store._files) and len(list(tmp_path.rglob("tensors.bin"))) == 2
         refused(RuntimeError, "closed", lambda: store.submit_read("moments", buffer))
-        refused(StorageError, "in use", lambda: TensorStore.open([tmp_path / "a", tmp_path / "b"], engine=engine))
+        refused(StorageError, "in use", lambda: TensorStore.create([tmp_path / "a", tmp_path / "b"], SPECS))
         hanging.go_on.set()
         reads.wait(WAIT_S)
     assert not buffer.any()
@@ -83,22 +81,6 @@ def test_closing_a_store_ends_and_leaves_it_to_the_drive(tmp_path: Path) -> None
     assert all(file.closed for file in store._files) and not list(tmp_path.rglob("tensors.bin"))
     store.close()
     engine.close()
-
-
-def test_a_commit_that_waits_in_vain_lets_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = FaultyEngine(PosixEngine(2))
-    with TensorStore.create([tmp_path], SPECS, engine=drive) as store:
-        monkeypatch.setattr(store_traffic.StoreTraffic.hold_writes, "__defaults__", (LIMIT_S,))
-        drive.delay(math.inf, "write", times=1)
-        moments = torch.ones(64 * KIB, dtype=torch.uint8)
-        late = store.submit_write("moments", moments)
-        refused(TimeoutError, r"commit\(\).*write of 'moments' at offset", store.commit)
-        assert store.generation == 0
-        store.submit_write("weights", torch.ones(4 * MIB, dtype=torch.uint8)).wait(WAIT_S)
-        drive.let_go()
-        late.wait(WAIT_S)
-        assert store.commit() == 1
-    drive.close()
 
 
 def test_a_full_queue_of_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck) -> None:

@@ -11,10 +11,10 @@ from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream import StreamSettings
 from outcore.machine import LinkRates
-from outcore.model import LoraSettings, ModelSettings, preset_shape
+from outcore.model import ModelSettings, preset_shape
 from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.run import forecast as forecast_module
-from outcore.plan.run.forecast import run_hardware, run_shape
+from outcore.plan.run.forecast import run_hardware
 from outcore.train.run import main
 from outcore.train.run.space import kept_on_drive
 from tests.engine.even_model import EvenModel
@@ -85,13 +85,6 @@ def test_plan_flag_prints_and_makes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(forecast_module, "run_shape", lambda *a, **k: 1 / 0)
     assert main(flags) == 2
     assert "no forecast for this run" in capsys.readouterr().err
-
-
-def test_lora_and_own_models():
-    settings = ModelSettings(preset="tiny", seq_length=64, lora=LoraSettings(r=4, alpha=8.0))
-    assert run_shape(settings, None).adapter_params > 0
-    with pytest.raises(ValueError, match="only its own builder knows"):
-        run_shape(ModelSettings(model_module="mine.py:build", seq_length=64), None)
 
 
 def _profile(path: Path, **changes: Any) -> Path:

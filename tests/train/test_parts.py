@@ -19,7 +19,7 @@ from outcore.common.ports import free_port
 from outcore.config import ConfigError, TrainConfig, understand
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, prepare_environment
 from outcore.machine.host import CpuInfo
-from outcore.runs import RunFolder, default_name, take_run
+from outcore.runs import RunFolder, take_run
 from outcore.train.configure.rooms import choose_device, schedule_of
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.memory_advice import explain, ram_advice
@@ -81,15 +81,6 @@ def _checkpoint(tmp_path: Path, run: str, step: int) -> Path:
         return {}
 
     return save_checkpoint(tmp_path / "checkpoint_dir" / run, step, write, needed_bytes=1, keep=3)
-
-
-@pytest.mark.parametrize(("settings", "name"), [
-    ({}, "tiny-embedded"), ({"preset": "llama-1b", "dataset": ("/data/my texts/notes.jsonl",)}, "llama-1b-notes"),
-    ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": ("C:\\x\\y.txt:0.5",)}, "Qwen3-4B-y"),
-    ({"model_module": "my.py:build", "lora_r": 4}, "my-embedded-lora"),
-])  # fmt: skip
-def test_default_names(settings: dict, name: str) -> None:
-    assert default_name(TrainConfig(**settings)) == name
 
 
 def _take(config: TrainConfig, say: Callable[[str], None] = print) -> tuple[RunFolder, Checkpoint | None]:

@@ -76,16 +76,6 @@ def test_auto_streams_and_an_asked_engine_is_kept(stage):
     assert engine_of(file={"fp16": {"loss_scale": 128}}, precision="fp16").name == "deepspeed"
 
 
-def test_everything_fits_in_ram():
-    plan = plan_of()
-    s = plan.told
-    assert s.nvme_paths == () and s.state_ram_bytes is None and s.weight_ram_bytes is None
-    assert s.states == "split" and s.betas == (0.8, 0.9) and s.eps == 1e-7 and s.weight_decay == 0.5
-    assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.row_tokens == 32 and s.activations == "auto"
-    assert any("all of it in RAM" in note and "40.00 GiB available" in note for note in plan.notes)
-    assert plan_of(precision="fp32").told.states == "fp32"
-
-
 def test_a_momentum_alone_is_counted_where_muon_updates():
     """10.8 GB of 14: 800 M parameters have no second moment."""
     muon, sizes = TrainConfig(optimizer="muon"), replace(SIZES, ram_available_bytes=12 * 10**9)

@@ -57,8 +57,8 @@ def model_folder(name: str | Path) -> Path:
 
 
 def configured(name: str) -> str:
-    """Place of the configuration of the model called `name`: its `model_folder`, of checkpoints the newest's, of a LoRA
-    adapter what it names as its base; `name` itself where there is no such folder."""
+    """Folder with the configuration of the model called `name`: its `model_folder`, of checkpoints the newest's, of a
+    LoRA adapter what it names as its base; `name` itself where there is no such folder."""
     folder = model_folder(name)
     if not folder.is_dir():
         return name

@@ -72,7 +72,7 @@ def _hash(places: list[_Place], *, whole: bool) -> str:
 
 
 def _pieces(n_bytes: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """(start, end) within a tensor of so many pieces; of all of it where it has no more bytes than these."""
+    """(start, end) of the stretches to sample in a tensor; the whole of a tensor that is no larger than these."""
     if n_bytes <= pieces * PIECE_BYTES:
         yield from ((start, min(start + READ_BYTES, n_bytes)) for start in range(0, n_bytes, READ_BYTES))
         return

@@ -1,7 +1,7 @@
 """Flags of the `outcore` commands, without torch: a mistyped one is refused before seconds of imports."""
 
 from outcore.config.commands.check import check_flags
-from outcore.config.commands.evaluating import DATABASE, evaluate_flags, evaluations_flags, lists_tasks
+from outcore.config.commands.evaluating import HISTORY, evaluate_flags, evaluations_flags, lists_tasks
 from outcore.config.commands.files import (
     GGUF_KINDS,
     data_flags,

@@ -9,7 +9,7 @@ from pathlib import Path
 from outcore.config.commands.parser import CommandParser
 from outcore.config.commands.running import MODEL_COMMON, add_model_flags
 
-DATABASE = Path("logs/evaluations.db")
+HISTORY = Path("logs/evaluations")
 BY_ID = "its id, or the beginning of it"
 AS_JSON = "as JSON"
 
@@ -35,7 +35,7 @@ def evaluate_flags() -> argparse.ArgumentParser:
     group.add_argument("--offline", action="store_true", help="use only data sets that lie in the hub's cache")
     group.add_argument("--list_tasks", nargs="?", const="", metavar="PART", help="list names of tasks and end")
     group = found.add_argument_group("how it is kept and told")
-    group.add_argument("--database", type=Path, default=DATABASE, help="the history (default: logs/evaluations.db)")
+    group.add_argument("--history", type=Path, default=HISTORY, help="the history (default: logs/evaluations)")
     group.add_argument("--new", action="store_true", help="begin anew, though an unfinished one could be gone on with")
     group.add_argument("--note_tokens", type=int, help="tokens of questions asked before their answers are noted")
     group.add_argument("--json", action="store_true", help="events as JSON lines on stdout, the record as the last one")
@@ -55,7 +55,7 @@ def evaluations_flags() -> argparse.ArgumentParser:
 
     def add(name: str, words: str) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=words, description=words)
-        verb.add_argument("--database", type=Path, default=DATABASE, help="the history")
+        verb.add_argument("--history", type=Path, default=HISTORY, help="the history")
         return verb
 
     add("list", "all evaluations, newest first").add_argument("--json", action="store_true", help=AS_JSON)
@@ -74,7 +74,6 @@ def evaluations_flags() -> argparse.ArgumentParser:
     form.add_argument("--csv", action="store_true", help="a line for each score")
     export.add_argument("--output", type=Path, help="file to write (default: stdout)")
     add("delete", "forget an evaluation").add_argument("id", help=BY_ID)
-    add("rebuild", "put a damaged database aside and make it again from the results beside it")
     return found
 
 

@@ -12,13 +12,13 @@ from outcore.sizing.inference import PRESETS
 KV_HOMES = ("auto", "vram", "ram", "nvme")
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0: the likeliest token each time (default: as the model's makers say, else 1)"),
-    ("top_k", int, "draw among so many likeliest tokens"),
+    ("top_k", int, "draw among the N likeliest tokens"),
     ("top_p", float, "draw among the fewest tokens that reach this probability"),
     ("min_p", float, "draw among tokens at least this share as likely as the likeliest"),
     ("presence_penalty", float, "taken from the logit of each token said already"),
     ("frequency_penalty", float, "taken from it for each time"),
     ("repetition_penalty", float, "divides positive logits of tokens seen already"),
-    ("max_tokens", int, "the answer ends after so many tokens"),
+    ("max_tokens", int, "the answer ends after N tokens"),
     ("seed", int, "key of the generator: same seed, same text"),
 )
 """Name, type and help of each flag about sampling."""

@@ -73,12 +73,12 @@ class EngineFields:
     tile_bytes: int | None = setting(None, above=0)
     """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
     resident_gib: float | None = setting(None, least=0)
-    """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
+    """Engine stream: of the GPU's idle memory at most this many GiB for layers that stay there with their optimizer
     states, which the GPU then updates; 0: none stays. Default: all of it, where that makes steps shorter."""
     ahead_gib: float | None = setting(None, least=0)
-    """Engine stream with clipping: at most so many GiB of RAM, up to 12 B a parameter with state_format split, in which
-    updates that begin before the global norm is known put their states: they are taken back should the step clip after
-    all. Shorter steps where few clip (docs/residency.md). 0: all updates wait for the norm. Default: half of the RAM
+    """Engine stream with clipping: GiB of RAM for optimistic updates. These begin before the global norm is known, put
+    their states beside the old ones, up to 12 B a parameter with state_format split, and are undone when the step
+    clips. Shorter steps where few clip (docs/residency.md). 0: all updates wait for the norm. Default: half of the RAM
     that a run on a GPU leaves idle, used where steps wait for updates."""
     deepspeed_config: str = setting("deepspeed_config.json", common=True)
     """The DeepSpeed configuration file."""

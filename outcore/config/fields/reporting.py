@@ -15,17 +15,17 @@ class ReportingFields:
     run_name: str | None = setting(None, common=True, aliases=("name",))
     """Name of the run's folders. Default: <model>-<data>, with a number when that run exists."""
     eval_steps: int | None = setting(None, least=0)
-    """Evaluate every so many steps; 0 only at the end. Default: a fifth of the run."""
+    """Evaluate every N steps; 0 only at the end. Default: a fifth of the run."""
     sample_steps: int | None = setting(None, least=0)
-    """Write a sample every so many steps; 0 only at the end. Default: as eval_steps."""
+    """Write a sample every N steps; 0 only at the end. Default: as eval_steps."""
     sample_prompt: str | None = None
     """Prompt of the samples. Default: "def "."""
     sample_tokens: int = setting(48, least=0)
     """Tokens of a sample; 0: no samples."""
     logging_steps: int = setting(1, above=0)
-    """Print a line every so many steps; metrics.jsonl has every step."""
+    """Print a line every N steps; metrics.jsonl has every step."""
     save_steps: int | None = setting(None, least=0, common=True)
-    """Save a checkpoint every so many steps; 0 only at the end. Default: a fifth of the run."""
+    """Save a checkpoint every N steps; 0 only at the end. Default: a fifth of the run."""
     save_strategy: Literal["steps", "epoch", "no"] = "steps"
     """epoch: save after each pass over the data. no: never write a checkpoint, not even at the end or when stopped."""
     eval_strategy: Literal["steps", "epoch", "no"] = setting("steps", aliases=("evaluation_strategy",))
@@ -39,7 +39,7 @@ class ReportingFields:
     )
     """What is compared, lower being better: eval_loss, eval_perplexity, or the training loss at each evaluation."""
     early_stopping_patience: int | None = setting(None, above=0, common=True)
-    """Stop after so many evaluations in a row that were no better than the best before; implies
+    """Stop after N evaluations in a row that were no better than the best before; implies
     load_best_model_at_end."""
     early_stopping_threshold: float = setting(0.0, least=0)
     """Amount by which an evaluation must be better than the best before for the run to go on; a better one by less is

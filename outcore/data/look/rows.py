@@ -25,7 +25,7 @@ class Look:
 
 
 def look_at(settings: DataSettings, tokenizer: Any, num_rows: int, say: Callable[[str], None]) -> Look:
-    """Read the data and pick rows, one of each shape first. DataError for what cannot be read."""
+    """Read the data and pick rows, one of each shape first. Raises DataError where they cannot be read."""
     data = prepare_data(settings, tokenizer, say=say)
     rows = [
         (heading, token_ids(tokens), carries_loss(tokens) & (np.arange(len(tokens)) > 0))

@@ -12,7 +12,7 @@ from outcore.data.basis import DataError
 
 
 class Where(NamedTuple):
-    """Place of a row: 'data/x.jsonl, line 12'."""
+    """Location of a row: 'data/x.jsonl, line 12'."""
 
     path: str
     unit: str = "line"

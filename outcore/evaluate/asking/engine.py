@@ -15,9 +15,9 @@ from outcore.infer.opening import OpenedModel
 from outcore.infer.requests import sampling_of
 
 AHEAD = 3
-"""Requests under way at most: so many times the answers written at once."""
+"""Most requests that run at a time, as a multiple of the answers that the engine writes at once."""
 LOOK_EVERY_S = 0.2
-"""How often it is looked whether the asker has been cancelled and the server's engine lives."""
+"""Seconds between two looks at whether the job was cancelled and the server's engine still works."""
 
 
 class EngineAnswerer:

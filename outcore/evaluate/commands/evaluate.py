@@ -10,7 +10,7 @@ from typing import Any
 
 from outcore.common.classes import same_named
 from outcore.common.output import say, tell_error
-from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
+from outcore.config.commands import HISTORY, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.commands.remote import evaluate_remotely
 from outcore.evaluate.commands.say import say_event, table_of
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
-    """EvaluationError for what cannot be."""
+    """Settings from the command line. Raises EvaluationError for an impossible value."""
     try:
         gen_kwargs = json.loads(args.gen_kwargs)
     except ValueError:
@@ -56,7 +56,7 @@ def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
 
 
 def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
-    history = History(args.database)
+    history = History(args.history)
     history.check_writable()
     if args.parity and args.compile == "auto":
         args.compile = "off"  # the operations that the other backend runs; fused ones keep more digits between them
@@ -68,7 +68,7 @@ def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
     try:
         subject = subject_of(opened, args.model)
         record = unfinished_or_new(history, subject, settings, resume=not args.new)
-        say(f"evaluation {record['id']} in {args.database}")
+        say(f"evaluation {record['id']} in {args.history}")
         job = Job(history, record, subject, _listener(args), tasks)
         reference = None
         if args.parity:
@@ -119,11 +119,11 @@ def _show(args: argparse.Namespace, record: dict[str, Any]) -> None:
 def _list_tasks(argv: list[str]) -> int:
     found = argparse.ArgumentParser(prog="outcore evaluate")
     found.add_argument("--list_tasks", nargs="?", const="", default="")
-    found.add_argument("--database", type=Path, default=DATABASE)
+    found.add_argument("--history", type=Path, default=HISTORY)
     args, _ = found.parse_known_args(argv)
     try:
         check_harness()
-        names = TaskNames(args.database.with_suffix("") / "task_names.json")
+        names = TaskNames(args.history / "task_names.json")
         names.wait()
         known = names.find(args.list_tasks, 1_000_000)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`outcore evaluations`: what was evaluated: list, show, diff, export, delete, rebuild."""
+"""`outcore evaluations`: what was evaluated: list, show, diff, export, delete."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from outcore.evaluate.jobs import JOURNAL
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args = evaluations_flags().parse_args(argv)
-    history = History(args.database)
+    history = History(args.history)
     try:
         return VERBS[args.verb](args, history)
     except KeyError as error:
-        missing = f"there is no evaluation {error.args[0]!r} in {args.database}."
+        missing = f"there is no evaluation {error.args[0]!r} in {args.history}."
         return tell_error("evaluations", ValueError(missing))
     except BrokenPipeError:
         return 0
@@ -39,7 +39,7 @@ def _list(args: argparse.Namespace, history: History) -> int:
         (record["id"], when(record["created_at"]), record["status"], record["model"], _first_score(record))
         for record in records
     ]
-    print(as_table(rows, ("id", "when", "status", "model", "scores")) if rows else f"none in {args.database}")
+    print(as_table(rows, ("id", "when", "status", "model", "scores")) if rows else f"none in {args.history}")
     return 0
 
 
@@ -104,13 +104,6 @@ def _delete(args: argparse.Namespace, history: History) -> int:
     return 0
 
 
-def _rebuild(args: argparse.Namespace, history: History) -> int:
-    count, aside = history.rebuild()
-    where = "" if aside is None else f"; the old file is {aside}"
-    print(f"{args.database}: {count} results taken in{where}")
-    return 0
-
-
 def _shown(history: History, record: dict[str, Any]) -> dict[str, Any]:
     """With "interrupted" for one that nobody works on any more."""
     is_open = record["status"] in ("queued", "running")
@@ -125,4 +118,4 @@ def _first_score(record: dict[str, Any]) -> str:
     return ", ".join(words) + (f" and {len(scores) - 2} more" if len(scores) > 2 else "") or ", ".join(record["tasks"])
 
 
-VERBS = {"list": _list, "show": _show, "diff": _diff, "export": _export, "delete": _delete, "rebuild": _rebuild}
+VERBS = {"list": _list, "show": _show, "diff": _diff, "export": _export, "delete": _delete}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 
-TIMEOUT_S = 60.0
+TIMEOUT_S, LOOK_EVERY_S = 60.0, 0.5
+MOST_FAILURES = 3
+UNFINISHED = ("queued", "running")
 Record = dict[str, Any]
 
 
@@ -22,9 +25,7 @@ def evaluate_remotely(
     given = {name: value for name, value in settings.as_json().items() if value not in (None, {})}
     record = _asked(base, key, given | {"resume": resume})
     mine = f"{base}/{record['id']}"
-    for event in _events(f"{mine}/events", key):
-        listener(event)
-    record = _asked(mine, key)
+    record = _watched(mine, key, listener)
     if record["status"] == "failed":
         raise EvaluationError(f"the server says: {record['error']}")
     return record
@@ -53,22 +54,22 @@ def _asked(url: str, key: str, body: Record | None = None) -> Record:
         return json.loads(reply.read())
 
 
-def _events(url: str, key: str) -> Iterator[Record]:
-    last, failures = 0, 0
+def _watched(url: str, key: str, listener: Callable[[Record], None]) -> Record:
+    """The record once the evaluation has ended; the listener hears of each change before."""
+    told, failures = None, 0
     while True:
         try:
-            with _open(f"{url}?after={last}", key) as reply:
-                for line in reply:
-                    text = line.decode().strip()
-                    if text == "data: [DONE]":
-                        return
-                    if text.startswith("data: "):
-                        event = json.loads(text.removeprefix("data: "))
-                        last, failures = event["n"], 0
-                        yield event
-        except OSError as error:
+            record = _asked(url, key)
+        except RuntimeError as error:
             failures += 1
-            if failures > 3:
-                raise RuntimeError(
-                    f"the server went away ({error}); the evaluation goes on when it is back."
-                ) from error
+            if failures > MOST_FAILURES:
+                raise RuntimeError(f"{error} The evaluation goes on when the server is back.") from error
+        else:
+            failures = 0
+            if record["progress"] != told:
+                told = record["progress"]
+                listener({"time": time.time(), "event": "progress", **told})
+            if record["status"] not in UNFINISHED:
+                listener({"time": time.time(), "event": record["status"], **record["progress"]})
+                return record
+        time.sleep(LOOK_EVERY_S)

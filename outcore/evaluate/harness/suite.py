@@ -137,5 +137,5 @@ def _plain(value: Any) -> Any:
 
 
 def _quiet(items: Any, *_: Any, **__: Any) -> Any:
-    """Items without a bar on the terminal; progress is told in events."""
+    """Items without a bar on the terminal; progress is told elsewhere."""
     return items

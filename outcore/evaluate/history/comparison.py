@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outcore.evaluate.history.database import History
+from outcore.evaluate.history.history import History
 
 Record = Mapping[str, Any]
 

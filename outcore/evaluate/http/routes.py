@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,25 +26,23 @@ from outcore.common.journal import is_held
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
 from outcore.evaluate.jobs import (
-    EVENTS,
     IDLE,
     JOURNAL,
+    PROGRESS,
     Job,
     Subject,
     launch_of,
     progress_of,
-    read_events,
     subject_of,
     unfinished_or_new,
 )
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from outcore.evaluate.tasks import TaskNames, check_harness
 from outcore.infer.opening import model_hash
-from outcore.serve.additions import ApiError, ClosedEvents, Service, bad, check_folder, read_body
+from outcore.serve.additions import ApiError, Service, bad, check_folder, read_body
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 1 << 20
-LOOK_EVERY_S = 0.3
 UNFINISHED = ("queued", "running")
 Record = dict[str, Any]
 
@@ -52,8 +50,8 @@ Record = dict[str, Any]
 class Evaluations:
     """Evaluations over HTTP. `service_of` gives the service that is loaded now, or None."""
 
-    def __init__(self, service_of: Callable[[], Service | None], database: Path = Path("logs/evaluations.db")) -> None:
-        self.history = History(database)
+    def __init__(self, service_of: Callable[[], Service | None], history: Path) -> None:
+        self.history = History(history)
         self.names = TaskNames(self.history.folder / "task_names.json")
         self._service_of = service_of
         self._worker = ThreadPoolExecutor(1, "evaluation")
@@ -166,7 +164,7 @@ class Evaluations:
             raise bad("offset must be at least 0, limit from 1 to 1000.", "limit")
         found = self._found(name)["id"]
         data = self.history.samples(found, task, offset, limit)
-        return {"object": "list", "data": data, "total": self.history.num_samples(found, task)}
+        return {"object": "list", "data": data, "total": len(self.history.samples(found, task))}
 
     def export(self, name: str, format: str = "json") -> Response:
         """An evaluation as a file to keep."""
@@ -181,22 +179,6 @@ class Evaluations:
         headers = {"Content-Disposition": f'attachment; filename="{record["id"]}.{format}"'}
         return Response(text, media_type=media, headers=headers)
 
-    async def events(self, name: str, after: int) -> AsyncGenerator[dict[str, str], None]:
-        """Events so far, then as they come; ends with the evaluation."""
-        record = await asyncio.to_thread(self._found, name)
-        path, last = self.history.folder_of(record["id"]) / EVENTS, after
-        while True:
-            # Asked before reading: what it told last is in the file then.
-            is_under_way = record["id"] in self._jobs or is_held(path.with_name(JOURNAL))
-            found = await asyncio.to_thread(read_events, path, last)
-            for event in found:
-                last = event["n"]
-                yield {"data": json.dumps(event)}
-            if not is_under_way:
-                break
-            await asyncio.sleep(LOOK_EVERY_S)
-        yield {"data": "[DONE]"}
-
     # --- parts
 
     def _shown(self, record: Record) -> Record:
@@ -207,10 +189,10 @@ class Evaluations:
         if record["status"] in UNFINISHED and not is_under_way:
             with suppress(KeyError):  # removed
                 found = self.history.get(record["id"])
-        if entry is not None and entry[0].events is not None:
-            found["progress"] = dict(entry[0].events.progress)
+        if entry is not None and entry[0].progress is not None:
+            found["progress"] = dict(entry[0].progress.figures)
         else:
-            found["progress"] = progress_of(folder / EVENTS) if found["status"] != "queued" else dict(IDLE)
+            found["progress"] = progress_of(folder / PROGRESS) if found["status"] != "queued" else dict(IDLE)
         if found["status"] in UNFINISHED and entry is None:
             found["status"] = "running" if is_under_way else "interrupted"
         elif entry is not None and found["status"] not in UNFINISHED:
@@ -277,7 +259,7 @@ class Evaluations:
 
 def with_evaluations(service: Service) -> list[Evaluations]:
     """Evaluations of the model that this service has loaded; their history lies beside the server's records."""
-    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations.db")]
+    return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations")]
 
 
 def _told(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,8 +307,3 @@ def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
     @app.post("/v1/evaluations")
     async def create(http: HttpRequest) -> Record:
         return await asyncio.to_thread(_told(evaluations.create), await read_body(http, MAX_BODY_BYTES))
-
-    @app.get(f"{one}/events")
-    async def events(name: str, after: int = 0) -> Response:
-        await asyncio.to_thread(_told(evaluations.get), name)
-        return ClosedEvents(evaluations.events(name, after))

@@ -22,7 +22,7 @@ from outcore.common.journal import is_held
 from outcore.common.quantities import counted
 from outcore.evaluate.asking import PORTION_TOKENS, AnswerJournal, Cancelled, Desk, EngineAnswerer
 from outcore.evaluate.history import History
-from outcore.evaluate.jobs.events import Event, EventLog
+from outcore.evaluate.jobs.progress import Event, JobProgress
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from outcore.evaluate.tasks import harness_version
 from outcore.infer.opening import OpenedModel, model_hash
@@ -105,7 +105,7 @@ def launch_of(opened: OpenedModel) -> dict[str, Any]:
     }
 
 
-JOURNAL, EVENTS = "journal", "events.jsonl"
+JOURNAL, PROGRESS = "journal", "progress.json"
 Record = dict[str, Any]
 
 
@@ -162,7 +162,7 @@ class Job:
         self.samples: list[Record] = []
         self._listener = listener
         self._cancelled, self._keeps_status = threading.Event(), False
-        self.events: EventLog | None = None
+        self.progress: JobProgress | None = None
 
     def cancel(self, *, keep: bool = False) -> None:
         """End the job before the next portion; what was answered stays, and it can be gone on with. `keep`: its status
@@ -177,46 +177,45 @@ class Job:
         journal = AnswerJournal(
             self.folder / JOURNAL, {**subject.answers_depend_on, "seed": settings.seed, "portion_tokens": portion}
         )
-        self.events = events = EventLog(self.folder / EVENTS, self._listener, len(settings.tasks))
+        self.progress = progress = JobProgress(self.folder / PROGRESS, self._listener, len(settings.tasks))
         began_s = time.monotonic()
         spent_s = self.record["seconds"] or 0.0
         try:
             self._save("running", started_at=self.record["started_at"] or time.time(), error=None)
             if journal.answers:
-                events.tell("resumed", message=f"{counted(len(journal.answers), 'question')} answered already")
-            desk = Desk(subject.answerer, journal, portion, events.move, self._check)
-            self._run_suite(desk, events)
+                progress.tell("resumed", message=f"{counted(len(journal.answers), 'question')} answered already")
+            desk = Desk(subject.answerer, journal, portion, progress.move, self._check)
+            self._run_suite(desk, progress)
             seconds = {"seconds": spent_s + time.monotonic() - began_s, "asking_s": desk.asking_s}
             self.record |= {"status": "completed", "completed_at": time.time(), **seconds}
             self.history.finish(self.record, self.scores, self.samples)
-            events.progress |= {"stage": "done", "tasks_done": len(settings.tasks), "left_s": 0.0}
-            events.tell("completed", **events.progress)
+            progress.figures |= {"stage": "done", "tasks_done": len(settings.tasks), "left_s": 0.0}
+            progress.tell("completed", **progress.figures)
             journal.remove()  # with which it is under way no more: who listens has heard the end
         except BaseException as error:
             self._end(error, spent_s + time.monotonic() - began_s)
             raise
         finally:
             journal.close()
-            events.close()
         return self.record
 
-    def _run_suite(self, desk: Desk, events: EventLog) -> None:
+    def _run_suite(self, desk: Desk, progress: JobProgress) -> None:
         from outcore.evaluate.harness import OutcoreLM, run_suite
 
         lm = OutcoreLM(
             desk=desk,
             opened=self.subject.opened,
             seed=self.settings.seed,
-            starting=lambda stage, documents: events.start_requests(stage, list(documents)),
+            starting=lambda stage, documents: progress.start_requests(stage, list(documents)),
         )
 
         def scored(name: str, scores: list[Record], samples: list[Record]) -> None:
             self.scores += scores
             self.samples += samples
             for score in scores:
-                events.tell("score", **score)
+                progress.tell("score", **score)
 
-        run_suite(lm, self.settings, events.start_task, scored, self._tasks)
+        run_suite(lm, self.settings, progress.start_task, scored, self._tasks)
 
     def _check(self) -> None:
         if self._cancelled.is_set():
@@ -224,7 +223,7 @@ class Job:
 
     def _end(self, error: BaseException, seconds: float) -> None:
         """Note how it ended; a history that cannot be written must not hide why."""
-        assert self.events is not None
+        assert self.progress is not None
         if self._keeps_status and isinstance(error, Cancelled):
             return
         is_cancelled = isinstance(error, (Cancelled, KeyboardInterrupt))
@@ -235,8 +234,8 @@ class Job:
         try:
             self._save(status, seconds=seconds, error=words)
         except ValueError as second:
-            self.events.tell("stage", message=f"the history was not written: {second}", **self.events.progress)
-        self.events.tell(status, message=words or "", **self.events.progress)
+            self.progress.tell("stage", message=f"the history was not written: {second}", **self.progress.figures)
+        self.progress.tell(status, message=words or "", **self.progress.figures)
 
     def _save(self, status: str, **more: Any) -> None:
         self.record |= {"status": status, **more}

@@ -1,16 +1,17 @@
 """Full pages of prompts on a drive, so that a beginning computed once is not computed again after a restart.
 
-A page is a record in a store of the storage room, checksummed there: its key, the tokens before it by their key, its
-own tokens, then keys and values of all attentions. It counts only when those tokens are what was asked for, read from
-the record itself; a record that is damaged or another's is forgotten, and said. All space is reserved when the first
-page is kept, so the budget is never exceeded; the least recently used ends of chains go first. A list of pages lies
-beside the store and is replaced whole after every commit: what a kill loses is what was kept in the last minute."""
+A page is a record in one file: its key, the tokens before it by their key, its own tokens, a checksum, then keys and
+values of all attentions. It counts only when those tokens are what was asked for, read from the record itself; a record
+that is damaged or another's is forgotten, and said. All space is reserved at the start, so the budget is never
+exceeded; the least recently used ends of chains go first. A list of pages lies beside the records and is replaced whole
+after every commit: what a kill loses is what was kept in the last minute."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,14 +22,15 @@ import torch
 from outcore.common import make_folder, write_json
 from outcore.common.quantities import KIB, format_gib, round_up
 from outcore.infer.cache.prefix import PrefixIndex, key_of
-from outcore.storage import StorageError, StoreInUse, TensorSpec, TensorStore, Transfer, aligned_bytes
+from outcore.storage import BlockFile, StorageError, StoreInUse, Transfer, aligned_bytes, open_engine
+from outcore.storage.store import lock_directories
 
 logger = logging.getLogger(__name__)
-LIST, IDENTITY, FILES = "pages.json", "model.json", "records"
+LIST, IDENTITY, RECORDS = "pages.json", "model.json", "records.bin"
 COMMIT_EVERY_S = 60.0
-SECTOR_BYTES, KEY_BYTES = 4 * KIB, 16
+SECTOR_BYTES, KEY_BYTES, SUM_BYTES = 4 * KIB, 16, 4
 MAX_PAGES = 1 << 14
-"""Each has its line in the list and in the store's manifest: 8 GiB of a tiny model's small pages would be a million."""
+"""Each has its line in the list: 8 GiB of a tiny model's small pages would be a million."""
 MAX_UNDER_WAY = 8
 """Records being written, each a page's bytes of memory."""
 
@@ -48,7 +50,7 @@ class KeptPrefixes:
     ) -> None:
         name = key_of(b"", list(json.dumps(identity, sort_keys=True).encode())).hex()
         self.folder, self._page_tokens = folder.expanduser() / name, page_tokens
-        self._head_bytes = round_up(2 * KEY_BYTES + 8 * page_tokens, SECTOR_BYTES)
+        self._head_bytes = round_up(2 * KEY_BYTES + 8 * page_tokens + SUM_BYTES, SECTOR_BYTES)
         self._record_bytes = round_up(self._head_bytes + page_bytes, SECTOR_BYTES)
         self._most = min(budget_bytes // self._record_bytes, MAX_PAGES)
         if not self._most:
@@ -62,7 +64,13 @@ class KeptPrefixes:
         self._committed_s, self._has_news, self.why_not = time.monotonic(), False, ""
         self.num_damaged = 0
         try:
-            self._store = self._opened(identity)
+            make_folder(self.folder)
+            (self._lock,) = lock_directories([self.folder], exclusive=True)
+            try:
+                self._file = self._opened(identity)
+            except BaseException:
+                self._lock.release()
+                raise
         except StoreInUse as error:
             raise ValueError(
                 f"prefix_path: {self.folder} is in use by another process that runs this model. Give this one another "
@@ -74,6 +82,7 @@ class KeptPrefixes:
                 f"prefix_path: {self.folder} cannot be used ({error}). Mend the drive, or remove that folder: it holds "
                 "nothing that is not computed again."
             ) from error
+        self._engine = open_engine()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -81,7 +90,7 @@ class KeptPrefixes:
     @property
     def size_bytes(self) -> int:
         """Reserved on the drive."""
-        return self._store.total_bytes
+        return self._file.size_bytes
 
     def has(self, parent: bytes, tokens: Sequence[int]) -> bool:
         """Whether the page with these tokens behind `parent` is kept."""
@@ -97,9 +106,10 @@ class KeptPrefixes:
         record = self._empty()
         try:
             self._settle()
-            self._store.submit_read(_name(page.pages[0]), record).wait()
-            if not torch.equal(record[: self._head_bytes], self._head(parent, tokens)):
-                raise StorageError("read of a kept page", path=self.folder, reason="it holds other tokens")
+            self._engine.submit_read(self._file, page.pages[0] * self._record_bytes, record).wait()
+            if not torch.equal(record[: self._head_bytes], self._head(parent, tokens, record)):
+                reason = "it holds other tokens, or bytes that changed"
+                raise StorageError("read of a kept page", path=self.folder, reason=reason)
         except StorageError as error:
             self.num_damaged += 1
             logger.warning("a page of a prompt on the drive is not used, and computed again: %s", error)
@@ -124,16 +134,16 @@ class KeptPrefixes:
         if not self._free:
             return
         record, slot = self._empty(), self._free.pop()
-        record[: self._head_bytes] = self._head(parent, tokens)
         at = self._head_bytes
         for tensor in (tensor for of_store in contents for tensor in of_store):
             flat = tensor.contiguous().view(-1).view(torch.uint8)
             record[at : at + flat.numel()].copy_(flat)
             at += flat.numel()
+        record[: self._head_bytes] = self._head(parent, tokens, record)
         try:
             while len(self._under_way) >= MAX_UNDER_WAY:
                 self._under_way.pop(0).wait()
-            self._under_way.append(self._store.submit_write(_name(slot), record))
+            self._under_way.append(self._engine.submit_write(self._file, slot * self._record_bytes, record))
             self._index.add(parent, tokens, (slot,))
             self._has_news = True
             if time.monotonic() - self._committed_s > COMMIT_EVERY_S:
@@ -146,9 +156,9 @@ class KeptPrefixes:
         self._committed_s = time.monotonic()
         if self._has_news:
             self._settle()
-            self._store.commit()
+            self._file.sync()  # the records before the list that names them
             pages = [[page.parent.hex(), list(page.tokens), page.pages[0]] for page in self._index.all()]
-            write_json(self.folder / LIST, pages)
+            write_json(self.folder / LIST, {"most": self._most, "pages": pages})
             self._has_news = False
 
     def close(self) -> None:
@@ -159,7 +169,12 @@ class KeptPrefixes:
         except OSError as error:
             self.give_up(error)
         finally:
-            self._store.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._engine.close()
+        self._file.close()
+        self._lock.release()
 
     def give_up(self, why: object) -> None:
         """Keep nothing from now on, and find nothing."""
@@ -169,27 +184,20 @@ class KeptPrefixes:
 
     # --- parts
 
-    def _opened(self, identity: Mapping[str, Any]) -> TensorStore:
-        make_folder(self.folder)
-        files = self.folder / FILES
+    def _opened(self, identity: Mapping[str, Any]) -> BlockFile:
+        """The file of records: the one that was kept, with its list read, or a new one where the budget is another."""
+        path, size_bytes = self.folder / RECORDS, self._most * self._record_bytes
         if (self.folder / LIST).is_file():
-            store = TensorStore.open([files])
-            if store.names == tuple(map(_name, range(self._most))):
-                try:
-                    self._read_list(json.loads((self.folder / LIST).read_text(encoding="utf-8")))
-                    return store
-                except BaseException:
-                    store.close()
-                    raise
-            store.delete()  # another budget: begun anew
+            kept = json.loads((self.folder / LIST).read_text(encoding="utf-8"))
+            if kept["most"] == self._most:
+                self._read_list(kept["pages"])
+                return BlockFile(path, "rw", size_bytes)
             (self.folder / LIST).unlink()
-        specs = [TensorSpec(_name(slot), torch.uint8, (self._record_bytes,)) for slot in range(self._most)]
-        if files.is_dir() and (files / "manifest.json").exists():  # killed before its first commit
-            TensorStore.open([files]).delete()
         (self.folder / IDENTITY).unlink(missing_ok=True)  # without room nothing was kept here, so nothing is damaged
-        store = TensorStore.create([files], specs, checksum=True)
+        path.unlink(missing_ok=True)
+        file = BlockFile(path, "create", size_bytes)
         write_json(self.folder / IDENTITY, dict(identity))
-        return store
+        return file
 
     def _read_list(self, pages: list[list[Any]]) -> None:
         """What was kept, parents before those behind them."""
@@ -224,9 +232,10 @@ class KeptPrefixes:
             self._free.append(page.pages[0])
         self._has_news = True
 
-    def _head(self, parent: bytes, tokens: Sequence[int]) -> torch.Tensor:
+    def _head(self, parent: bytes, tokens: Sequence[int], record: torch.Tensor) -> torch.Tensor:
         head = torch.zeros(self._head_bytes, dtype=torch.uint8)
-        data = parent.ljust(KEY_BYTES, b"\0") + key_of(parent, tokens) + array("q", tokens).tobytes()
+        total = zlib.crc32(record[self._head_bytes :].numpy().data).to_bytes(SUM_BYTES, "little")
+        data = parent.ljust(KEY_BYTES, b"\0") + key_of(parent, tokens) + array("q", tokens).tobytes() + total
         head[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return head
 
@@ -236,7 +245,3 @@ class KeptPrefixes:
 
     def _empty(self) -> torch.Tensor:
         return torch.from_numpy(aligned_bytes(self._record_bytes))
-
-
-def _name(slot: int) -> str:
-    return f"page {slot}"

@@ -93,7 +93,7 @@ def balanced_stages(costs: Sequence[float], num_stages: int, first: float = 0.0,
     def cost(start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (start == 0) + last * (stop == num)
 
-    # best[stop]: (dearest stage, where the last one begins) of the first `stop` layers in so many stages.
+    # best[stop]: (dearest stage, where the last one begins) of the first `stop` layers, for each number of stages.
     best = [[(cost(0, stop), 0) for stop in range(num + 1)]]
     for stage in range(1, num_stages):
         before = best[-1]

@@ -59,7 +59,7 @@ class MetricsLog(Closing):
         path: the file; its folder is made.
         resume_step: None for a new run (an older file of that name is kept beside as metrics.1.jsonl, .2, ...);
             a step number to go on after it: lines of later steps are dropped.
-        fsync_interval_s: at most so many seconds of lines can be lost to a power cut (kill -9 loses none).
+        fsync_interval_s: seconds between two fsyncs: the lines that a power cut can lose (kill -9 loses none).
         say: hears that the file was removed under the run, and put back.
 
     Raises:

@@ -31,8 +31,8 @@ class RunProgress(Closing):
         first_step: the step after which this process goes on (0, or the resumed step).
         file: where to write; default stderr, so that stdout stays clean for pipes.
         live: True/False to choose the live display or plain lines; None: live if `file` is a terminal.
-        plain_every_steps, plain_every_s: a plain line after so many steps or seconds, whichever comes first; the first
-            and the last step always get one.
+        plain_every_steps, plain_every_s: steps and seconds after which a plain line is due, whichever comes first;
+            the first and the last step always get one.
         limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
             `Sampler.describe()` gives them.
         enabled: False shows nothing at all (ranks other than 0).

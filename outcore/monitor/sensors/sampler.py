@@ -21,7 +21,7 @@ from outcore.monitor.sensors.host import HostSample, HostSensor
 from outcore.monitor.sensors.sensor import SensorBoard
 
 STALE_INTERVALS = 10
-"""A thread that has not sampled for so many intervals (at least 10 s) hangs in a driver: its fields become null."""
+"""A thread that has not sampled for this many intervals (at least 10 s) hangs in a driver: its fields become null."""
 
 FIRST_SAMPLE_WAIT_S = 2.0
 

@@ -7,11 +7,11 @@ puts it to sleep unless the system's own setting says otherwise."""
 
 from __future__ import annotations
 
-import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,16 @@ class SleepHold(Closing):
         held: whether the system agreed.
         words: what holds, or why nothing does; for people."""
 
-    def __init__(
-        self, held: bool, words: str, process: subprocess.Popen[bytes] | None = None, kernel: Any = None
-    ) -> None:
-        self.held = held
+    def __init__(self, words: str, release: Callable[[], object] | None = None) -> None:
+        self.held = release is not None
         self.words = words
-        self._process = process
-        self._kernel = kernel
+        self._release = release
 
     def close(self) -> None:
         """Let the system sleep again; may be called twice."""
-        process, self._process = self._process, None
-        if process is not None:
-            _end(process)
-        kernel, self._kernel = self._kernel, None
-        if kernel is not None:
-            kernel.SetThreadExecutionState(_ES_CONTINUOUS)
-        self.held = False
+        release, self._release, self.held = self._release, None, False
+        if release is not None:
+            release()
 
 
 def hold_off_sleep(
@@ -69,21 +62,15 @@ def hold_off_sleep(
             stdin does."""
     if sys.platform == "win32":
         return _hold_windows()
-    if commands is None:
-        commands = _commands(why, detect_os(Path(root)).is_wsl2)
     reasons = []
-    for command in commands:
-        program = shutil.which(command[0])
-        if program is None:
-            reasons.append(f"{command[0]} is not installed")
-            continue
-        reason, process = _start([program, *command[1:]])
+    for command in _commands(why, detect_os(Path(root)).is_wsl2) if commands is None else commands:
+        process, reason = _start(command)
         if process is not None:
-            return SleepHold(True, f"Sleep is held off by {Path(program).name} until the run ends. {_LID}", process)
-        reasons.append(f"{command[0]}: {reason}")
+            words = f"Sleep is held off by {Path(command[0]).name} until the run ends. {_LID}"
+            return SleepHold(words, lambda held=process: _end(held))
+        reasons.append(f"{command[0]} {reason}")
     return SleepHold(
-        False,
-        f"Sleep is not held off ({'; '.join(reasons)}): set the system's power plan to never sleep during long runs.",
+        f"Sleep is not held off ({'; '.join(reasons)}): set the system's power plan to never sleep during long runs."
     )
 
 
@@ -96,46 +83,40 @@ def _commands(why: str, is_wsl2: bool) -> list[list[str]]:
     return [["systemd-inhibit", "--what=sleep:idle", "--who=outcore", f"--why={why}", "--mode=block", "cat"]]
 
 
-def _start(command: list[str]) -> tuple[str, subprocess.Popen[bytes] | None]:
-    """(reason, None) where the command does not echo a line in time; else ("", the running process)."""
+def _start(command: Sequence[str]) -> tuple[subprocess.Popen[bytes] | None, str]:
+    """(the running process, '') once it echoes a line; else (None, why not)."""
+    if shutil.which(command[0]) is None:
+        return None, "is not installed"
     try:
         # Its own session, so that Ctrl-C, which lets the run finish its step and save, does not end the hold first.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
-        return describe(error), None
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        return None, f"does not start: {describe(error)}"
+    assert process.stdin is not None and process.stdout is not None
+    late = threading.Timer(WAIT_S, process.kill)
+    late.start()
     try:
         process.stdin.write(b"held\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
-        if ready and process.stdout.readline().strip() == b"held":
-            return "", process
+        if process.stdout.readline().strip() == b"held":
+            return process, ""
     except OSError:
-        ready = [process.stdout]  # it ended before it read: its stderr says why
-    if not ready:
-        process.kill()
-        _end(process)
-        return f"no answer in {WAIT_S:.0f} s", None
-    text = process.stderr.read().decode(errors="replace").strip().splitlines()
-    _end(process)
-    return (text[-1] if text else f"ended with exit code {process.returncode}"), None
+        pass  # it ended before it read: its stderr says why
+    finally:
+        late.cancel()
+    said = _end(process).decode(errors="replace").strip().splitlines()
+    return None, f"gave no answer: {said[-1] if said else f'exit code {process.returncode}'}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close our end of the pipes; the helper ends by itself, or is killed after 2 s."""
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except OSError:
-                pass  # a pipe whose reader has gone: closed all the same
+def _end(process: subprocess.Popen[bytes]) -> bytes:
+    """Close our end of the pipes; the helper ends by itself, or is killed after 2 s. Returns what it said on stderr."""
     try:
-        process.wait(timeout=2.0)
-    except subprocess.TimeoutExpired:
+        return process.communicate(timeout=2.0)[1]
+    except (subprocess.TimeoutExpired, ValueError):
         process.kill()
-        process.wait()
+        return process.communicate()[1]
 
 
 def _hold_windows() -> SleepHold:
@@ -143,5 +124,7 @@ def _hold_windows() -> SleepHold:
 
     kernel: Any = getattr(ctypes, "windll").kernel32  # noqa: B009  (exists on Windows only)
     if not kernel.SetThreadExecutionState(_ES_CONTINUOUS | _ES_SYSTEM_REQUIRED):
-        return SleepHold(False, "Windows refused to hold off sleep: set its power plan to never sleep.")
-    return SleepHold(True, f"Sleep is held off until the run ends. {_LID}", None, kernel)
+        return SleepHold("Windows refused to hold off sleep: set its power plan to never sleep.")
+    return SleepHold(
+        f"Sleep is held off until the run ends. {_LID}", lambda: kernel.SetThreadExecutionState(_ES_CONTINUOUS)
+    )

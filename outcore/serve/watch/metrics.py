@@ -102,7 +102,7 @@ class ServeMetrics(RequestMetrics):
             under_way = "Reads of weights under way"
             gauge("drive_queue_depth", under_way, lambda: sum(lane.clock.io_under_way for lane in drives))
             so_far = "Bytes of weights read from the drives so far"
-            gauge("drive_bytes", so_far, lambda: sum(lane.stats().n_bytes for lane in drives) + counts.for_cpu_bytes)
+            gauge("drive_bytes", so_far, lambda: sum(lane.moved_bytes for lane in drives) + counts.for_cpu_bytes)
         if experts is not None:
             gauge("experts_asked", "Experts that tokens chose so far, each once a layer and pass", lambda: counts.asked)
             gauge("expert_hits", "Those that were on the device", lambda: counts.hits)

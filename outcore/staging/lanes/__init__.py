@@ -4,5 +4,4 @@ from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams, whole_dev
 from outcore.staging.lanes.directions import DownloadLane, UploadLane
 from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.lane import AT_ONCE, LaneSettings
-from outcore.staging.lanes.stats import LaneStats
 from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer

@@ -38,10 +38,6 @@ class CopyEvent(Protocol):
         """First and last moment: timed CUDA events, or seconds on the clock of time.perf_counter."""
         ...
 
-    def copy_s(self) -> float:
-        """Seconds the copy took on the device; only after the end."""
-        ...
-
 
 class CopyStreams(Protocol):
     """Streams of one device; `count` of them, numbered from 0, and number `count`, which waits for none of these."""
@@ -87,10 +83,6 @@ class FinishedCopy:
 
     def synchronize(self) -> None:
         return
-
-    def copy_s(self) -> float:
-        begin_s, end_s = self.span
-        return end_s - begin_s
 
 
 class HostStreams:
@@ -139,9 +131,6 @@ class CudaCopy:
 
     def synchronize(self) -> None:
         self.end.synchronize()
-
-    def copy_s(self) -> float:
-        return self.begin.elapsed_time(self.end) * 1e-3
 
 
 class CudaStreams:

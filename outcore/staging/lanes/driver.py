@@ -183,12 +183,10 @@ class LaneDriver:
             if start_bytes + n_bytes < transfer.n_bytes:
                 n_bytes -= (position_bytes + n_bytes) % home.grain_bytes
             place = self._ring.place(n_bytes, phase_bytes)
-            self._clock.starved(place is None)
             if place is None:
                 return
             transfer.next_bytes += n_bytes
             transfer.begin_chunk()
-            self._clock.add(chunks=1)
             chunk = Chunk(transfer, start_bytes, place, device_bytes[start_bytes : start_bytes + n_bytes], home)
             if self._is_upload:
                 self._start_io(chunk)
@@ -197,17 +195,17 @@ class LaneDriver:
 
     def _start_io(self, chunk: Chunk) -> None:
         move = chunk.home.fill if self._is_upload else chunk.home.drain
-        self._clock.io_begins()
+        self._clock.io_under_way += 1
         try:
             io = move(chunk.start_bytes, chunk.place.memory)
         except Exception as error:
-            self._clock.io_ends()
+            self._clock.io_under_way -= 1
             self._leave(chunk, error)
             return
         io.add_done_callback(lambda ended: self.post(partial(self._io_ended, chunk, ended)))
 
     def _io_ended(self, chunk: Chunk, io: Transfer) -> None:
-        self._clock.io_ends()
+        self._clock.io_under_way -= 1
         error = io.error
         if error is None and io.n_bytes != chunk.n_bytes:
             error = StorageError("staging", wanted=chunk.n_bytes, got=io.n_bytes, reason=f"short transfer: {io.what}")
@@ -281,19 +279,19 @@ class LaneDriver:
         if error is not None:
             self._end(transfer, 0, error)
             return
-        self._clock.io_begins()
+        self._clock.io_under_way += 1
         try:
             # Engines order themselves behind the current stream: that is to be the lane's, not the one that computes.
             with self._streams.ambient():
                 io = (home.fill if self._is_upload else home.drain)(0, device_bytes)
         except Exception as refused:
-            self._clock.io_ends()
+            self._clock.io_under_way -= 1
             self._end(transfer, 0, refused)
             return
         io.add_done_callback(lambda ended: self.post(partial(self._direct_ended, transfer, ended)))
 
     def _direct_ended(self, transfer: LaneTransfer, io: Transfer) -> None:
-        self._clock.io_ends()
+        self._clock.io_under_way -= 1
         if io.error is None:
             transfer.note_issued(transfer.n_bytes, 0, None)
         self._end(transfer, transfer.n_bytes, io.error)

@@ -70,7 +70,7 @@ class FileHome:
 
 
 class StoreHome:
-    """A byte range of a tensor in a `TensorStore`, which stripes it over its drives and verifies its checksums."""
+    """A byte range of a tensor in a `TensorStore`, which stripes it over its drives and verifies what it reads."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class StoreHome:
         self._store = store
         self._name = name
         self._offset_bytes = offset_bytes
-        # Pieces end with whole blocks of the checksums, so that each is verified alone.
+        # Pieces end with whole blocks of the digests, so that each is verified alone.
         self.grain_bytes = max(BLOCK_BYTES, store.grain_bytes)
-        if slot_bytes < 2 * self.grain_bytes and not store.has_checksums:
+        if slot_bytes < 2 * self.grain_bytes:
             self.grain_bytes = BLOCK_BYTES  # parts of a block are verified as they were written
 
     def position_bytes(self, start_bytes: int) -> int:

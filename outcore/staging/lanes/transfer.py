@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ from outcore.common.quantities import format_gib, format_s
 from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
 from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.homes import Home
-from outcore.staging.lanes.stats import LaneClock
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,6 @@ class TransferLane(Protocol):
     """What a transfer asks of its lane."""
 
     streams: CopyStreams
-    clock: LaneClock
     timeout_s: float
 
     def describe(self) -> str:
@@ -126,11 +123,9 @@ class LaneTransfer:
 
     def _block(self, is_there: Callable[[], bool], timeout_s: float | None, goal: str) -> None:
         limit_s = self._lane.timeout_s if timeout_s is None else timeout_s
-        begin_s = time.perf_counter()
         with self._condition:
             arrived = self._condition.wait_for(is_there, limit_s)
             counts = (self._done_bytes, self._issued_bytes, self._in_flight)
-        self._lane.clock.add(host_wait_s=time.perf_counter() - begin_s)
         if not arrived:
             done_bytes, issued_bytes, in_flight = counts
             raise TimeoutError(

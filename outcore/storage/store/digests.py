@@ -31,7 +31,7 @@ class DigestRule:
     digest: Callable[[np.ndarray, int], np.ndarray]
     """(data, block bytes) -> uint64 of each block."""
     one_in: int = 1
-    """Verify one section (8 MiB) of so many; 1: everything."""
+    """Verify one section of 8 MiB in this many; 1: every section."""
 
 
 @dataclass(frozen=True)

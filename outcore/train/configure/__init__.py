@@ -11,8 +11,9 @@ DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny
 
 
 def parse_config(argv: Sequence[str] | None = None, prog: str = "train_model.py") -> TrainConfig:
-    """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be. `prog`:
-    what the user typed, for the help."""
+    """Checked settings from flags and, with `--config FILE`, YAML; flags win. `prog`: what the user typed, for help.
+
+    Raises ConfigError for an impossible value."""
     return check_reports(parse(argv, TrainConfig, prog, DESCRIPTION))
 
 

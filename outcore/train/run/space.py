@@ -27,7 +27,7 @@ def kept_on_drive(config: TrainConfig, nvme_path: str | None) -> int:
 
 
 def export_bytes(config: TrainConfig, total: int, trainable: int, precision: str) -> int:
-    """Bytes of the finished model, of so many parameters; 0: none is written."""
+    """Bytes of the exported model with this many parameters; 0: none is written."""
     exported = trainable if config.lora_r and config.lora_export == "adapter" else total
     return exported * ELEMENT_BYTES[precision] if config.export else 0
 

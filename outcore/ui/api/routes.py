@@ -46,7 +46,7 @@ class PanelsApi:
         self.conversations = Conversations(self.place, self.host)
         self.serving = ServingWatch(self.host)
         self.machine = MachineWatch(self.place, beside=self.serving.look)
-        self.evaluations = Evaluations(lambda: None, self.place.logs / "evaluations.db")
+        self.evaluations = Evaluations(lambda: None, self.place.logs / "evaluations")
 
     def fields(self, body: Record) -> Record:
         """Settings of a run that a client may say. ApiError."""

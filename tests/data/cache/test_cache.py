@@ -28,35 +28,6 @@ def write(path: Path, **values) -> None:
         writer.commit({"a": 1})
 
 
-def test_arrays_come_back(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(arrays_module, "BLOCK_BYTES", 64)
-    tokens, empty = np.arange(1000, dtype=np.uint32), np.empty(0, np.int64)
-    with ArraysWriter(tmp_path / "x") as writer:
-        array = writer.array("tokens", np.uint32)
-        for part in np.array_split(tokens, 37):
-            array.append(part)
-        writer.array("empty", np.int64).append(empty)
-        writer.commit({"words": "ü"})
-    opened = open_arrays(tmp_path / "x")
-    assert np.array_equal(opened["tokens"], tokens) and isinstance(opened["tokens"], np.memmap)
-    assert len(opened["empty"]) == 0 and opened.meta == {"words": "ü"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
-    with pytest.raises(FileNotFoundError):
-        open_arrays(tmp_path / "y")
-
-
-@pytest.mark.parametrize("keep", [0, 1, 15, 16, 17, 99, 160, 999])
-def test_truncate_takes_back(tmp_path: Path, monkeypatch, keep: int):
-    monkeypatch.setattr(arrays_module, "BLOCK_BYTES", 64)
-    with ArraysWriter(tmp_path / "x") as writer:
-        array = writer.array("tokens", np.uint32)
-        array.append(np.arange(1000, dtype=np.uint32))
-        array.truncate(keep)
-        array.append(np.asarray([7, 8, 9], dtype=np.uint32))
-        writer.commit({})
-    assert open_arrays(tmp_path / "x")["tokens"].tolist() == [*range(keep), 7, 8, 9]
-
-
 def test_leavings_of_a_killed_process_are_cleared(tmp_path: Path):
     (tmp_path / "x.partial-1").mkdir()
     (tmp_path / "x.partial-1" / "a.bin").write_bytes(b"half")

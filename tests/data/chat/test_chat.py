@@ -207,20 +207,6 @@ def test_cut_text_loses_nothing(text: str, piece_chars: int):
     assert "".join(pieces) == text and all(0 < len(piece) <= piece_chars for piece in pieces)
 
 
-def test_cut_text_cuts_behind_a_line_whose_successor_begins_with_a_word():
-    assert list(cut_text("one\ntwo\n  in\nthree\n", 14)) == ["one\ntwo\n  in\n", "three\n"]
-    assert list(cut_text("a word of two\n  in", 16)) == ["a word of two\n", "  in"]
-    assert list(cut_text("some words more", 12)) == ["some words", " more"]
-
-
-def test_cut_text_does_not_change_the_tokens():
-    tokenizer = tiny_tokenizer()
-    text = "the quick brown fox\n  jumps over\n\na lazy dog while 17 wizards\nboil jars\n" * 30
-    whole = tokenizer(text)["input_ids"]
-    pieces = [token for piece in cut_text(text, 200) for token in tokenizer(piece)["input_ids"]]
-    assert pieces == whole
-
-
 def test_encoder_decoder_documents():
     tokenizer = tiny_tokenizer()
     encoder = DocumentEncoder(tokenizer, encoder_decoder=True)

@@ -15,7 +15,6 @@ from outcore.data.cache.encode import NO_LOSS
 from outcore.data.layout.dataset import RowDataset
 from outcore.data.layout.permutation import Permutation
 from outcore.data.layout.segments import (
-    choose_rows,
     pack,
     rows_of,
     seq2seq_segments,
@@ -68,19 +67,6 @@ def test_pack_places_every_segment_once(lengths, capacity, buffer_segments):
     assert sorted(order.tolist()) == list(range(len(lengths)))
     sums = [sum(lengths[s] for s in order[a:b]) for a, b in pairwise(row_ends)]
     assert all(0 < total <= capacity for total in sums) and row_ends[-1] == len(lengths)
-
-
-def test_pack_is_best_fit_decreasing():
-    # 7 leaves 3, 6 leaves 4: the 3 goes where it leaves nothing, then the 4.
-    order, row_ends = pack(np.asarray([3, 6, 4, 7]), 10)
-    rows = [sorted(order[a:b].tolist()) for a, b in pairwise(row_ends)]
-    assert sorted(rows) == [[0, 3], [1, 2]]
-
-
-def test_packing_wastes_little():
-    lengths = np.random.default_rng(0).integers(1, 1000, 5000)
-    _, row_ends = pack(lengths, 1024)
-    assert (len(row_ends) - 1) * 1024 < 1.02 * lengths.sum()
 
 
 def test_pack_refuses_what_does_not_fit():
@@ -234,13 +220,3 @@ def test_split_by_documents(documents, fraction, seed):
     train, evaluation = split_documents(documents, fraction, seed)
     assert sorted([*train, *evaluation]) == list(range(documents))
     assert len(evaluation) == int(documents * fraction)
-
-
-def test_choose_rows_keeps_rows_whole():
-    _, offsets = corpus([5, 9, 3, 8, 4, 7, 6])
-    segments, row_ends = rows_of(text_windows(offsets, np.arange(7), 16), 16, packed=True)
-    whole = {tuple(segments.starts[a:b]) for a, b in pairwise(row_ends)}
-    few, few_ends = choose_rows(segments, row_ends, 2, seed=1)
-    picked = [tuple(few.starts[a:b]) for a, b in pairwise(few_ends)]
-    assert len(picked) == 2 and set(picked) < whole
-    assert choose_rows(segments, row_ends, 100, seed=1) == (segments, row_ends)

@@ -135,13 +135,6 @@ def test_json_array_object_and_lines(tmp_path: Path):
     assert rows(read_json(path)) == []
 
 
-def test_json_element_longer_than_a_block(tmp_path: Path):
-    path = tmp_path / "x.json"
-    data = [{"text": "x" * (5 << 20)}, {"text": "end"}]
-    path.write_text(json.dumps(data))
-    assert rows(read_json(path)) == data
-
-
 def test_json_damages(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('[{"a": 1},\n{"a": 2},\n3,\n{"a": oops}\n]')

@@ -1,9 +1,9 @@
 """Keys and values on a drive: the same as in RAM; damage is told; beginnings of prompts outlive the program."""
 
 import errno
+import os
 import random
 from contextlib import closing
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from outcore.infer.cache import (
     PrefixesDamaged,
 )
 from outcore.infer.opening import InferSettings, open_engine
-from outcore.storage import PosixEngine, StorageError, TensorStore
+from outcore.storage import PosixEngine, StorageError
 from tests.infer.models import greedy, opening
 from tests.refused import failing, refused
 from tests.storage.faulty import FaultyEngine
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path):
         drive._leaving.clear()
         (path,) = tmp_path.rglob("tensors.bin")
         data = bytearray(path.read_bytes())
-        data[64 * 1024 + drive._record_bytes + 5] ^= 1
+        data[drive._record_bytes + 5] ^= 1
         path.write_bytes(data)
         refused(StorageError, r"keys and values 1.*came back other", lambda: drive.read(torch.tensor([1]), CPU))
 
@@ -183,17 +183,18 @@ def test_the_budget_is_kept_and_the_oldest_ends_go(tmp_path):
 
 def test_a_page_takes_the_place_of_another_once_that_one_is_written(tmp_path, monkeypatch):
     """Two writes to one place have no order."""
-    submit, writes = TensorStore.submit_write, {}
+    writes = {}
 
-    def noted(store, name, record):
-        assert name not in writes or writes[name].done()
-        writes[name] = submit(store, name, record)
-        return writes[name]
+    def noted(file, offset, record):
+        assert offset not in writes or writes[offset].done()
+        writes[offset] = submit(file, offset, record)
+        return writes[offset]
 
     with closing(FaultyEngine(PosixEngine(2))) as drive:
         drive.delay(0.05, "write")
-        monkeypatch.setattr(TensorStore, "create", partial(TensorStore.create, engine=drive))
-        monkeypatch.setattr(TensorStore, "submit_write", noted)
+        submit = drive.submit_write
+        monkeypatch.setattr(drive, "submit_write", noted)
+        monkeypatch.setattr("outcore.infer.cache.kept.open_engine", lambda: drive)
         kept = kept_at(tmp_path, 8192 * 2)
         for first in (0, 50, 100):
             chain(kept, [*range(first, first + 8)])
@@ -213,9 +214,9 @@ def test_a_damaged_page_is_forgotten_with_what_follows_and_said(tmp_path, caplog
     kept = kept_at(tmp_path)
     parents = chain(kept, list(range(12)))
     kept.close()
-    (path,) = tmp_path.rglob("tensors.bin")
+    (path,) = tmp_path.rglob("records.bin")
     data = bytearray(path.read_bytes())
-    data[64 * 1024 + 8192 + 4096 + 3] ^= 1  # the second record
+    data[8192 + 4096 + 3] ^= 1  # the second record
     path.write_bytes(data)
     kept = kept_at(tmp_path)
     assert kept.read(parents[1], [4, 5, 6, 7], page_of(0)) is None
@@ -230,27 +231,25 @@ def test_a_kill_between_two_commits_gives_no_wrong_page(tmp_path):
     kept.commit()
     chain(kept, [5, 6, 7, 8])
     kept._settle()
-    kept._store.commit()  # the store's part of a commit; killed before the list is written
-    kept._store.close()
+    kept._let_go()  # killed before the list is written
     kept = kept_at(tmp_path, 8192)
     assert kept.has(b"", [1, 2, 3, 4]) and kept.read(b"", [1, 2, 3, 4], page_of(0)) is None
     kept.close()
 
 
-@pytest.mark.parametrize("damage", ["list", "store"])
-def test_a_damaged_folder_is_refused_in_words(tmp_path, damage):
+@pytest.mark.parametrize("name", ["pages.json", "records.bin"])
+def test_a_damaged_folder_is_refused_in_words(tmp_path, name):
     kept = kept_at(tmp_path)
     chain(kept, [1, 2, 3, 4])
     kept.close()
-    name = "pages.json" if damage == "list" else "manifest.json"
     (path,) = tmp_path.rglob(name)
-    path.write_text(path.read_text()[:-5])
+    path.write_bytes(path.read_bytes()[:-5])
     refused(PrefixesDamaged, "remove that folder", lambda: kept_at(tmp_path))
 
 
 def test_a_drive_without_room_for_another_budget_is_no_damage(tmp_path, monkeypatch):
     kept_at(tmp_path, 8192 * 2).close()
-    monkeypatch.setattr(TensorStore, "create", failing(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(os, "posix_fallocate", failing(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ValueError, match="No space left") as found:
         kept_at(tmp_path, 8192 * 4)
     assert not isinstance(found.value, PrefixesDamaged)

@@ -52,11 +52,6 @@ def test_borders_mean_the_mask(positions, window):
     assert torch.equal(mask_of(borders, rows, length, window), packed_attention_mask(positions, sliding_window=window))
 
 
-def test_positions_that_jump_begin_a_document():
-    borders = borders_of(torch.tensor([[3, 4, 5, 9, 10, 0], [7, 8, 9, 10, 11, 12]]))
-    assert borders is not None and borders[:5].tolist() == [0, 3, 5, 6, 12] and set(borders[4:].tolist()) == {12}
-
-
 def test_shapes_are_few_and_short_documents_get_a_mask():
     tokens = 8192
     usual = {num_entries(documents, tokens) for documents in range(1, 32)}
@@ -104,12 +99,6 @@ def test_logits_are_those_of_masks(model_type, by_kernel):
         assert calls == [MIN_ENTRIES] * model.config.num_hidden_layers
         logits_of(model, padded_batch(), borders)  # a 2-D mask says more than borders
         assert len(calls) == model.config.num_hidden_layers
-
-
-def test_a_window_is_within_documents_for_the_kernel_too():
-    with imitated():
-        for window in (None, 48):
-            assert kernel_error(CPU, torch.float32, 4, 2, 16, window) < 1e-5
 
 
 @pytest.mark.parametrize("change", [

@@ -164,12 +164,6 @@ def test_layers_that_mix_tokens_outside_attention_are_found_out():
     assert check_abilities(transformers.AutoConfig.for_model("lfm2", num_hidden_layers=2)).packing
 
 
-def test_auto_takes_an_attention_that_packs():
-    assert check_abilities(transformers.AutoConfig.for_model("gemma2")).packing, (
-        "auto takes eager where sdpa is missing"
-    )
-
-
 def test_the_trial_leaves_random_numbers_alone():
     before = torch.get_rng_state()
     check_abilities(transformers.AutoConfig.for_model("qwen3_moe"))

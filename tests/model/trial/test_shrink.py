@@ -69,17 +69,6 @@ def test_rotary_frequencies_become_plain_for_each_kind_of_layer_and_an_own_type_
     assert scaled["rope_type"] == "default" and scaled["original_max_position_embeddings"] == WINDOW
 
 
-def test_padding_is_known_where_it_was_and_nothing_is_cached():
-    assert tiny("roberta").pad_token_id == 0 and tiny("llama").pad_token_id is None
-    assert transformers.AutoConfig.for_model("trocr").use_cache and not tiny("trocr").use_cache
-
-
-def test_what_is_absent_by_a_zero_stays_absent():
-    """The large Gemma 4 have no inputs of their own for each layer."""
-    assert tiny("gemma4_text", hidden_size_per_layer_input=0).hidden_size_per_layer_input == 0
-    assert tiny("gemma4_text").hidden_size_per_layer_input == 16
-
-
 def test_layers_of_their_own_sizes_keep_the_proportion():
     """Gemma 4: heads of full attention are twice as wide as those of sliding attention, and fewer."""
     config = tiny("gemma4_text", num_kv_shared_layers=10)

@@ -22,6 +22,7 @@ from outcore.ui.app import create_app as create_panels
 from outcore.ui.settings import UiSettings
 from tests.refused import refused
 from tests.serve.running import Running
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = "a-long-enough-key"
@@ -37,7 +38,7 @@ OF_THE_MODEL = {
 EVALUATIONS = {
     "GET /v1/launch": READS, "GET /v1/evaluations": READS, "GET /v1/evaluations/{name}": READS,
     "GET /v1/evaluations/{name}/samples": READS, "GET /v1/evaluations/{name}/export": READS,
-    "GET /v1/evaluations/{name}/events": READS, "GET /v1/evaluations/{a}/diff/{b}": READS,
+    "GET /v1/evaluations/{a}/diff/{b}": READS,
     "GET /v1/evaluation_tasks": READS, "POST /v1/evaluations": ACTS, "POST /v1/evaluations/{name}/cancel": ACTS,
     "POST /v1/evaluations/{name}/resume": ACTS, "DELETE /v1/evaluations/{name}": ACTS,
 }  # fmt: skip
@@ -223,8 +224,6 @@ def test_a_folder_that_was_allowed_has_its_tasks(serve, tmp_path, monkeypatch):
         assert raw(serve, "POST", "/v1/evaluations", asked, headers)[0] == 403
     status, record = raw(serve, "POST", "/v1/evaluations", json.dumps(body).encode(), headers)
     assert status == 200
-    wait = f"/v1/evaluations/{record['id']}/events"
-    asked = http.client.HTTPConnection("127.0.0.1", serve.port, timeout=120)
-    asked.request("GET", wait, headers=BEARER)
-    asked.getresponse().read()
-    assert mark.exists()
+    until(mark.exists)
+    path = f"/v1/evaluations/{record['id']}"
+    until(lambda: raw(serve, "GET", path, b"", headers)[1]["status"] not in ("queued", "running"))

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from outcore.monitor.metrics import StartupClock, startup_clock
-from outcore.monitor.metrics.startup_clock import compile_s
 
 
 def test_parts_add_up(monkeypatch: pytest.MonkeyPatch):
@@ -25,17 +24,3 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch):
     assert clock.of_first_step(9.0) == {**clock.parts_s, "first_step": 9.0, "compile": 4.0}
     assert clock.of_first_step(3.0)["compile"] == 3.0
     assert "first_step" not in clock.parts_s
-
-
-def test_without_the_first_line_imports_are_not_among_them():
-    clock = StartupClock()
-    clock.mark("settings")
-    assert set(clock.parts_s) == {"settings"}
-
-
-def test_compilation_is_counted():
-    import torch
-
-    before = compile_s()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
-    assert compile_s() > before
