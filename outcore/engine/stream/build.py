@@ -31,7 +31,7 @@ from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
+from outcore.engine.stream.updates import PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.tiles import TiledParts, open_tiles
@@ -266,7 +266,6 @@ def _open_optimizer(
             ring_bytes=settings.state_ring_bytes,
             max_slots=settings.state_ring_slots,
             descending=not plan.is_deferred,
-            timeout_s=TIMEOUT_S,
             keep_param=arena.keep_weights,
             muon=muon,
         )

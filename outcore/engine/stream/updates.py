@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from outcore.common.deadline import CLOSE_TIMEOUT_S
+from outcore.common.deadline import CLOSE_TIMEOUT_S, TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
@@ -29,7 +29,6 @@ from outcore.staging import LaneTransfer
 from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, SecondHomes, StateRing
 from outcore.storage import TensorStore
 
-TIMEOUT_S = 600.0
 MOST_UNDER_WAY = 2
 """Updates ahead of the norm that the optimizer has at once: one runs, one is next. Where gradients come faster, others
 wait for the norm: they would not be over before it, and in place they take less time."""

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from outcore.common.classes import Closing
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import MIB, format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine, open_engine
@@ -47,7 +48,7 @@ from outcore.storage.store.manifest import ALIGN_BYTES, Entry, StoreManifest
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST_NAME
 from outcore.storage.store.stripe_layout import StripeLayout, stripe_pattern
 from outcore.storage.store.tensor_spec import Extent, TensorSpec
-from outcore.storage.store.traffic import TIMEOUT_S, StoreTraffic
+from outcore.storage.store.traffic import StoreTraffic
 from outcore.storage.transfer import Transfer
 
 STRIPE_BYTES = 8 * MIB  # a request of one stripe reaches a drive's full rate (measured: 99 % from 8 MiB on)
