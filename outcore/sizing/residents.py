@@ -1,4 +1,5 @@
-"""How many layers stay on the device, with their gradients and optimizer states: one rule for engine and planner.
+"""Idle memory of the device for layers that stay there, with gradients and optimizer states; how many they are is of
+`sizing.training`.
 
 The first layers stay: the next forward needs them first, and with clipping it waits for the updates on the CPU, which
 become fewer. Each needs its weights (they come up no more), its gradient as long as that waits for the global norm, its
@@ -7,9 +8,7 @@ states, and what graphs keep for a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from outcore.common.quantities import MIB
 
@@ -46,17 +45,7 @@ class DeviceUse:
         return self.limit - SPARE_BYTES - self.reserved - self.moving * MOVING_PERCENT // 100
 
 
-def resident_bytes(home_bytes: int, gradient_bytes: int, state_bytes: int, hidden_bytes: int, *, clips: bool) -> int:
-    """Bytes of a layer that stays. `hidden_bytes`: of a micro-batch's hidden states, which graphs keep two of."""
-    return home_bytes + (gradient_bytes if clips else 0) + state_bytes + 2 * hidden_bytes
-
-
 def gain_of_staying(share: float, waits_s: float, bound_s: float, step_s: float) -> float:
     """Share of a step of `step_s` seconds that it spares to have `share` of the trained parameters stay: their part of
     the passes that wait for updates and uploads (`bound_s`), but no more than is waited (`waits_s`)."""
     return min(waits_s, share * bound_s) / step_s
-
-
-def num_resident(layers_bytes: Sequence[int], idle_bytes: int) -> int:
-    """How many of these layers stay, from the first one on."""
-    return sum(total <= idle_bytes for total in accumulate(layers_bytes))

@@ -48,8 +48,9 @@ in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB fro
 with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
-
-
+RAM_RESERVE_BYTES = 2 * GIB
+"""Left to the page cache under data files and checkpoints being written back, where the room for a run is what the
+machine has free; with it a laptop of 64 GB gives a run 56 GiB."""
 AHEAD_OF_IDLE_RAM = 2
 """Divisor: updates ahead of the norm take at most one in so many bytes of RAM that a run would leave idle, unless told:
 other programs, and the page cache under checkpoints and data, have the rest."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB, round_up
+from outcore.engine.base import Host
 from outcore.engine.stream.decision.decide import stream_decision
-from outcore.engine.stream.decision.homes import RunSizes
 from outcore.model import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
@@ -212,8 +212,7 @@ def test_plan_and_engine_pin_the_same(said):
     shape = preset_shape("llama-8b").with_lora(16)
     run = settings_of(activations="device", precision="bf16", **said)
     needs = needs_of_shape(shape, 2, run.state_format, (1024,), ranks=ranks)
-    sizes = RunSizes(needs, (1024,), ram_bytes, has_cuda=True)
-    told = stream_decision(run, sizes).told
+    told = stream_decision(run, needs, Host(True, ram_bytes, "run"), (1024,)).told
     staging_gib = said.get("staging_gib")
     request = RunRequest(staging_bytes=None if staging_gib is None else int(staging_gib * GIB))
     decided = StreamLayout(1, 1, staging_bytes=told.staging_bytes, lane_bytes=told.lane_bytes)

@@ -22,6 +22,7 @@ from outcore.machine.offload import (
     validate_nvme_path,
 )
 from outcore.sizing.deepspeed import NVME_RAM_BYTES_PER_PARAM, RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES
+from outcore.sizing.streaming import RAM_RESERVE_BYTES
 from outcore.sizing.swapping import WeightCounts, nvme_bytes
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
@@ -51,8 +52,6 @@ STOCK_COSTS = OffloadCosts(
 )
 """Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
-RAM_RESERVE_BYTES = 2 << 30
-"""Free RAM left to the process itself and everything else when states spill to the drive."""
 
 
 def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str]:

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 
 import torch
 
-from outcore.common.quantities import GIB
 from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.device_work import long_rows_ram_bytes, work_of_step
@@ -25,14 +24,13 @@ from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
-from outcore.sizing.streaming import PinnedMemory
+from outcore.sizing.engine_rule import why_not_muon
+from outcore.sizing.streaming import RAM_RESERVE_BYTES, PinnedMemory
 from outcore.sizing.training import TrainingLimits, TrainingPlacement, least_gradients, place_training
 from outcore.states import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
 
-FREE_RAM_BYTES = 2 * GIB
-"""Left free when gradients of all layers are given homes."""
 SMALLEST_READ_AHEAD_SLOTS = 4
 """Two for whole units, two for tiles."""
 
@@ -73,9 +71,15 @@ class Blueprint:
         return torch.float32 if self.settings.accumulate == "fp32" else self.dtype
 
     @cached_property
+    def in_order(self) -> list[Part]:
+        """Parts as the placement counts them, the layers first."""
+        layers = self.units.layer_units
+        return [*layers, *(unit for unit in self.units.all if unit not in layers)]
+
+    @cached_property
     def cuts(self) -> dict[int, int]:
         """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
-        cuts = zip(_in_order(self.units), self.placed.cuts, strict=True)
+        cuts = zip(self.in_order, self.placed.cuts, strict=True)
         return {unit.index: cut // unit.dtype.itemsize for unit, cut in cuts}
 
     @cached_property
@@ -138,8 +142,14 @@ def draw_blueprint(
     states.check_param_dtype(dtype)
     is_deferred = settings.is_deferred(dtype)
     uses_muon = settings.optimizer == "muon"
-    if uses_muon:
-        _check_muon(units, bool(tile_plan.tiled), place)
+    if uses_muon and (
+        why := why_not_muon(
+            ranks=place.world_size,
+            is_frozen=any(slot.trainable is False for unit in units.layer_units for slot in unit.layout.slots),
+            tiled=bool(tile_plan.tiled),
+        )
+    ):
+        raise ValueError(why)
     layers = frozenset(unit.index for unit in units.layer_units if uses_muon)
     exempt = frozenset[str]() if settings.decay_all else undecayed(loaded.model)
     chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers, undecayed=exempt)
@@ -170,11 +180,6 @@ def draw_blueprint(
     )
 
 
-def _in_order(units: ModelParts) -> list[Part]:
-    """Parts as the placement counts them, the layers first."""
-    return [*units.layer_units, *(unit for unit in units.all if unit not in units.layer_units)]
-
-
 def _placement(
     loaded: LoadedModel,
     units: ModelParts,
@@ -198,15 +203,14 @@ def _placement(
     long_rows = None
     if (holding := tile_plan.holding).tile_tokens:
         long_rows = long_rows_ram_bytes(loaded, settings, needs.element_bytes, near=holding.near)
-    is_tiled = [unit.index in tile_plan.indices for unit in _in_order(units)]
     limits = TrainingLimits(
         ram_bytes=0,
         pins=PinnedMemory(settings.staging_bytes, settings.lane_bytes),
         checkpoints_in_ram=settings.activations_on(device) == "ram",
-        whole=frozenset(n for n, tiled in enumerate(is_tiled) if tiled and n >= len(needs.layers)),
         chunk_numel=settings.chunk_numel,
         gradient_bytes=settings.gradient_bytes,
-        tiled=frozenset(n for n in range(len(needs.layers)) if is_tiled[n]),
+        holding=holding,
+        waits_for_norm=is_deferred,
         long_rows=long_rows,
         is_told=True,
         state_ram_bytes=settings.state_ram_bytes,
@@ -216,26 +220,13 @@ def _placement(
         compresses=settings.compress_on_nvme,
         read_ahead_bytes=max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes),
     )
-    placed = place_training(needs, limits)
+    placed = place_training(needs, limits).beginning_ahead(settings.ahead_bytes)
     coming = placed.homes - (placed.weights if loaded.feed is None else 0)  # weights that are there move into homes
     if is_deferred or not place.is_alone or settings.gradient_bytes is not None:
         return placed
-    if coming <= available_ram_bytes() - FREE_RAM_BYTES:
+    if coming <= available_ram_bytes() - RAM_RESERVE_BYTES:
         return placed
     return place_training(needs, replace(limits, gradient_bytes=least_gradients(needs)))
-
-
-def _check_muon(units: ModelParts, tiled: bool, place: RankPlace) -> None:
-    """ValueError for what Muon does not do."""
-    frozen = any(slot.trainable is False for unit in units.layer_units for slot in unit.layout.slots)
-    why = {
-        "updates matrices in RAM of one rank; train on one": not place.is_alone,
-        "trains whole layers, and some of this model's parameters are frozen": frozen,
-        "takes a layer's gradient whole, and memory for layers in one piece is short; lower the micro-batch": tiled,
-    }
-    for words, applies in why.items():
-        if applies:
-            raise ValueError(f"optimizer muon {words}, or leave --optimizer muon out")
 
 
 def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:

@@ -274,8 +274,7 @@ def _open_optimizer(
     if ground.host is not None:
         published = PublishedUpdates(ground.host, pool)
         undo.callback(published.close)
-    may_begin = plan.is_deferred and ring is None and muon is None and published is None
-    seconds = SecondHomes(homes, plan.units, ground.memory, settings.ahead_bytes if may_begin else 0)
+    seconds = SecondHomes(homes, [plan.in_order[number] for number in plan.placed.ahead], ground.memory)
     updates = PartUpdates(
         homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon, seconds=seconds
     )

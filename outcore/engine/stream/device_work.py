@@ -18,7 +18,7 @@ def work_of_step(
     settings: StreamSettings,
     device: torch.device,
     tile_bytes: int,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     *,
     compiled: bool,
 ) -> TilingWork | None:

@@ -10,6 +10,7 @@ import torch
 from outcore.model.forward import MATMULS
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
+from outcore.sizing.engine_rule import why_not_muon
 from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
@@ -154,8 +155,8 @@ class StreamSettings(StreamSizes):
                 "raise it, or lower slot_bytes or num_slots"
             )
         self._check_residency()
-        if self.optimizer == "muon" and state_format(self.states).moments8:
-            raise ValueError(f"optimizer muon keeps its momentum in fp32, not in the 8 bits of {self.states}")
+        if self.optimizer == "muon" and (why := why_not_muon(state_format=self.states)):
+            raise ValueError(why)
         if self.update == "immediate" and self.max_grad_norm:
             raise ValueError(
                 "update: immediate cannot clip the global norm, which is known only when every gradient is there. Set "

@@ -8,11 +8,9 @@ first: it is read twice a step and never written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
-from outcore.plan.stream.tiles import Tiling, device_bytes_of
+from outcore.plan.stream.tiles import device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
@@ -22,7 +20,7 @@ from outcore.sizing.activations import (
     long_ram_bytes,
 )
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
-from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
+from outcore.sizing.residents import DeviceUse
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     AHEAD_OF_IDLE_RAM,
@@ -30,10 +28,12 @@ from outcore.sizing.streaming import (
     GRAPH_FREE_SHARE,
     LANE_BYTES,
     PROCESS_BYTES,
+    RAM_RESERVE_BYTES,
     STAGING_BYTES,
     PinnedMemory,
     is_worth_a_graph,
 )
+from outcore.sizing.tiles import Tiling
 from outcore.sizing.training import (
     Pins,
     TrainingLimits,
@@ -132,47 +132,21 @@ def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> t
     return held * hidden + k.GRAPH_WORKSPACE_BYTES, pool
 
 
-@dataclass(frozen=True)
-class Staying:
-    """The first layers, which stay on the GPU: how many, and what they take there."""
-
-    layers: int = 0
-    home_bytes: int = 0
-    """Weights as they cross the link."""
-    trained: int = 0
-    size_bytes: int = 0
-
-
 def staying(
-    case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacement, vram: list[Item], pool_bytes: int
-) -> Staying:
-    """What the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes` alone."""
-    shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
-    device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
-    is_out = (
-        tiling.any
-        or tiling.tile_tokens > 0
-        or placed.on_drive > 0
-        or hardware.num_gpus > 1
-        or hardware.is_cpu
-        or moments < 8
-        or case.muon
-    )
-    if is_out or device_bytes is None or layout.resident_bytes == 0:
-        return Staying()
+    case: Case[StreamLayout], placed: TrainingPlacement, vram: list[Item], pool_bytes: int
+) -> TrainingPlacement:
+    """With what the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes`
+    alone."""
+    layout, hardware = case.layout, case.hardware
+    device_bytes = device_bytes_of(hardware, layout)
+    if hardware.is_cpu or device_bytes is None:
+        return placed
     tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
     kept = sum(tensors.get(name, 0) for name in (PARAMETERS, GRADIENTS, GRAPHS))
     idle = DeviceUse(device_bytes, kept + pool_bytes, sum(tensors.values()) - kept).idle
     idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
     idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
-    homes, trained = zip(*((layer.home_bytes, layer.trained) for layer in placed.needs.layers), strict=True)
-    hidden = case.micro_tokens * shape.hidden_size * e
-    sizes = [
-        resident_bytes(home, e * own, int((master + moments) * own), hidden, clips=case.request.clips)
-        for home, own in zip(homes, trained, strict=True)
-    ]
-    count = num_resident(sizes, idle)
-    return Staying(count, sum(homes[:count]), sum(trained[:count]), sum(sizes[:count]))
+    return placed.staying(idle, case.micro_tokens * case.shape.hidden_size * case.element_bytes)
 
 
 def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
@@ -193,10 +167,9 @@ def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
         checkpoints_in_ram=layout.checkpoints_home == "ram",
         states_may_spill=has_drive,
         weights_may_spill=has_drive and hardware.num_gpus == 1,  # ranks share the parameters in RAM
-        whole=frozenset(range(len(needs.layers), len(needs.parts))) if tiling.ends else frozenset(),
         gradient_bytes=None if gradient_bytes is None else max(gradient_bytes, least_gradients(needs)),
         waits_for_norm=request.clips,
-        tiled=tiling.layers,
+        holding=tiling.holding,
         long_rows=long_rows,
         is_told=layout.residency is not None,
         state_ram_bytes=told.state_ram_bytes,
@@ -212,7 +185,7 @@ def fixed_ram(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     """RAM beside homes and what flows."""
     fixed = [
         Item("ram", "framework overhead", case.hardware.num_gpus * PROCESS_BYTES),
-        Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Item("ram", "page cache reserve", RAM_RESERVE_BYTES),
     ]
     if tiling.layers and case.layout.accumulation >= TILED_SUMS_FROM and not case.shape.lora_r:
         largest = max(case.shape.layer_params[i] for i in tiling.layers)
@@ -239,20 +212,13 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacemen
     return [*(Item("ram", name, size) for name, size in sizes.items()), *fixed_ram(case, tiling)]
 
 
-def ahead_room(
-    case: Case[StreamLayout], placed: TrainingPlacement, stay: Staying, in_ram: list[Item]
-) -> tuple[int, int]:
-    """(parameters, bytes) of second homes beside `in_ram`, for updates that may begin ahead of the global norm: all but
-    the embedding's and those of layers that stay on the GPU. Steps that clip leave them alone."""
-    needs, hardware, limit = placed.needs, case.hardware, case.layout.ahead_bytes
-    if placed.on_drive or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
-        return 0, 0
-    idle = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
+def beginning_ahead(case: Case[StreamLayout], placed: TrainingPlacement, in_ram: list[Item]) -> TrainingPlacement:
+    """With updates that may begin ahead of the global norm in RAM that is idle beside `in_ram`. Steps that clip leave
+    their second homes alone."""
+    limit = case.layout.ahead_bytes
+    idle = max(0, case.hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
     limit = idle // AHEAD_OF_IDLE_RAM if limit is None else min(limit, idle)
-    of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
-    parts = needs.layers[stay.layers :] + needs.ends[1:]  # the embedding's gradient comes last
-    size_bytes = min(limit, int(of_one * sum(part.trained for part in parts)))
-    return int(size_bytes / of_one), size_bytes
+    return placed.beginning_ahead(0 if case.hardware.is_cpu else limit)
 
 
 CROSSING = (RANK_SLOTS, PARAMETERS, MATRIX_STATES, GRADIENTS, BEYOND, LONG_ROWS)

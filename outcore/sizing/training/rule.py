@@ -22,7 +22,7 @@ from outcore.sizing.streaming import (
 )
 from outcore.sizing.training.cuts import cut_homes
 from outcore.sizing.training.needs import TrainingNeeds
-from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement
+from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement, tiled_parts
 
 LEAST_GRADIENTS = 3
 """Gradients' worth of the largest part that an arena holds at least: one arrives while another is worked on."""
@@ -37,7 +37,7 @@ def place_training(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlac
     whole = _everything(needs, limits)
     if limits.is_told:
         return _with(whole, limits, limits.weight_ram_bytes, limits.state_ram_bytes)
-    over = whole.homes + _lanes(whole, limits) - limits.ram_bytes
+    over = whole.homes + whole.lanes - limits.ram_bytes
     if over > 0 and not limits.waits_for_norm and needs.ranks == 1:  # gradients are used up as they come
         fewer = max(least_gradients(needs), needs.gradients - over)
         shared = replace(limits, gradient_bytes=fewer)
@@ -57,7 +57,7 @@ def _everything(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlaceme
     placed = TrainingPlacement(
         needs, None, cut_homes(needs, None, limits.chunk_numel), needs.states, gradients, lent, beyond, slots,
         ring=0, read_ahead=0, pinned=_pinned(limits, 0, needs.ranks),
-        has_homes=limits.gradient_bytes is None, tiled=limits.tiled,
+        has_homes=limits.gradient_bytes is None, holding=limits.holding, waits_for_norm=limits.waits_for_norm,
         stored_chunk=chunk_bytes(needs.state_format, CHUNK_NUMEL, compresses=limits.compresses, tails=1),
     )  # fmt: skip
     return replace(placed, pinned=_pinned(limits, placed.crossing, needs.ranks))
@@ -72,10 +72,11 @@ def checkpoint_homes(needs: TrainingNeeds, limits: TrainingLimits) -> tuple[tupl
     if not limits.checkpoints_in_ram:
         return none, 0
     leaving, ends = max(0, len(needs.layers) - STAY_LAYERS), needs.checkpoint_ends
+    tiled = tiled_parts(needs, limits.holding)
     homes = [needs.gradient_bytes(layer) // needs.ranks for layer in needs.layers]
     lent = tuple(
         (lent_bytes(ends, home) if ends else home)  # all of it where the first step says how much
-        if number < leaving and number not in limits.tiled and limits.gradient_bytes is None
+        if number < leaving and number not in tiled and limits.gradient_bytes is None
         else 0
         for number, home in enumerate(homes)
     )
@@ -92,20 +93,19 @@ def _split(everything: TrainingPlacement, limits: TrainingLimits) -> TrainingPla
     """The placement with parameters and states in RAM as far as they fit."""
     needs = everything.needs
     room = limits.ram_bytes - everything.fixed
-    flowing = _lanes(_with(everything, limits, 0 if limits.weights_may_spill else None, None), limits)
-    states_first = 2 * needs.element_bytes * needs.trained < needs.weights
+    flowing = _with(everything, limits, 0 if limits.weights_may_spill else None, None).lanes
     placed = everything
     for _ in range(ROUNDS):
         left = max(0, room - flowing)
         weights, states = needs.weights, needs.states
-        if states_first:
+        if everything.states_first:
             states = min(states, left) if limits.states_may_spill else states
             weights = min(weights, max(0, left - states)) if limits.weights_may_spill else weights
         else:
             weights = min(weights, left) if limits.weights_may_spill else weights
             states = min(states, max(0, left - weights)) if limits.states_may_spill else states
         placed = _with(everything, limits, weights, states)
-        flowing = max(flowing, placed.flowing + _lanes(placed, limits))
+        flowing = max(flowing, placed.flowing + placed.lanes)
     return placed
 
 
@@ -115,7 +115,8 @@ def _with(
     """The placement with so much of both in RAM (None: all), and what follows from that."""
     needs = placed.needs
     budget = None if weights is None or weights >= needs.weights else weights
-    cuts = cut_homes(needs, budget, limits.chunk_numel, limits.whole)
+    whole = tiled_parts(needs, limits.holding) - frozenset(range(len(needs.layers)))
+    cuts = cut_homes(needs, budget, limits.chunk_numel, whole)
     states = needs.states if states is None else min(needs.states, states)
     placed = replace(placed, weight_budget=budget, cuts=cuts, states=states)
     return replace(
@@ -153,10 +154,6 @@ def chunk_bytes(state_format: str, numel: int, *, compresses: bool, tails: int =
         return round_up(int(numel * (master + moments)), BLOCK_BYTES)
     own = int(numel * (master + COMPRESSED_MOMENTS)) + COMPRESSED_HEAD_BYTES
     return round_up(own, BLOCK_BYTES) + tails * COMPRESSION_ROOM * numel
-
-
-def _lanes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
-    return placed.lanes if limits.counts_lanes else 0
 
 
 def _pinned(limits: TrainingLimits, crossing_bytes: int, ranks: int) -> PinnedMemory:
