@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch
+from collections.abc import Callable
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, KvShape, PrefixesDamaged
-from outcore.infer.opening.check import Way
+from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, PrefixesDamaged
 from outcore.infer.opening.identity import bytes_of
-from outcore.infer.opening.model import FoundModel
-from outcore.infer.opening.settings import InferSettings
-from outcore.sizing.inference import (
-    InferenceNeeds,
-    Placement,
-)
+from outcore.infer.opening.place import PlacedModel
 
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""
-Shapes = Mapping[int | None, Mapping[int, KvShape]]
-"""window -> layer -> widths."""
 
 
-def cache_of(
-    placement: Placement,
-    needs: InferenceNeeds,
-    settings: InferSettings,
-    dtype: torch.dtype,
-    way: Way,
-    memory: KvMemory,
-) -> KvCache:
+def cache_of(placed: PlacedModel, memory: KvMemory, kept: KeptPrefixes | None) -> KvCache:
     """Pages for as many tokens as the placement's bytes hold, the same for every group without a window; copies of
-    states as many as `needs` counts."""
+    states as many as the needs count. `kept`: where shared beginnings go that memory forgets."""
+    settings, placement, needs, way = placed.settings, placed.placement, placed.needs, placed.way
     size, chunk = settings.page_tokens, placement.chunk_tokens
     sequences = placement.max_sequences
 
@@ -52,24 +36,16 @@ def cache_of(
     # Where results may not depend on company, no chunk may end where another prompt happened to leave.
     shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
     most = needs.num_snapshots if way == "states" else None
-    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares, most), memory)
+    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most), memory, kept)
 
 
-def kept_of(
-    found: FoundModel,
-    settings: InferSettings,
-    shapes: Shapes,
-    dtype: torch.dtype,
-    way: Way,
-    device: torch.device,
-    context_tokens: int,
-    progress: Callable[[str], None],
-) -> KeptPrefixes | None:
+def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> KeptPrefixes | None:
     """Beginnings of prompts on the drive; None, said aloud, where those kept before cannot be read: a start that nobody
     watches does not fail by what is only computed again. ValueError for another fault of the folder, or where nothing
     names the weights."""
+    found, settings, shapes, dtype = placed.found, placed.settings, placed.kept.shapes, placed.dtype
     assert settings.prefix_path is not None
-    if way != "paged":
+    if placed.way != "paged":
         raise ValueError(
             "prefix_path: a beginning of this model's prompts is of use only with its states, which are kept in RAM "
             "alone. Leave it out."
@@ -82,11 +58,11 @@ def kept_of(
         "page_tokens": settings.page_tokens,
         "windows": [str(window) for window in shapes],
         "deterministic": settings.deterministic,
-        "device": device.type,
+        "device": placed.device.type,
     }
     short = found.loaded.facts.short_positions
     if short is not None:  # keys are turned by one of two sets of factors (`rotary`)
-        identity["rotary_factors"] = "long" if context_tokens > short else "short"
+        identity["rotary_factors"] = "long" if placed.context > short else "short"
     if found.loaded.quantize is not None:  # packed as they are loaded: the files are those of the 16-bit model
         identity["quantize"] = found.loaded.quantize
     page_bytes = settings.page_tokens * sum(
