@@ -21,9 +21,8 @@ from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_muon, why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
-from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import RAM_RESERVE_BYTES, STAGING_BYTES
+from outcore.sizing.streaming import RAM_RESERVE_BYTES, RESIDENT_BYTES, STAGING_BYTES
 
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outcore.common.quantities import GIB, MIB, round_up
-from outcore.sizing.deepspeed import Device
 from outcore.sizing.streaming import RAM_RESERVE_BYTES
+from outcore.sizing.swapping import Device
 
 RAM_OVERHEAD_BYTES = 3 * GIB
 """Python, torch, CUDA and DeepSpeed themselves, per rank."""

@@ -161,7 +161,7 @@ def test_without_clipping_few_gradients_are_enough():
         plan_stream(shape, request, dataclasses.replace(LAPTOP, ram_bytes=ram * GIB), 1024, layout) for ram in (60, 12)
     ]
     gradients = [sum(p.part_bytes(tier, "gradients") for tier in ("ram", "pinned")) for p in plans]
-    assert gradients == [2 * n, 3 * round_up(2 * shape.largest_unit_params, 4096)]
+    assert gradients == [2 * n, 3 * round_up(2 * max(shape.ends_params, *shape.layer_params), 4096)]
 
 
 def test_budgets_that_an_engine_was_told():
@@ -176,7 +176,7 @@ def test_budgets_that_an_engine_was_told():
     assert p.part_bytes("nvme", "parameters") == 2 * n and p.part_bytes("pinned", "parameters") == 0
     assert p.part_bytes("ram", "ring of states on their way") == 5 * slot_bytes  # whole ones
     assert p.part_bytes("ram", "weights read ahead") == 512 * MIB
-    least = 3 * round_up(2 * shape.largest_unit_params, 4096)
+    least = 3 * round_up(2 * max(shape.ends_params, *shape.layer_params), 4096)
     assert sum(p.part_bytes(tier, "gradients") for tier in ("ram", "pinned")) == least
     whole = plan_stream(shape, RunRequest(), server(), 1024, StreamLayout(1, 8, residency=Residency()))
     assert not whole.uses_drive and whole.part_bytes("ram", "ring of states on their way") == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -11,7 +11,6 @@ import torch
 
 from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
 from outcore.engine.stream.check.tiles import try_tiled_copy
-from outcore.engine.stream.device_work import long_rows_ram_bytes, work_of_step
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
@@ -19,14 +18,17 @@ from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_number
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units, needs_of_parts
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.machine import available_ram_bytes
-from outcore.model import LoadedModel
+from outcore.model import LoadedModel, shape_from_config
 from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
+from outcore.sizing.activations import has_masks, long_ram_bytes
 from outcore.sizing.engine_rule import why_not_muon
 from outcore.sizing.streaming import RAM_RESERVE_BYTES, PinnedMemory
+from outcore.sizing.tiles import TilingWork
 from outcore.sizing.training import TrainingLimits, TrainingPlacement, least_gradients, place_training
+from outcore.sizing.work import step_work
 from outcore.states import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
@@ -212,12 +214,7 @@ def _placement(
         holding=holding,
         waits_for_norm=is_deferred,
         long_rows=long_rows,
-        is_told=True,
-        state_ram_bytes=settings.state_ram_bytes,
-        weight_ram_bytes=settings.weight_ram_bytes,
-        ring_bytes=settings.state_ring_bytes,
-        ring_slots=settings.state_ring_slots,
-        compresses=settings.compress_on_nvme,
+        told=settings.residency,
         read_ahead_bytes=max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes),
     )
     placed = place_training(needs, limits).beginning_ahead(settings.ahead_bytes)
@@ -302,3 +299,51 @@ def _tile_plan(
         partial(work_of_step, loaded, settings, device, compiled=compiled),
         may_cut_rows and settings.activations_on(device) == "ram",  # where hidden states of long rows are
     )
+
+
+def work_of_step(
+    loaded: LoadedModel,
+    settings: StreamSettings,
+    device: torch.device,
+    tile_bytes: int,
+    chunk_bytes: int | None,
+    *,
+    compiled: bool,
+) -> TilingWork | None:
+    """For the largest micro-batch of a step. None where a step's tokens are not told, or the configuration does not say
+    what a layer computes: the rule then leaves a fixed share of the device to it."""
+    if not settings.step_tokens:
+        return None
+    try:
+        shape = shape_from_config("model", loaded.config)
+    except ValueError:
+        return None
+    tokens, accumulation = _micro_batches(settings.step_tokens)
+    home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
+    itemsize = next(loaded.model.parameters()).dtype.itemsize
+    return step_work(
+        shape,
+        itemsize,
+        settings.row_tokens or tokens,
+        tokens,
+        accumulation,
+        checkpoints_home=home,
+        compiled=compiled,
+        tile_bytes=tile_bytes,
+        chunk_bytes=chunk_bytes,
+        masks=has_masks(settings.packed_attention, itemsize),
+    )
+
+
+def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int, *, near: bool) -> int:
+    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut). `near`: of a layer's
+    own on the device."""
+    assert settings.step_tokens
+    shape = shape_from_config("model", loaded.config)
+    return long_ram_bytes(shape, itemsize, *_micro_batches(settings.step_tokens), near=near)
+
+
+def _micro_batches(step_tokens: Sequence[int]) -> tuple[int, int]:
+    """(tokens of the largest micro-batch, as how many of these a step counts)."""
+    tokens = max(step_tokens)
+    return tokens, -(-sum(step_tokens) // tokens)

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib
-from outcore.engine.stream.blueprint import Blueprint
-from outcore.engine.stream.device_work import work_of_step
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.download import GradientDownload
-from outcore.engine.stream.gradients.transfer_group import TransferGroup
+from outcore.engine.stream.blueprint import Blueprint, work_of_step
+from outcore.engine.stream.gradients.download import GradAccumulator, GradientDownload, ShippingBefore, TransferGroup
 from outcore.flow.parts import Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.optim import LARGEST_GRAD, AdamWHyper, ChunkJob, update_on_device, updates_on_device
-from outcore.sizing.residents import LEAST_GAIN, OTHERS_BYTES, DeviceUse, gain_of_staying
+from outcore.sizing.streaming import LEAST_GAIN, OTHERS_BYTES, DeviceUse, gain_of_staying
 from outcore.sizing.training import TrainingPlacement
 from outcore.states import Homes
 
@@ -281,33 +278,18 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     )
 
 
-class ResidentDownload:
+class ResidentDownload(ShippingBefore):
     """The `GradientShipping` of a model of which some layers stay: their gradients stay as well."""
 
     def __init__(self, inner: GradientDownload, residents: Residents) -> None:
-        self._inner, self._residents = inner, residents
-
-    @property
-    def device_bytes(self) -> int:
-        return self._inner.device_bytes
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
-        return self._inner.accumulator(unit, only_once=only_once)
+        super().__init__(inner)
+        self._rounded, self._residents = inner.rounded, residents
 
     def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
         if self._residents.slab(unit) is None:
-            return self._inner.ship(unit, accumulator)
-        self._residents.arrive(unit, *self._inner.rounded(unit, accumulator.complete()))
+            return super().ship(unit, accumulator)
+        self._residents.arrive(unit, *self._rounded(unit, accumulator.complete()))
         return TransferGroup([])
-
-    def norm_of(self, unit: Part) -> float | None:
-        return self._inner.norm_of(unit)
-
-    def norm(self) -> torch.Tensor:
-        return self._inner.norm()
 
 
 def measured_use(device: torch.device, device_bytes: int | None) -> DeviceUse:

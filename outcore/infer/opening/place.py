@@ -1,4 +1,4 @@
-"""Where every byte of a model that is to answer will live: taken apart, counted, placed; nothing is opened yet."""
+"""Placing a model that is to answer: taken apart, counted, every byte given a home; nothing is opened yet."""
 
 from __future__ import annotations
 

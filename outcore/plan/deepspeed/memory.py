@@ -19,17 +19,19 @@ from outcore.sizing.activations import (
     logits_bytes,
     mask_bytes,
 )
-from outcore.sizing.deepspeed import (
-    BUCKET_NUMEL,
-    LIVE_NUMEL,
-    NVME_RAM_BYTES_PER_PARAM,
-    RAM_BYTES_PER_PARAM,
-    RAM_OVERHEAD_BYTES,
-)
 from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.staged import NORM_NUMEL
 from outcore.sizing.streaming import RAM_RESERVE_BYTES, STAGING_BYTES
-from outcore.sizing.swapping import OPTIMIZER_BUFFERS, PARAM_BUFFERS_BASE, TENSORS_PER_MODULE
+from outcore.sizing.swapping import (
+    BUCKET_NUMEL,
+    LIVE_NUMEL,
+    NVME_RAM_BYTES_PER_PARAM,
+    OPTIMIZER_BUFFERS,
+    PARAM_BUFFERS_BASE,
+    RAM_BYTES_PER_PARAM,
+    RAM_OVERHEAD_BYTES,
+    TENSORS_PER_MODULE,
+)
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 

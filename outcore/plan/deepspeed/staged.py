@@ -18,13 +18,13 @@ from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item
 from outcore.plan.terms.case import Case
-from outcore.plan.terms.traffic import Pass
-from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL
+from outcore.plan.terms.rates import Pass
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import StagedFacts, staged_sizes
 from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
 from outcore.sizing.streaming import CHUNK_NUMEL, RAM_RESERVE_BYTES
+from outcore.sizing.swapping import BUCKET_NUMEL, LIVE_NUMEL
 
 NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
 

@@ -22,16 +22,15 @@ from outcore.plan.stream.memory import (
     placement_of,
     ram_parts,
     staying,
+    tiling_of,
     vram_parts,
 )
-from outcore.plan.stream.tiles import tiling_of
 from outcore.plan.stream.time import Placed, step_time
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.spill import Spill
+from outcore.plan.terms.case import Case, Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
-from outcore.sizing.residents import LEAST_GAIN
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import LEAST_GAIN
 from outcore.sizing.tiles import Tiling
 
 

@@ -8,9 +8,11 @@ first: it is read twice a step and never written.
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
-from outcore.plan.stream.tiles import device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
@@ -19,8 +21,8 @@ from outcore.sizing.activations import (
     layer_activation_bytes,
     long_ram_bytes,
 )
-from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
-from outcore.sizing.residents import DeviceUse
+from outcore.sizing.layouts import StoredStates, StreamLayout
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     AHEAD_OF_IDLE_RAM,
@@ -30,16 +32,19 @@ from outcore.sizing.streaming import (
     PROCESS_BYTES,
     RAM_RESERVE_BYTES,
     STAGING_BYTES,
+    DeviceUse,
     PinnedMemory,
     is_worth_a_graph,
 )
-from outcore.sizing.tiles import Tiling
+from outcore.sizing.tiles import RESIDENT_SHARE, Model, Tiling, TilingWork, UnitSize, choose_tiling
 from outcore.sizing.training import (
+    PartNeeds,
     Pins,
     TrainingLimits,
     TrainingPlacement,
     least_gradients,
     needs_of_shape,
+    parts_of_shape,
     place_training,
 )
 from outcore.sizing.work import step_work
@@ -152,14 +157,14 @@ def staying(
 def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
     """The engine's placement in RAM and on the drive, within what it was told."""
     shape, request, hardware, layout, e = case.shape, case.request, case.hardware, case.layout, case.element_bytes
-    tokens, told = (case.micro_tokens,) * layout.accumulation, layout.residency or Residency()
+    tokens = (case.micro_tokens,) * layout.accumulation
     needs = needs_of_shape(
         shape, e, request.format, tokens, uses_muon=request.optimizer == "muon", ranks=hardware.num_gpus
     )
     long_rows = None
     if tiling.tile_tokens:
         long_rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
-    gradient_bytes = told.gradient_bytes if not request.clips else None
+    gradient_bytes = None if request.clips or layout.residency is None else layout.residency.gradient_bytes
     has_drive = hardware.nvme_free_bytes > 0
     limits = TrainingLimits(
         ram_bytes=hardware.ram_bytes - sum(item.size_bytes for item in fixed_ram(case, tiling)),
@@ -171,12 +176,7 @@ def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
         waits_for_norm=request.clips,
         holding=tiling.holding,
         long_rows=long_rows,
-        is_told=layout.residency is not None,
-        state_ram_bytes=told.state_ram_bytes,
-        weight_ram_bytes=told.weight_ram_bytes,
-        ring_bytes=told.state_ring_bytes,
-        ring_slots=told.state_ring_slots,
-        compresses=told.compressed,
+        told=layout.residency,
     )
     return place_training(needs, limits)
 
@@ -264,3 +264,52 @@ def drive_states(placed: TrainingPlacement, stored: StoredStates) -> list[Item]:
         Item("nvme", "master", int(stored.master * trained)),
         Item("nvme", "moments", int((stored.moments + stored.room) * trained)),
     ]
+
+
+def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
+    """Memory that the engine plans tiles for; None without a GPU, where no limit is known."""
+    if layout.device_bytes is not None:
+        return layout.device_bytes
+    return None if hardware.is_cpu else hardware.tensor_bytes
+
+
+def tiling_of(case: Case[StreamLayout]) -> Tiling:
+    """What the engine will do with this model there."""
+    shape, layout, e = case.shape, case.layout, case.element_bytes
+
+    def work_of(tile_bytes: int, chunk_bytes: int | None) -> TilingWork:
+        return step_work(
+            shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
+            checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
+        )  # fmt: skip
+
+    return choose_tiling(
+        layout.tiling,
+        device_bytes_of(case.hardware, layout),
+        layout.tile_bytes,
+        layout.layer_buffers,
+        partial(_model, shape, e),
+        work_of,
+        may_cut_rows=layout.checkpoints_home == "ram",
+    )
+
+
+@lru_cache(maxsize=16)
+def _model(shape: ModelShape, element_bytes: int, tile_bytes: int) -> Model:
+    """Parts as the engine takes the model apart."""
+    layers, ends = parts_of_shape(shape, element_bytes)
+    least = tile_bytes // RESIDENT_SHARE
+    widest = shape.hidden_size * max(shape.num_heads * shape.head_dim, shape.ffn_width)
+
+    def unit(index: int, is_layer: bool, part: PartNeeds, largest: int) -> UnitSize:
+        expanded = part.size_bytes if part.home_bytes < part.size_bytes else 0
+        return UnitSize(
+            index, is_layer, part.home_bytes, part.trained, element_bytes * largest > least, expanded_bytes=expanded
+        )
+
+    found = [unit(0, False, ends[0], shape.head_weight_numel)]
+    for number, (part, params) in enumerate(zip(layers, shape.layer_params, strict=True)):
+        found.append(unit(1 + number, True, part, params // 4 if shape.is_moe else widest))
+    found += [unit(1 + len(layers), False, end, shape.head_weight_numel) for end in ends[1:]]
+    return Model(tuple(found), element_bytes, tied=shape.tied)

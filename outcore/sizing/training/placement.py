@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from outcore.common.quantities import format_gib, round_up
+from outcore.sizing.layouts import Residency
 from outcore.sizing.ring import BLOCK_BYTES
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -15,8 +16,6 @@ from outcore.sizing.streaming import (
     NUM_SLOTS,
     PAGEABLE_SLOTS,
     SLOT_BYTES,
-    STATE_RING_BYTES,
-    STATE_RING_SLOTS,
     WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
     pinned_memory,
@@ -75,17 +74,14 @@ class TrainingLimits:
     """Whether all gradients must be there before the first is used."""
     long_rows: int | None = None
     """RAM of a rank's long rows, in which activation checkpoints lie, too. None: rows are whole."""
-    is_told: bool = False
-    """Whether the next two were decided before; otherwise they follow from `ram_bytes`."""
-    state_ram_bytes: int | None = None
-    """States in RAM; None: all."""
-    weight_ram_bytes: int | None = None
-    """Parameters in RAM, likewise."""
-    ring_bytes: int = STATE_RING_BYTES
-    ring_slots: int = STATE_RING_SLOTS
-    compresses: bool = True
-    """Whether fp32 moments take fewer bits on the drive."""
+    told: Residency | None = None
+    """What of parameters and states was decided to live in RAM before; None: it follows from `ram_bytes`."""
     read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
+
+    @property
+    def flows(self) -> Residency:
+        """How states flow from the drive."""
+        return self.told or Residency()
 
 
 @dataclass(frozen=True)

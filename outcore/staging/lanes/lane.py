@@ -68,7 +68,7 @@ class LaneSettings:
     timeout_s: float = TIMEOUT_S
     """Limit of every wait that is not given one."""
     copy_threads: int | None = None
-    """Threads that copy between pageable RAM and slots. None: `sizing.copies`."""
+    """Threads that copy between pageable RAM and slots. None: `sizing.streaming`."""
     direct: bool = False
     """Transfers of files skip the slots: the engine (the store's own, for a store) moves device memory itself."""
 

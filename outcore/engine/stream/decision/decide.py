@@ -24,7 +24,7 @@ from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings
 from outcore.optim import state_format
-from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.streaming import RESIDENT_BYTES
 from outcore.sizing.training import TrainingNeeds, needs_of_shape
 from outcore.storage import DriveAccess
 

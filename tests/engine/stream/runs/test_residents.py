@@ -10,7 +10,7 @@ import torch
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.residents import measured_use
-from outcore.sizing.residents import OTHERS_BYTES, SPARE_BYTES, DeviceUse
+from outcore.sizing.streaming import OTHERS_BYTES, SPARE_BYTES, DeviceUse
 from outcore.sizing.tiles import Holding
 from outcore.sizing.training import PartNeeds, Pins, TrainingLimits, TrainingNeeds, place_training
 from tests.engine.inside import parts_of
