@@ -6,9 +6,10 @@ from dataclasses import fields
 from typing import Any, Self
 
 
-def same_named(kind: Any, source: object) -> dict[str, Any]:
-    """The fields of the dataclass `kind` that `source` has under the same name, with the values there."""
-    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
+def same_named(kind: Any, source: object, *but: str) -> dict[str, Any]:
+    """The fields of the dataclass `kind` but those named, with what `source` has under the same name. AttributeError
+    where it has not: a field that is renamed on one side would be lost in silence."""
+    return {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in but}
 
 
 class Closing:

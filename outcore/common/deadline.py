@@ -1,9 +1,13 @@
-"""One limit for several waits, one after another, while an engine is closed or a failed pass is given up."""
+"""How long anything is waited for, and one limit for several waits, one after another, while an engine is closed or a
+failed pass is given up."""
 
 from __future__ import annotations
 
 import time
 
+TIMEOUT_S = 600.0
+"""Longest wait for work that is under way: a slow drive needs under a minute for the largest layer, a GPU far less, so
+more means that something hangs."""
 CLOSE_TIMEOUT_S = 60.0
 """Limit for closing an engine: a drive that works has written its few buffers by then; for one that hangs it is
 enough."""

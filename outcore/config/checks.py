@@ -9,7 +9,7 @@ from typing import Any
 from outcore.config.convert import ConfigError, typed_value
 from outcore.config.fields import FIELDS, TrainConfig
 from outcore.config.spec import Field
-from outcore.sizing.engine_rule import BELOW_ZERO3
+from outcore.sizing.engine_rule import BELOW_ZERO3, why_not_muon
 from outcore.sizing.states import SPLIT_FORMATS
 
 READ_HERE = ("eval_dataset",)
@@ -165,7 +165,10 @@ def _check_best(config: TrainConfig) -> None:
 
 def _check_engine(config: TrainConfig) -> None:
     check_stage_of_stream(config.engine, config.zero_stage)
-    _check_muon(config)
+    if config.optimizer == "muon" and (
+        why := why_not_muon(engine=config.engine, is_frozen=config.lora_r > 0, state_format=config.state_format or "")
+    ):
+        raise ConfigError(why)
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
         only_stream += ["matmul"] if config.matmul != "same" else []
@@ -176,17 +179,6 @@ def _check_engine(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{only_stream[0]} is a setting of the streaming engine: leave it out, or leave out --engine deepspeed."
             )
-
-
-def _check_muon(config: TrainConfig) -> None:
-    why = {
-        "is the streaming engine's: leave --engine deepspeed out": config.engine == "deepspeed",
-        "trains whole matrices, not adapters: leave --lora_r out": config.lora_r > 0,
-        "keeps its momentum in fp32: use --state_format auto, fp32 or split": "8" in (config.state_format or ""),
-    }
-    for words, applies in why.items():
-        if config.optimizer == "muon" and applies:
-            raise ConfigError(f"optimizer muon {words}, or leave --optimizer muon out.")
 
 
 def _check_offload(config: TrainConfig) -> None:

@@ -21,6 +21,11 @@ from outcore.model import max_positions, named_config
 
 GREEN = ("\x1b[32m⟦", "⟧\x1b[0m")
 PLAIN = ("⟦", "⟧")
+NOT_ASKED = (
+    "eval_dataset", "eval_split", "eval_fraction", "format", "streaming", "cache_dir", "seed", "max_train_samples",
+    "max_eval_samples", "num_proc", "text_extensions", "lock_timeout_s",
+)  # fmt: skip
+"""Settings that have another name here, or no flag."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _settings(args: argparse.Namespace) -> DataSettings:
     said = {
-        **same_named(DataSettings, args),
+        **same_named(DataSettings, args, *NOT_ASKED),
         "seq_length": _default_seq_length(args) if args.seq_length is None else args.seq_length,
         "eval_fraction": 0.0,
         "format": args.data_format,

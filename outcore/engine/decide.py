@@ -119,15 +119,12 @@ def _deepspeed(
     loaded: LoadedModel | None,
     choice: EngineChoice,
 ) -> Decision:
-    if settings.optimizer == "muon":
-        raise ConfigError(
-            f"optimizer muon is the streaming engine's, and this run is DeepSpeed's ({choice.reason}). Leave it out."
-        )
-    if settings.matmul != "same":
-        raise ConfigError(
-            f"matmul {settings.matmul} is the streaming engine's, and this run is DeepSpeed's ({choice.reason}). Leave "
-            "it out."
-        )
+    for name, usual in (("optimizer", "adamw"), ("matmul", "same")):
+        if (asked := getattr(settings, name)) != usual:
+            raise ConfigError(
+                f"{name} {asked} is the streaming engine's, and this run is DeepSpeed's ({choice.reason}). Leave it "
+                "out."
+            )
     if model.quantize is not None:
         raise ConfigError(
             f"quantize {model.quantize}: only the streaming engine keeps a packed base, and this run is DeepSpeed's "

@@ -84,7 +84,9 @@ class _Talk:
 
 
 class InferenceEngine:
-    """Engine that answers requests in passes over the layers."""
+    """Engine that answers requests in passes over the layers. `verify` raises EngineError where what a pass computed
+    cannot be trusted, before its tokens are taken; `waited_s` tells how long the device waited in the last pass, by
+    what for, once its logits have been read."""
 
     def __init__(
         self,
@@ -94,19 +96,17 @@ class InferenceEngine:
         *,
         speculates: bool = True,
         drafts: DraftModel | None = None,
+        verify: Callable[[], None] = lambda: None,
+        waited_s: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speech = runner, scheduler, speech
         self.speculates = speculates and runner.can_step_back
         self.drafts = drafts
         self.counts = EngineCounts()
-        self.on_pass: Callable[[Sequence[Work], float], None] = lambda works, seconds: None
-        """Hears of each pass when it has run: what was in it, its seconds."""
-        self.waited_s: Callable[[], Mapping[str, float]] = dict
-        """Tells how long the device waited in the last pass, by what for; asked when its logits have been read."""
-        self.verify: Callable[[], None] = lambda: None
-        """Raises EngineError where what a pass computed cannot be trusted; called before its tokens are taken."""
-        self._clock = clock
+        self.observers: list[Callable[[Sequence[Work], float], None]] = []
+        """Hear of each pass when it has run: what was in it, its seconds."""
+        self._verify, self._waited_s, self._clock = verify, waited_s, clock
         device = runner.copies.device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         """The current device is each thread's own, and graphs, streams and kernels are made on it."""
@@ -229,7 +229,8 @@ class InferenceEngine:
         counts.passes, counts.pass_s = counts.passes + 1, counts.pass_s + seconds
         if self.runner.is_usual:
             self.scheduler.cost.add(counts.last_pass_rows, seconds)
-        self.on_pass(works, seconds)
+        for observer in self.observers:
+            observer(works, seconds)
         return True
 
     def generate(self, requests: Iterable[Request], on_piece: OnPiece | None = None) -> Iterator[Answer]:
@@ -338,14 +339,14 @@ class InferenceEngine:
         """Choose tokens from the logits; a guess counts when it is what would have been chosen."""
         if not found:  # only prompts were read, and no logits: nothing else has waited for the device
             wait_for(moment(self.runner.copies.device), "a pass")
-            self.verify()
+            self._verify()
         now_s = self._clock()
         said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
         alive, place, choice = found, 0, TokenChoice(found, self.runner.copies.to)
         while alive:
             chosen = choice.at(place, alive)
-            self.verify()  # what was chosen has come, and no answer has ended by it yet
+            self._verify()  # what was chosen has come, and no answer has ended by it yet
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
@@ -359,7 +360,7 @@ class InferenceEngine:
                     if sequence.finish is None:
                         still.append((work, logits))
             alive, place = still, place + 1
-        waited_s = self.waited_s()
+        waited_s = self._waited_s()
         for sequence in {work.sequence for work in works}:
             sequence.passed(waited_s)
         for work in works:

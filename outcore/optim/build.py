@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.files import built_folder
 from outcore.common.quantities import format_s
 
@@ -77,7 +78,6 @@ PRODUCT_VARIANTS_X86: dict[str, tuple[str, ...]] = {
 }
 BUILD_COMMAND = f"{sys.executable} -m outcore.optim"
 COMMAND_TIMEOUT_S = 300.0
-LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.1
 
 
@@ -94,7 +94,7 @@ class BuildFailed(ExtensionUnavailable):
 
 
 def build_extension(
-    prefix: str | Path | None = None, compiler: str | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
+    prefix: str | Path | None = None, compiler: str | None = None, lock_timeout_s: float = TIMEOUT_S
 ) -> Path:
     """The built library's path; builds it when this source, these flags and this compiler have not been built yet.
 

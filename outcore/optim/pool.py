@@ -34,6 +34,7 @@ from typing import Self
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.machine import usable_cores
 from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue
@@ -42,8 +43,6 @@ from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
 from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
 
-DEFAULT_TIMEOUT_S = 600.0
-"""Longest wait for a unit: a layer takes well under a second, so more means that something hangs."""
 DEFAULT_TASK_NUMEL = 1 << 18
 """2^18 parameters are 7 MB of traffic: under 2 ms of a thread, against a microsecond to hand it out."""
 SUM_BLOCK_NUMEL = 4096
@@ -143,7 +142,7 @@ class OptimizerPool:
         result's `stats` are of the rounded values."""
         return self._submit(unit_id, priority, JobBatch.of_sum(sources, into), None, "add_up", False)
 
-    def wait(self, ticket: Ticket, timeout_s: float = DEFAULT_TIMEOUT_S) -> UnitResult:
+    def wait(self, ticket: Ticket, timeout_s: float = TIMEOUT_S) -> UnitResult:
         """Wait for its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had
         finished."""
         self.wait_any([ticket], timeout_s)
@@ -163,7 +162,7 @@ class OptimizerPool:
             self._reap()
         return ticket.result is not None
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout_s: float = DEFAULT_TIMEOUT_S) -> Ticket:
+    def wait_any(self, tickets: Sequence[Ticket], timeout_s: float = TIMEOUT_S) -> Ticket:
         """The first of `tickets` (in their order) that has finished in whatever way; TimeoutError."""
         if not tickets:
             raise ValueError("wait_any needs at least one ticket")
@@ -176,7 +175,7 @@ class OptimizerPool:
         self._wait_for(one_is_done, timeout_s, f"one of {len(tickets)} units, the first {tickets[0].unit_id!r}")
         return found[0]
 
-    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def drain(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until everything submitted so far has finished; TimeoutError. Failures stay with their tickets."""
         self._reap()
         with self._lock:
@@ -218,7 +217,7 @@ class OptimizerPool:
         if not self._closed:
             self._queue.wait_finished(seen, timeout_s)
 
-    def close(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, cancel: bool = False) -> None:
+    def close(self, timeout_s: float = TIMEOUT_S, *, cancel: bool = False) -> None:
         """End the threads: after everything submitted, or with `cancel` after the tasks they are at.
 
         A cancelled unit may be partly updated. TimeoutError: a task is still running after `timeout_s`, and the tensors

@@ -19,11 +19,10 @@ from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
-from outcore.sizing.engine_rule import why_not_stream
+from outcore.sizing.engine_rule import why_not_muon, why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
-from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import STAGING_BYTES
+from outcore.sizing.streaming import RAM_RESERVE_BYTES, RESIDENT_BYTES, STAGING_BYTES
 
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05
@@ -95,14 +94,8 @@ def _only_streamed(shape: ModelShape, request: RunRequest, hardware: Hardware) -
         return f"{name} {shape.quantize}: only the streaming engine keeps a packed base"
     if request.optimizer != "muon":
         return ""
-    why = {
-        "updates matrices in RAM of one rank; train on one": hardware.num_gpus > 1,
-        "trains whole matrices, not adapters: leave --lora_r out": shape.lora_r > 0,
-        "keeps its momentum in fp32: use --state_format auto, fp32 or split": "8" in request.format,
-    }
-    for words, applies in why.items():
-        if applies:
-            raise ValueError(f"optimizer muon {words}, or leave --optimizer muon out.")
+    if why := why_not_muon(ranks=hardware.num_gpus, is_frozen=shape.lora_r > 0, state_format=request.format):
+        raise ValueError(why)
     return "optimizer muon: only the streaming engine has it"
 
 
@@ -242,7 +235,7 @@ def _staged(stage: str, optimizer: str, request: RunRequest, hardware: Hardware)
     whole = Staged(request.format, staging_bytes=staging)
     if stage != "infinity":
         return [whole]
-    budget = (hardware.ram_bytes - k.PAGE_CACHE_RESERVE_BYTES) // GIB * GIB
+    budget = (hardware.ram_bytes - RAM_RESERVE_BYTES) // GIB * GIB
     return [whole, dataclasses.replace(whole, ram_budget_bytes=budget)] if budget > 0 else [whole]
 
 

@@ -40,8 +40,6 @@ the allocator does not in four runs of DeepSpeed, 0.87-0.89 in eight of the stre
 VRAM_RESERVE_BYTES = int(0.75 * GIB)
 """For the desktop and what else draws on the card. With all of these an 8 GiB card is planned with 6.5 GiB of tensors,
 the cap under which the streaming engine is accepted."""
-PAGE_CACHE_RESERVE_BYTES = 2 * GIB
-"""Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
 GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 2 * 32 * MIB, 0.86
 """What graphs of layers keep beside their inputs and results: cuBLAS's workspaces (of two threads, as large as on
 Hopper), and the memory that their intermediate results had, of which nobody else may use any: of eager layers so many

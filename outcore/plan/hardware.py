@@ -13,8 +13,8 @@ from typing import TypeVar
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
 from outcore.plan import constants as k
-from outcore.sizing.copies import copies_gb_per_s
 from outcore.sizing.states import STATE_FORMATS
+from outcore.sizing.streaming import copies_gb_per_s
 
 Row = TypeVar("Row")
 LINKS = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "ram_gb_per_s")
@@ -62,7 +62,7 @@ class Hardware:
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
     copies_gb_per_s: float | None = None
-    """What a lane takes from pageable RAM: measured, or by its threads (`sizing.copies`). None: as fast as the link."""
+    """What a lane takes from pageable RAM: measured, or by its threads (`copy_threads`). None: as fast as the link."""
     identity: str = ""
     """What tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)

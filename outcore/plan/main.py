@@ -163,7 +163,7 @@ def _hardware(args: PlanConfig) -> Hardware:
 
 def _machine(args: PlanConfig) -> Hardware:
     limits_gib = [limit for limit in (args.ram_gib, args.ram_budget_gib) if limit is not None]
-    said: dict[str, Any] = {**same_named(Overrides, args), "ram_gib": min(limits_gib, default=None)}
+    said: dict[str, Any] = {**same_named(Overrides, args, "may_add_gpus"), "ram_gib": min(limits_gib, default=None)}
     overrides = Overrides(**said, may_add_gpus=args.nominal)
     return load_hardware(args.machine, overrides, allow_nominal=args.nominal)
 

@@ -25,3 +25,19 @@ def why_not_stream(
     if zero_stage in BELOW_ZERO3:
         return f"zero_stage {zero_stage} was asked for"
     return ""
+
+
+def why_not_muon(
+    *, engine: str = "stream", ranks: int = 1, is_frozen: bool = False, state_format: str = "", tiled: bool = False
+) -> str:
+    """Why Muon cannot train such a run, with what to do, in words; '' where it can. `is_frozen`: whether any parameter
+    is not trained; `tiled`: whether parts are computed in tiles."""
+    why = {
+        "is the streaming engine's: leave --engine deepspeed out": engine == "deepspeed",
+        "updates matrices in RAM of one rank; train on one": ranks > 1,
+        "trains whole matrices, and some are frozen here: leave --lora_r out": is_frozen,
+        "keeps its momentum in fp32: use --state_format auto, fp32 or split": "8" in state_format,
+        "takes a layer's gradient whole, and memory for layers in one piece is short; lower the micro-batch": tiled,
+    }
+    found = (words for words, applies in why.items() if applies)
+    return next((f"optimizer muon {words}, or leave --optimizer muon out." for words in found), "")

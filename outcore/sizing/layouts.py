@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES, Device
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, STATE_FORMATS
 from outcore.sizing.streaming import LANE_BYTES, STAGING_BYTES, STATE_RING_BYTES, STATE_RING_SLOTS
+from outcore.sizing.swapping import MAX_IN_CPU_BYTES, Device
 from outcore.sizing.tiles import LAYER_BUFFERS
 
 
@@ -35,11 +35,6 @@ class StoredStates(NamedTuple):
     @property
     def moved(self) -> float:
         return self.master + self.moments
-
-    @property
-    def in_slot(self) -> float:
-        """Bytes in a slot of the ring: what is left of an update is written while that of the last one is read."""
-        return self.moved + 2 * self.room
 
 
 @dataclass(frozen=True)

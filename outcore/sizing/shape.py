@@ -157,12 +157,6 @@ class ModelShape:
         return max(found, default=self.largest_weight_numel)
 
     @property
-    def largest_unit_params(self) -> int:
-        """Parameters of the largest of the units that are streamed: embedding, each layer, head (tied: its weight
-        streams a second time)."""
-        return max(self.ends_params, max(self.layer_params) + -(-self.adapter_params // self.num_layers))
-
-    @property
     def ends_params(self) -> int:
         """The larger of embedding and head, as they are streamed."""
         return max(self.embedding_params, self.head_params + (self.head_weight_numel if self.tied else 0))

@@ -6,7 +6,7 @@ an update, and parameters are read twice more by every micro-batch but the first
 
 The ring keeps chunks from one update to the next (`states/ring/schedule`), so memory for it is worth as much as memory
 for states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far
-as the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`."""
+as the user allows staging memory, and at most half of the RAM that the run leaves beside its reserve."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outcore.common.quantities import GIB, MIB, round_up
-from outcore.sizing.deepspeed import Device
+from outcore.sizing.streaming import RAM_RESERVE_BYTES
+from outcore.sizing.swapping import Device
 
 RAM_OVERHEAD_BYTES = 3 * GIB
 """Python, torch, CUDA and DeepSpeed themselves, per rank."""
-RAM_RESERVE_BYTES = 2 * GIB
-"""For data files and checkpoints being written back: the planner asks for it, so a ring that grew into it would turn
-runs away that fit."""
 RING_BYTES = GIB
 """Ring as the streaming engine's: a drive needs many requests under way, in both directions. Enough for that."""
 RING_SHARE_OF_FLOW, RING_SHARE_OF_FREE_RAM = 3, 2

@@ -1,8 +1,10 @@
-"""Sizes of the streaming engine: its defaults, which the planner counts with."""
+"""Sizes of the streaming engine: its defaults, which the planner counts with; threads that copy between pageable RAM
+and pinned slots; idle memory of the device for layers that stay there (how many, says `sizing.training`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from outcore.common.quantities import GIB, MIB
@@ -48,8 +50,9 @@ in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB fro
 with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
-
-
+RAM_RESERVE_BYTES = 2 * GIB
+"""Left to the page cache under data files and checkpoints being written back, where the room for a run is what the
+machine has free; with it a laptop of 64 GB gives a run 56 GiB."""
 AHEAD_OF_IDLE_RAM = 2
 """Divisor: updates ahead of the norm take at most one in so many bytes of RAM that a run would leave idle, unless told:
 other programs, and the page cache under checkpoints and data, have the rest."""
@@ -118,3 +121,67 @@ def waits_from(
     if ranks > 1 or in_tiles or trained_bytes < home_bytes:
         return home_bytes
     return min(home_bytes, max(in_ram_bytes, lent_bytes))
+
+
+COPY_THREAD_GB_PER_S = 2.5
+"""Rate of one thread's memcpy into a pinned slot: four threads gave about 10 GB/s beside a running pass on servers
+with one H100 and one H200 (half of LoRA's base of 8 B pageable: 16 GB in 1.6 of 1.9 to 2.3 s, November 2026)."""
+NOT_SLOWER_SHARE = 0.97
+"""Share of default memory's rate from which write-combined memory counts as not slower: two measurements of one kind
+differ by as much."""
+DRAM_PASSES = 3
+"""A copied byte is read, written, and read again by the device."""
+
+
+MOST_COPY_THREADS = 3 * PAGEABLE_SLOTS // 4
+"""A quarter of the slots is on its way while the others are filled: with 16 slots 12 threads reached 35.4 GB/s, 16
+threads 27.2 (one H100, 32 cores, a third of DRAM 35.8)."""
+
+
+def copy_threads(cores: int) -> int:
+    """Threads of one lane: half of the usable cores, at least 4 where there are so many; the rest update and launch."""
+    return max(1, min(max(4, cores // 2), cores, MOST_COPY_THREADS))
+
+
+def copies_gb_per_s(cores: int, ram_gb_per_s: float) -> float:
+    """What a lane can take from pageable RAM: its threads' rate, or a third of DRAM's."""
+    return min(copy_threads(cores) * COPY_THREAD_GB_PER_S, ram_gb_per_s / DRAM_PASSES)
+
+
+RESIDENT_BYTES: int | None = None
+"""Memory for layers that stay, at most, where nobody says; None: all that is idle, where steps wait for updates or
+uploads. Measured (H100, cap 6.5 GiB, 1.2 B, 16,384 tokens, clipping, fp32 states, four runs): 0.50-0.54 s a step
+without, 0.45-0.49 with all that is idle."""
+LEAST_GAIN = 0.03
+"""Share of a step that layers which stay, or updates ahead of the norm, must spare by the forecast: less is not worth
+the memory."""
+MOVING_PERCENT = 110
+"""Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
+SPARE_BYTES = 128 * MIB
+"""Left alone beside it. Measured (H100, cap 6.5 GiB, 1.2 B, 16,384 tokens, split states, 4 GiB for updates ahead of the
+norm): with 256 MiB one layer fewer stays, and a step takes 9 ms more."""
+OTHERS_BYTES = 512 * MIB
+"""Memory that the driver has free and other programs are left: a desktop takes more at times."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """Memory of the device as its allocator counts it, in bytes."""
+
+    limit: int
+    """What this process may take at most."""
+    reserved: int
+    """Held between steps, the allocator's gaps with it."""
+    moving: int
+    """Comes and goes within a step or an evaluation."""
+
+    @property
+    def idle(self) -> int:
+        """What no step needs; below 0 where memory is short."""
+        return self.limit - SPARE_BYTES - self.reserved - self.moving * MOVING_PERCENT // 100
+
+
+def gain_of_staying(share: float, waits_s: float, bound_s: float, step_s: float) -> float:
+    """Share of a step of `step_s` seconds that it spares to have `share` of the trained parameters stay: their part of
+    the passes that wait for updates and uploads (`bound_s`), but no more than is waited (`waits_s`)."""
+    return min(waits_s, share * bound_s) / step_s

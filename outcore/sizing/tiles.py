@@ -12,11 +12,11 @@ Pure, and without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from outcore.common.quantities import MIB
+from outcore.common.quantities import MIB, format_gib
 
 WEIGHTS_SHARE = 60
 """Percent of the device's memory for buffers of weights and gradients where the rest of a step's needs is unknown."""
@@ -262,3 +262,84 @@ def _ways(model: Model, layer_buffers: int, may_tile: bool) -> Iterator[Holding]
         tiled |= {unit.index for unit in layers if unit.size_bytes == size_bytes}
         for some in (tiled, ends | tiled) if ends else (tiled,):
             yield from (Holding(some, *way) for way in (*whole, *less))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a model's units are held, and which are in tiles."""
+
+    model: Model
+    holding: Holding
+    tile_bytes: int
+    chunk_bytes: int | None = None
+    """Intermediates of an MLP that a tiled layer may hold at once; None: no limit is known."""
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile where rows are long; 0: layers run on whole rows."""
+        return self.holding.tile_tokens
+
+    @property
+    def ends(self) -> bool:
+        """Whether embedding or head is in tiles."""
+        return any(not unit.is_layer and unit.index in self.holding.tiled for unit in self.model.units)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Layers in tiles, counted from 0."""
+        tiled = self.holding.tiled
+        return frozenset(unit.index - 1 for unit in self.model.units if unit.is_layer and unit.index in tiled)
+
+    @property
+    def held(self) -> HeldBytes:
+        """Device memory for weights and gradients."""
+        return held_bytes(self.model, self.holding, self.tile_bytes)
+
+    def words(self) -> str:
+        """For people; '' where nothing is in tiles."""
+        where = "on the GPU" if self.holding.near else "in RAM"
+        long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens, its whole rows {where}"
+        long = long if self.tile_tokens else ""
+        if not self.holding.tiled:
+            return long
+        count, total = len(self.layers), sum(unit.is_layer for unit in self.model.units)
+        layers = "all layers" if count == total else f"{count} of {total} layers"
+        what = " and ".join(["embedding and head"] * self.ends + [layers] * bool(count))
+        words = f"{what} computed in tiles of {format_gib(self.tile_bytes)}: whole they leave no room"
+        return f"{words}; {long}" if long else words
+
+
+def choose_tiling(
+    choice: str,
+    device_bytes: int | None,
+    tile_bytes: int | None,
+    layer_buffers: int,
+    model_of: Callable[[int], Model],
+    work_of: Callable[[int, int | None], TilingWork | None],
+    *,
+    may_cut_rows: bool = True,
+) -> Tiling:
+    """Decide. `choice`: 'auto', 'on', 'off' or 'tokens', as the engine's setting; `device_bytes` None: unknown, nothing
+    needs to be tiled; `tile_bytes` None: from `device_bytes`. `model_of`: units for a tile's bytes; `work_of`: what a
+    step needs beside them, for the bytes of a tile and of a chunk; None where that is unknown. `may_cut_rows`: whether
+    layers may run on tiles of tokens. Rows that were to be cut and cannot be stay whole."""
+    tile_bytes = tile_bytes or tile_bytes_of(device_bytes)
+    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
+    model, holding = model_of(tile_bytes), Holding(layer_buffers=layer_buffers)
+    if choice == "on":
+        holding = replace(holding, tiled=frozenset(unit.index for unit in model.units if unit.is_large))
+        return Tiling(model, holding, tile_bytes, chunk_bytes)
+    work = work_of(tile_bytes, chunk_bytes) if device_bytes is not None or choice == "tokens" else None
+    if device_bytes is not None:
+        holding = choose_holding(
+            model,
+            device_bytes,
+            tile_bytes,
+            layer_buffers=layer_buffers,
+            work=work,
+            may_tile=choice != "off",
+            cuts_rows=True if choice == "tokens" else None if choice == "auto" and may_cut_rows else False,
+        )
+    elif work is not None and work.long:
+        holding = holding.cut_as(work.long[-1])
+    return Tiling(model, holding, tile_bytes, chunk_bytes)

@@ -8,11 +8,12 @@ norm is known the second homes become the first (`stand`), or parameters are put
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.parts import ModelParts, Part
+from outcore.flow.parts import Part
 from outcore.optim import JobBatch
 from outcore.staging.pool import HostMemory
 from outcore.states.homes import Homes
@@ -37,18 +38,14 @@ class _Second:
 
 
 class SecondHomes:
-    """Second homes of the last parts, as many as `limit_bytes` holds: in backward their gradients come first."""
+    """Second homes of these parts."""
 
-    def __init__(self, homes: Homes, units: ModelParts, memory: HostMemory, limit_bytes: int) -> None:
+    def __init__(self, homes: Homes, parts: Iterable[Part], memory: HostMemory) -> None:
         self._homes, self._seconds = homes, dict[int, _Second]()
         self.size_bytes = 0
-        for part in ([] if units.tied else [units.head]) + units.layer_units[::-1]:
+        for part in parts:
             chunks = homes[part].chunks
-            if not chunks:
-                continue  # frozen
             sizes = [chunk.n_bytes for chunk in chunks] + [sum(chunk.numel for chunk in chunks) * part.dtype.itemsize]
-            if self.size_bytes + sum(sizes) > limit_bytes:
-                break
             *states, params = (
                 memory.take(n_bytes, f"second home of {part.name}", pinned=False, touch=False) for n_bytes in sizes
             )

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.optim import Backend, ChunkState
 from outcore.optim.formats import StateName, Tail, tail_of
 from outcore.staging.pool import pageable
 from outcore.states.placement import StateChunk, check_tail
 from outcore.storage import TensorStore, Transfer
 
-TIMEOUT_S = 600.0
 MOMENTS: tuple[StateName, ...] = ("exp_avg", "exp_avg_sq")
 
 

@@ -3,11 +3,13 @@
 import ast
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from outcore.common.classes import same_named
 from outcore.common.quantities import GIB
 from outcore.config import (
     FIELDS,
@@ -24,6 +26,7 @@ from outcore.config import (
 )
 from outcore.engine.stream.settings import StreamSettings, StreamSizes
 from tests.config.shipped import shipped, text
+from tests.refused import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES: dict[str, Any] = {
@@ -194,3 +197,15 @@ def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:
                 set_here |= {keyword.arg for keyword in node.keywords if keyword.arg}
     own = {f.name for f in dataclasses.fields(StreamSettings)} - {f.name for f in dataclasses.fields(StreamSizes)}
     assert set_here == own | {"device_bytes"}  # asked once, before the engine takes any
+
+
+def test_a_field_that_is_renamed_on_one_side_is_not_lost():
+    """It was left at its default, in silence."""
+
+    @dataclasses.dataclass
+    class Told:
+        kept: int = 1
+        renamed: int = 2
+
+    assert same_named(Told, SimpleNamespace(kept=3), "renamed") == {"kept": 3}
+    refused(AttributeError, "renamed", lambda: same_named(Told, SimpleNamespace(kept=3)))

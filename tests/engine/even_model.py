@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.config import RunSettings
+from outcore.engine.base import Host
 from outcore.engine.stream.decision.decide import stream_decision
 from outcore.engine.stream.decision.decision import StreamDecision
-from outcore.engine.stream.decision.homes import RunSizes
 from outcore.sizing.training import PartNeeds, TrainingNeeds, checkpoint_ends
 
 
@@ -29,21 +29,16 @@ class EvenModel:
     muon_params: int = 0
     num_ranks: int = 1
 
-    def sizes(self, settings: RunSettings) -> RunSizes:
+    def needs(self, settings: RunSettings) -> TrainingNeeds:
         n, e = self.num_layers, settings.element_bytes
         matrices = (self.muon_params // n,) if self.muon_params else ()
         size_bytes = e * self.total_params // n
         layer = PartNeeds(size_bytes, size_bytes, self.trainable_params // n, matrices)
         ends = checkpoint_ends(self.step_tokens, e * self.hidden_size)
-        return RunSizes(
-            TrainingNeeds((layer,) * n, (), e, settings.state_format, ends, self.num_ranks),
-            self.step_tokens,
-            self.ram_available_bytes,
-            self.has_cuda,
-            self.row_tokens,
-            self.is_wsl2,
-            self.write_combined,
-        )
+        return TrainingNeeds((layer,) * n, (), e, settings.state_format, ends, self.num_ranks)
 
     def decide(self, settings: RunSettings, **checks: Any) -> StreamDecision:
-        return stream_decision(settings, self.sizes(settings), **checks)
+        host = Host(
+            self.has_cuda, self.ram_available_bytes, "run", is_wsl2=self.is_wsl2, write_combined=self.write_combined
+        )
+        return stream_decision(settings, self.needs(settings), host, self.step_tokens, self.row_tokens, **checks)

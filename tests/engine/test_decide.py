@@ -25,10 +25,15 @@ SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
 def test_ram_is_that_of_the_control_group(monkeypatch):
     """The ring of states takes a part of it: the host's free RAM would end a run in a container."""
     given, decided = [], decide.stream_decision
+
+    def watched(run, needs, host, *sizes):
+        given.append((host.ram_available_bytes, sizes[0]))
+        return decided(run, needs, host, *sizes)
+
     model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300)
-    monkeypatch.setattr(decide, "stream_decision", lambda run, sizes: given.append(sizes) or decided(run, sizes))
+    monkeypatch.setattr(decide, "stream_decision", watched)
     decide_stream(SETTINGS, model, Host(False, 5 * GIB, "run"), None, None)
-    assert given[0].ram_available_bytes == 5 * GIB and given[0].step_tokens == (128,) * 4
+    assert given == [(5 * GIB, (128,) * 4)]
     job = SimpleNamespace(device=SimpleNamespace(has_cuda=False), config=TrainConfig(), say=print)
     monkeypatch.setattr(planned, "available_ram_bytes", lambda: 7 * GIB)
     monkeypatch.setattr(planned, "load_tokenizer", lambda *_: None)

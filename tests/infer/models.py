@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 
 from outcore.flow import CompiledLayers, discover_units
 from outcore.infer import InferenceEngine, Speech
-from outcore.infer.opening import InferSettings, build, open_engine
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening import place as placing
 from outcore.infer.opening.check import CPU, tiny_runner
 from outcore.infer.passes import SmallPasses
 from outcore.infer.requests import Request, Sampling
@@ -127,6 +128,8 @@ class TinyEngine:
         small=False,
         backend=None,
         tiny=None,
+        verify=lambda: None,
+        waited_s=dict,
         **fields,
     ):
         self.loaded = loaded or tiny_loaded(family, **fields)
@@ -145,7 +148,8 @@ class TinyEngine:
         default = ScheduleLimits(8, 64, 64, 0, whole_chunks=True) if whole else ScheduleLimits(8, 64, 16, 32)
         self.scheduler = Scheduler(self.cache, limits or default)
         speech = Speech(Words(), frozenset(), self.loaded.facts.vocab_size, 512)
-        self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates)
+        watched = {"verify": verify, "waited_s": waited_s}
+        self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates, **watched)
 
     def greedy(self, prompts, count: int) -> list[list[int]]:
         return greedy(self.engine, prompts, count)
@@ -170,7 +174,7 @@ def opening(name, **settings):
 
 def on_the_drive(monkeypatch) -> None:
     """Have the last layer of every model that is opened with a drive live there."""
-    place = build.place_inference
+    place = placing.place_inference
 
     def spilled(needs, limits, preset):
         made = place(needs, limits, preset)
@@ -180,7 +184,7 @@ def on_the_drive(monkeypatch) -> None:
         parts = [dataclasses.replace(p, home="nvme", ram_bytes=0) if p is last else p for p in made.parts]
         return dataclasses.replace(made, parts=tuple(parts))
 
-    monkeypatch.setattr(build, "place_inference", spilled)
+    monkeypatch.setattr(placing, "place_inference", spilled)
 
 
 def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512, **fields):

@@ -99,7 +99,7 @@ def test_compiled_layers_say_what_transformers_says(family):
     one = TinyEngine(family, loaded=loaded, small=True, backend=backend)
     layers = one.runner.flow.runner.compiled
     passes, most = [], one.engine.max_tokens
-    one.engine.on_pass = lambda works, seconds: passes.append([work.count for work in works])
+    one.engine.observers.append(lambda works, seconds: passes.append([work.count for work in works]))
     assert one.engine.warm_up([8, 16, most - 3]) > 0 and one.engine.counts.passes == 0 and not len(one.cache.index)
     assert passes == [[8], [1], [1], [1], [16], [1], [1], [1]], "each prompt alone and whole, but what does not fit"
     passes.clear()

@@ -74,7 +74,7 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     prompts = prompts_of(14)
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
     one, waiting = tiny(loaded=loaded, limits=ScheduleLimits(14, 64, 16, 16)), []
-    one.engine.on_pass = lambda *_: waiting.append([s.num_prompt for s in one.scheduler.waiting])
+    one.engine.observers.append(lambda *_: waiting.append([s.num_prompt for s in one.scheduler.waiting]))
     assert one.greedy(prompts, 20) == expected
     assert one.scheduler.num_preempted > 0
     lengths = [len(prompt) for prompt in prompts]
@@ -143,8 +143,7 @@ def test_how_answers_end(tiny):
 
 
 def test_an_answer_knows_its_passes_waits_and_pages(tiny):
-    one = tiny(speculates=False)
-    one.engine.waited_s = lambda: {"nvme": 0.5, "pcie": 0.25}
+    one = tiny(speculates=False, waited_s=lambda: {"nvme": 0.5, "pcie": 0.25})
     requests = [Request(n, (9, 8, 7), Sampling(temperature=0, max_tokens=m)) for n, m in (("short", 2), ("long", 6))]
     times = {answer.request: answer.timings for answer in one.engine.generate(requests)}
     for name, passes in (("short", 2), ("long", 6)):
@@ -202,8 +201,8 @@ def test_a_pass_that_fails_ends_its_answers_and_the_next_one_runs(tiny, monkeypa
 
 @pytest.mark.parametrize("prompt_tokens", [2, 40], ids=["its last token", "a piece of its prompt"])
 def test_what_cannot_be_trusted_ends_answers_untold(tiny, prompt_tokens):
-    one, ended, told = tiny(limits=ScheduleLimits(4, 16, 16, 16)), [], []
-    one.engine.verify = failing(RuntimeError("no results"))
+    verify, ended, told = failing(RuntimeError("no results")), [], []
+    one = tiny(limits=ScheduleLimits(4, 16, 16, 16), verify=verify)
     prompt = tuple(range(2, 2 + prompt_tokens))
     one.engine.submit(Request("a", prompt, Sampling(temperature=0, max_tokens=1)), told.append, ended.append)
     with pytest.raises(RuntimeError):
@@ -268,8 +267,8 @@ def test_a_pass_that_only_reads_is_over_before_it_is_asked_how_long_it_took(monk
     """It ends in no logits, which all other passes are waited for by."""
     seen = []
     monkeypatch.setattr("outcore.infer.engine.wait_for", lambda at, what: seen.append("waited"))
-    one = TinyEngine("llama", limits=ScheduleLimits(2, 16, 16, 0))
-    one.engine.waited_s = lambda: seen.append("asked") or {}
+    asked = lambda: seen.append("asked") or {}  # noqa: E731
+    one = TinyEngine("llama", limits=ScheduleLimits(2, 16, 16, 0), waited_s=asked)
     one.greedy([list(range(2, 42))], 2)
     one.close()
     assert seen == ["waited", "asked", "waited", "asked", "asked", "asked"]

@@ -11,7 +11,8 @@ import torch
 
 from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
-from outcore.infer.opening import InferSettings, arrival, build, open_engine
+from outcore.infer.opening import InferSettings, arrival, open_engine
+from outcore.infer.opening import place as placing
 from outcore.sizing.inference import AttentionLimits
 from outcore.staging.pool import device_view
 from tests.infer.models import greedy, greedy_by_transformers, off_device, prompts_of, save_tiny_model
@@ -34,11 +35,11 @@ def test_the_gpu_reads_and_writes_pages_in_ram():
 
 def answers(folder, monkeypatch, ram_share: float | None = None, device: str = "cuda", **settings):
     """(tokens of all prompts, scores, placement)."""
-    place = build.place_inference
+    place = placing.place_inference
     if ram_share is not None:
-        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), ram_share))
+        monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), ram_share))
     opened = open_engine(str(folder), InferSettings(context=128, device=device, **settings))
-    monkeypatch.setattr(build, "place_inference", place)
+    monkeypatch.setattr(placing, "place_inference", place)
     try:
         found = greedy(opened.engine, PROMPTS, 24, ignore_eos=True)
         if settings.get("compile") != "off":
@@ -105,7 +106,7 @@ def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precisi
 
 def test_an_embedding_is_read_where_it_lives(wide_folder, monkeypatch):
     wanted, scores, _ = answers(wide_folder[0], monkeypatch, precision="fp32")
-    place, views = build.place_inference, []
+    place, views = placing.place_inference, []
 
     def rows_in_ram(*args):
         placed = off_device(place(*args), 1)
@@ -117,7 +118,7 @@ def test_an_embedding_is_read_where_it_lives(wide_folder, monkeypatch):
         views.append(device_view(*args))
         return views[-1]
 
-    monkeypatch.setattr(build, "place_inference", rows_in_ram)
+    monkeypatch.setattr(placing, "place_inference", rows_in_ram)
     monkeypatch.setattr(arrival, "device_view", seen)
     found, again, placement = answers(wide_folder[0], monkeypatch, precision="fp32")
     embedding = next(home for home in placement.parts if home.is_rows)
@@ -181,13 +182,13 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
     monkeypatch.setattr("outcore.infer.attention.paged.AttentionLimits", lambda: AttentionLimits(gathered=1 << 16))
     prompt = tuple((7 * i + i // 3) % 270 for i in range(3000))
     found = []
-    place = build.place_inference
+    place = placing.place_inference
     for share, kv_home in ((None, "vram"), (1, "ram")):
         if share is not None:
-            monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
+            monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), 1))
         settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home, pass_tokens=1024)
         opened = open_engine(str(tmp_path), settings)
-        monkeypatch.setattr(build, "place_inference", place)
+        monkeypatch.setattr(placing, "place_inference", place)
         assert bool(opened.placement.travelling_bytes) == (share is not None)
         (answer,) = opened.engine.generate(
             [Request("long", prompt, Sampling(temperature=0, max_tokens=32, ignore_eos=True))]
@@ -220,8 +221,8 @@ def test_recurrent_states_on_the_gpu(tmp_path, monkeypatch, travels):
     model, _ = save_tiny_model(tmp_path, family="qwen3_next", shared_expert_intermediate_size=32, **LINEAR, **EXPERTS)
     expected = [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
     if travels:
-        place = build.place_inference
-        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
+        place = placing.place_inference
+        monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), 1))
     settings = InferSettings(context=128, device="cuda", precision="fp32", chunk_tokens=16, page_tokens=4)
     with closing(open_engine(str(tmp_path), settings)) as opened:
         assert opened.way == "states"

@@ -14,7 +14,8 @@ from outcore.flow import discover_units
 from outcore.flow.weights import HandOver
 from outcore.formats import DeviceProducts, PackedProducts
 from outcore.formats.gguf_files import write_gguf
-from outcore.infer.opening import InferSettings, build, forecast, in_place, open_engine, trials
+from outcore.infer.opening import InferSettings, forecast, in_place, open_engine, trials
+from outcore.infer.opening import place as placing
 from outcore.model import ModelSettings, load_model
 from outcore.plan import load_hardware
 from outcore.plan.learned import known_rates
@@ -110,7 +111,7 @@ def test_experts_are_multiplied_by_pairs_and_one_by_one(family, tmp_path, monkey
 def test_a_pass_for_nobody_leaves_nothing(tiny_folder):
     with opening(tiny_folder[0], device="cpu") as opened:
         passes = []
-        opened.engine.on_pass = lambda works, seconds: passes.append(sum(work.count for work in works))
+        opened.engine.observers.append(lambda works, seconds: passes.append(sum(work.count for work in works)))
         assert opened.engine.pass_s(4) > 0 and passes == [4, 4, 4]
         assert opened.engine.counts.passes == opened.engine.num_running == 0
         assert opened.engine.pass_s(1000) > 0, "more than the context has room for"
@@ -198,9 +199,9 @@ def test_the_cpu_computes_layers_for_the_gpu(
 ):
     """Packed ones, and those of 16 bits."""
     model = file_of_kernels if precision == "fp32" else folder_of_16_bits
-    place, multiply, listen = build.place_inference, HandOver.multiply, PackedProducts.listen
+    place, multiply, listen = placing.place_inference, HandOver.multiply, PackedProducts.listen
     calls, listening = [], []
-    monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
+    monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda found, *_: InPlaceRates(dict.fromkeys(found, 1.0), link, 0.0))
     monkeypatch.setattr(HandOver, "multiply", lambda self, *args: (calls.append(1), multiply(self, *args))[1])
     monkeypatch.setattr(PackedProducts, "listen", lambda self, *args: (listening.append(self), listen(self, *args))[1])
@@ -225,9 +226,9 @@ def test_the_gpu_multiplies_packed_weights_as_they_are(
     tmp_path, monkeypatch, caplog, compile_choice, travels, quantize
 ):
     save_tiny_model(tmp_path, hidden_size=128, intermediate_size=256)
-    place, multiply, rows = build.place_inference, DeviceProducts.multiply, []
+    place, multiply, rows = placing.place_inference, DeviceProducts.multiply, []
     if travels:
-        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), 1))
+        monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), 1))
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice, "cpu_tokens": 0}
 
     def multiplied(self, spec, planes, x):

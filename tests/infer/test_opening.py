@@ -44,7 +44,7 @@ def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
         assert opened.placement.bytes_at("nvme") > 0 and opened.weights.homes.nvme_bytes > 0
 
     def waited(opened):
-        waited_s = opened.engine.waited_s()
+        waited_s = opened.weights.arrival.waited_s()
         assert set(waited_s) == {"pcie", "nvme"} and sum(waited_s.values()) > 0
 
     small = {"ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}

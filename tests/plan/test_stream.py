@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB, round_up
+from outcore.engine.base import Host
 from outcore.engine.stream.decision.decide import stream_decision
-from outcore.engine.stream.decision.homes import RunSizes
 from outcore.model import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
@@ -161,7 +161,7 @@ def test_without_clipping_few_gradients_are_enough():
         plan_stream(shape, request, dataclasses.replace(LAPTOP, ram_bytes=ram * GIB), 1024, layout) for ram in (60, 12)
     ]
     gradients = [sum(p.part_bytes(tier, "gradients") for tier in ("ram", "pinned")) for p in plans]
-    assert gradients == [2 * n, 3 * round_up(2 * shape.largest_unit_params, 4096)]
+    assert gradients == [2 * n, 3 * round_up(2 * max(shape.ends_params, *shape.layer_params), 4096)]
 
 
 def test_budgets_that_an_engine_was_told():
@@ -176,7 +176,7 @@ def test_budgets_that_an_engine_was_told():
     assert p.part_bytes("nvme", "parameters") == 2 * n and p.part_bytes("pinned", "parameters") == 0
     assert p.part_bytes("ram", "ring of states on their way") == 5 * slot_bytes  # whole ones
     assert p.part_bytes("ram", "weights read ahead") == 512 * MIB
-    least = 3 * round_up(2 * shape.largest_unit_params, 4096)
+    least = 3 * round_up(2 * max(shape.ends_params, *shape.layer_params), 4096)
     assert sum(p.part_bytes(tier, "gradients") for tier in ("ram", "pinned")) == least
     whole = plan_stream(shape, RunRequest(), server(), 1024, StreamLayout(1, 8, residency=Residency()))
     assert not whole.uses_drive and whole.part_bytes("ram", "ring of states on their way") == 0
@@ -212,8 +212,7 @@ def test_plan_and_engine_pin_the_same(said):
     shape = preset_shape("llama-8b").with_lora(16)
     run = settings_of(activations="device", precision="bf16", **said)
     needs = needs_of_shape(shape, 2, run.state_format, (1024,), ranks=ranks)
-    sizes = RunSizes(needs, (1024,), ram_bytes, has_cuda=True)
-    told = stream_decision(run, sizes).told
+    told = stream_decision(run, needs, Host(True, ram_bytes, "run"), (1024,)).told
     staging_gib = said.get("staging_gib")
     request = RunRequest(staging_bytes=None if staging_gib is None else int(staging_gib * GIB))
     decided = StreamLayout(1, 1, staging_bytes=told.staging_bytes, lane_bytes=told.lane_bytes)

@@ -68,11 +68,11 @@ def test_a_measured_machine_has_a_forecast(server, monkeypatch):
 
     monkeypatch.setattr(forecast, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
     opened = server.service.opened
-    heard = opened.engine.on_pass
+    monkeypatch.setattr(opened.engine, "observers", [])
     made = ServeMetrics(opened)
+    assert len(opened.engine.observers) == 2  # its own and the forecast's
     made.against_plan.last_forecast_s = 0.25
     page = made.page().decode()
-    opened.engine.on_pass = heard
     assert "outcore_forecast_pass_seconds 0.25" in page and not made.against_plan.why_not
     assert re.search(r'^outcore_kv_pages{group="all",home="ram",state="free"} [1-9]', page, re.M)
 

@@ -84,7 +84,7 @@ def test_closing_a_store_ends_and_leaves_it_to_the_drive(tmp_path: Path) -> None
 
 
 def test_a_full_queue_of_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck) -> None:
-    monkeypatch.setattr(request_queue, "ROOM_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(request_queue, "TIMEOUT_S", LIMIT_S)
     engine = PosixEngine(1, max_requests=1)
     file = BlockFile(tmp_path / "data", "create", MIB)
     begun = engine.submit_read(file, 0, aligned_bytes(KIB))
@@ -102,7 +102,7 @@ def test_a_submission_that_fails_half_way_is_not_over_before_its_first_half(tmp_
     """Its buffer must not be used again as long as a part of it is under way."""
     engine = PosixEngine(1, max_requests=1)
     store = TensorStore.create([tmp_path / "a", tmp_path / "b"], SPECS, engine=engine, stripe_bytes=64 * KIB)
-    for module, name in ((request_queue, "ROOM_TIMEOUT_S"), (store_traffic, "TIMEOUT_S")):
+    for module, name in ((request_queue, "TIMEOUT_S"), (store_traffic, "TIMEOUT_S")):
         monkeypatch.setattr(module, name, LIMIT_S)
     with pytest.MonkeyPatch.context() as patch:
         hanging = Stuck(patch)

@@ -13,11 +13,10 @@ from outcore.engine.base import grouped
 from outcore.engine.decide import choose_engine
 from outcore.engine.stream import StreamDecision
 from outcore.engine.stream.decision.decide import unused_keys
-from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES
 from outcore.flow.weights import Scratch
 from outcore.optim import state_format
 from outcore.probe.report.config_file import read_config
-from outcore.sizing.streaming import PROCESS_BYTES
+from outcore.sizing.streaming import LANE_BYTES, PROCESS_BYTES, RAM_RESERVE_BYTES
 from outcore.storage import DriveAccess, PosixEngine
 from tests.engine.deepspeed.config_cases import INFINITY, build
 from tests.engine.even_model import EvenModel
@@ -93,7 +92,7 @@ def test_ram_first_then_the_drive():
     s = plan_of(TrainConfig(**here, ram_budget_gib=7)).told
     assert 0 < s.weight_ram_bytes < 2e9 and s.state_ram_bytes == 0
     measured = plan_of(TrainConfig(**here), sizes=replace(SIZES, ram_available_bytes=10 * GIB)).told
-    kept = 10 * GIB - RAM_RESERVE_BYTES - 4 * 10**9 - measured.state_ram_bytes
+    kept = 10 * GIB - PROCESS_BYTES - RAM_RESERVE_BYTES - LANE_BYTES - 4 * 10**9 - measured.state_ram_bytes
     assert 0.9 * GIB < kept <= GIB  # the ring's whole slots
     assert plan_of(TrainConfig(**here)).told.nvme_paths == ()
     everything = plan_of(file={"outcore": {"residency": "nvme", "nvme_path": "/drive"}}).told

@@ -31,8 +31,8 @@ class EngineFields:
     beside those, too, as fp24_m8 (bf16 only). auto: split with bf16, else fp32."""
     ram_budget_gib: float | None = setting(None, file=("outcore.ram_budget_gib",), least=0, common=True)
     """GiB of RAM for the whole process, about 3 of which Python, CUDA and buffers take; of parameters, gradients and
-    optimizer states what does not fit goes to the NVMe path. Default: what is available now, less 3 GiB (DeepSpeed's
-    engine: 2 GiB)."""
+    optimizer states what does not fit goes to the NVMe path. Default: what is available now, less 2 GiB for the page
+    cache."""
     staging_gib: float | None = setting(None, file=("outcore.staging_bytes",), file_unit=1 / GIB, above=0)
     """GiB of pinned memory: the lanes' slots, then homes of parameters and gradients as far as it reaches. Default: 8,
     or what the machine lets a process pin."""

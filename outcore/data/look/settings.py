@@ -12,7 +12,7 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
     """What a run's settings say of its (first) data set. `packing`: auto, on, off."""
     extensions = config.text_extensions
     said = {
-        **same_named(DataSettings, config),
+        **same_named(DataSettings, config, "eval_split", "format", "cache_dir", "num_proc", "lock_timeout_s"),
         "dataset": weighted_source(config.dataset[0]).name,
         "format": config.data_format,
         "seq_length": seq_length,

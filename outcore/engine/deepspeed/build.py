@@ -19,8 +19,7 @@ from outcore.common.quantities import MIB
 from outcore.common.shared_memory import remove_own_buffer
 from outcore.config import RunSettings
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.config.accepted import check_by_deepspeed
-from outcore.engine.deepspeed.config.builder import build_config
+from outcore.engine.deepspeed.config.builder import build_config, check_by_deepspeed
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import (
     accelerator,

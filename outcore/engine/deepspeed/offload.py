@@ -11,8 +11,7 @@ from pathlib import Path
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import Device, Offload, RunSettings
-from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.settings import RunFacts
+from outcore.engine.deepspeed.settings import Notes, RunFacts
 from outcore.machine.offload import (
     SPACE_SAFETY,
     NvmePathError,
@@ -21,8 +20,14 @@ from outcore.machine.offload import (
     resolve_nvme_paths,
     validate_nvme_path,
 )
-from outcore.sizing.deepspeed import NVME_RAM_BYTES_PER_PARAM, RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES
-from outcore.sizing.swapping import WeightCounts, nvme_bytes
+from outcore.sizing.streaming import RAM_RESERVE_BYTES
+from outcore.sizing.swapping import (
+    NVME_RAM_BYTES_PER_PARAM,
+    RAM_BYTES_PER_PARAM,
+    RAM_OVERHEAD_BYTES,
+    WeightCounts,
+    nvme_bytes,
+)
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 """(path, required GB) -> (usable, message), as `validate_nvme_path`."""
@@ -51,8 +56,6 @@ STOCK_COSTS = OffloadCosts(
 )
 """Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
-RAM_RESERVE_BYTES = 2 << 30
-"""Free RAM left to the process itself and everything else when states spill to the drive."""
 
 
 def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str]:

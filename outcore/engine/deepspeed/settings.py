@@ -103,3 +103,28 @@ class BuiltConfig:
         }
         config = {**self.config, "zero_optimization": zero}
         return replace(self, config=config, offload=replace(self.offload, nvme_path=path))
+
+
+class Notes:
+    """Collects lines; `warnings` are those that must be shown even when the rest is not."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+
+    def chose(self, key: str, value: Any, reason: str) -> None:
+        """A default was taken."""
+        self.lines.append(f"{key} = {value}: {reason}")
+
+    def changed(self, key: str, old: Any, new: Any, reason: str) -> None:
+        """A value the user gave was replaced."""
+        self.warn(f"{key} changed from {old} to {new}: {reason}")
+
+    def dropped(self, key: str, reason: str) -> None:
+        """A value the user gave has no effect and was left out."""
+        self.warn(f"{key} left out: {reason}")
+
+    def warn(self, text: str) -> None:
+        """A line that must be seen."""
+        self.lines.append(text)
+        self.warnings.append(text)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
-from outcore.common.quantities import GIB
 from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
 from outcore.engine.stream.check.tiles import try_tiled_copy
-from outcore.engine.stream.device_work import long_rows_ram_bytes, work_of_step
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
@@ -20,19 +18,21 @@ from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_number
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units, needs_of_parts
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.machine import available_ram_bytes
-from outcore.model import LoadedModel
+from outcore.model import LoadedModel, shape_from_config
 from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
-from outcore.sizing.streaming import PinnedMemory
+from outcore.sizing.activations import has_masks, long_ram_bytes
+from outcore.sizing.engine_rule import why_not_muon
+from outcore.sizing.streaming import RAM_RESERVE_BYTES, PinnedMemory
+from outcore.sizing.tiles import TilingWork
 from outcore.sizing.training import TrainingLimits, TrainingPlacement, least_gradients, place_training
+from outcore.sizing.work import step_work
 from outcore.states import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
 
-FREE_RAM_BYTES = 2 * GIB
-"""Left free when gradients of all layers are given homes."""
 SMALLEST_READ_AHEAD_SLOTS = 4
 """Two for whole units, two for tiles."""
 
@@ -73,9 +73,15 @@ class Blueprint:
         return torch.float32 if self.settings.accumulate == "fp32" else self.dtype
 
     @cached_property
+    def in_order(self) -> list[Part]:
+        """Parts as the placement counts them, the layers first."""
+        layers = self.units.layer_units
+        return [*layers, *(unit for unit in self.units.all if unit not in layers)]
+
+    @cached_property
     def cuts(self) -> dict[int, int]:
         """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
-        cuts = zip(_in_order(self.units), self.placed.cuts, strict=True)
+        cuts = zip(self.in_order, self.placed.cuts, strict=True)
         return {unit.index: cut // unit.dtype.itemsize for unit, cut in cuts}
 
     @cached_property
@@ -138,8 +144,14 @@ def draw_blueprint(
     states.check_param_dtype(dtype)
     is_deferred = settings.is_deferred(dtype)
     uses_muon = settings.optimizer == "muon"
-    if uses_muon:
-        _check_muon(units, bool(tile_plan.tiled), place)
+    if uses_muon and (
+        why := why_not_muon(
+            ranks=place.world_size,
+            is_frozen=any(slot.trainable is False for unit in units.layer_units for slot in unit.layout.slots),
+            tiled=bool(tile_plan.tiled),
+        )
+    ):
+        raise ValueError(why)
     layers = frozenset(unit.index for unit in units.layer_units if uses_muon)
     exempt = frozenset[str]() if settings.decay_all else undecayed(loaded.model)
     chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers, undecayed=exempt)
@@ -170,11 +182,6 @@ def draw_blueprint(
     )
 
 
-def _in_order(units: ModelParts) -> list[Part]:
-    """Parts as the placement counts them, the layers first."""
-    return [*units.layer_units, *(unit for unit in units.all if unit not in units.layer_units)]
-
-
 def _placement(
     loaded: LoadedModel,
     units: ModelParts,
@@ -198,44 +205,25 @@ def _placement(
     long_rows = None
     if (holding := tile_plan.holding).tile_tokens:
         long_rows = long_rows_ram_bytes(loaded, settings, needs.element_bytes, near=holding.near)
-    is_tiled = [unit.index in tile_plan.indices for unit in _in_order(units)]
     limits = TrainingLimits(
         ram_bytes=0,
         pins=PinnedMemory(settings.staging_bytes, settings.lane_bytes),
         checkpoints_in_ram=settings.activations_on(device) == "ram",
-        whole=frozenset(n for n, tiled in enumerate(is_tiled) if tiled and n >= len(needs.layers)),
         chunk_numel=settings.chunk_numel,
         gradient_bytes=settings.gradient_bytes,
-        tiled=frozenset(n for n in range(len(needs.layers)) if is_tiled[n]),
+        holding=holding,
+        waits_for_norm=is_deferred,
         long_rows=long_rows,
-        is_told=True,
-        state_ram_bytes=settings.state_ram_bytes,
-        weight_ram_bytes=settings.weight_ram_bytes,
-        ring_bytes=settings.state_ring_bytes,
-        ring_slots=settings.state_ring_slots,
-        compresses=settings.compress_on_nvme,
+        told=settings.residency,
         read_ahead_bytes=max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes),
     )
-    placed = place_training(needs, limits)
+    placed = place_training(needs, limits).beginning_ahead(settings.ahead_bytes)
     coming = placed.homes - (placed.weights if loaded.feed is None else 0)  # weights that are there move into homes
     if is_deferred or not place.is_alone or settings.gradient_bytes is not None:
         return placed
-    if coming <= available_ram_bytes() - FREE_RAM_BYTES:
+    if coming <= available_ram_bytes() - RAM_RESERVE_BYTES:
         return placed
     return place_training(needs, replace(limits, gradient_bytes=least_gradients(needs)))
-
-
-def _check_muon(units: ModelParts, tiled: bool, place: RankPlace) -> None:
-    """ValueError for what Muon does not do."""
-    frozen = any(slot.trainable is False for unit in units.layer_units for slot in unit.layout.slots)
-    why = {
-        "updates matrices in RAM of one rank; train on one": not place.is_alone,
-        "trains whole layers, and some of this model's parameters are frozen": frozen,
-        "takes a layer's gradient whole, and memory for layers in one piece is short; lower the micro-batch": tiled,
-    }
-    for words, applies in why.items():
-        if applies:
-            raise ValueError(f"optimizer muon {words}, or leave --optimizer muon out")
 
 
 def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:
@@ -311,3 +299,51 @@ def _tile_plan(
         partial(work_of_step, loaded, settings, device, compiled=compiled),
         may_cut_rows and settings.activations_on(device) == "ram",  # where hidden states of long rows are
     )
+
+
+def work_of_step(
+    loaded: LoadedModel,
+    settings: StreamSettings,
+    device: torch.device,
+    tile_bytes: int,
+    chunk_bytes: int | None,
+    *,
+    compiled: bool,
+) -> TilingWork | None:
+    """For the largest micro-batch of a step. None where a step's tokens are not told, or the configuration does not say
+    what a layer computes: the rule then leaves a fixed share of the device to it."""
+    if not settings.step_tokens:
+        return None
+    try:
+        shape = shape_from_config("model", loaded.config)
+    except ValueError:
+        return None
+    tokens, accumulation = _micro_batches(settings.step_tokens)
+    home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
+    itemsize = next(loaded.model.parameters()).dtype.itemsize
+    return step_work(
+        shape,
+        itemsize,
+        settings.row_tokens or tokens,
+        tokens,
+        accumulation,
+        checkpoints_home=home,
+        compiled=compiled,
+        tile_bytes=tile_bytes,
+        chunk_bytes=chunk_bytes,
+        masks=has_masks(settings.packed_attention, itemsize),
+    )
+
+
+def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int, *, near: bool) -> int:
+    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut). `near`: of a layer's
+    own on the device."""
+    assert settings.step_tokens
+    shape = shape_from_config("model", loaded.config)
+    return long_ram_bytes(shape, itemsize, *_micro_batches(settings.step_tokens), near=near)
+
+
+def _micro_batches(step_tokens: Sequence[int]) -> tuple[int, int]:
+    """(tokens of the largest micro-batch, as how many of these a step counts)."""
+    tokens = max(step_tokens)
+    return tokens, -(-sum(step_tokens) // tokens)

@@ -22,8 +22,7 @@ from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_m
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
-from outcore.engine.stream.gradients.tiled_download import TiledDownload
-from outcore.engine.stream.gradients.tiles import TileGradients
+from outcore.engine.stream.gradients.tiles import TiledDownload, TileGradients
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
@@ -31,7 +30,8 @@ from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
+from outcore.engine.stream.updaters import AheadUpdater, DriveUpdater, MatrixUpdater, RamUpdater
+from outcore.engine.stream.updates import PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.tiles import TiledParts, open_tiles
@@ -266,7 +266,6 @@ def _open_optimizer(
             ring_bytes=settings.state_ring_bytes,
             max_slots=settings.state_ring_slots,
             descending=not plan.is_deferred,
-            timeout_s=TIMEOUT_S,
             keep_param=arena.keep_weights,
             muon=muon,
         )
@@ -275,10 +274,18 @@ def _open_optimizer(
     if ground.host is not None:
         published = PublishedUpdates(ground.host, pool)
         undo.callback(published.close)
-    may_begin = plan.is_deferred and ring is None and muon is None and published is None
-    seconds = SecondHomes(homes, plan.units, ground.memory, settings.ahead_bytes if may_begin else 0)
+    seconds = SecondHomes(homes, [plan.in_order[number] for number in plan.placed.ahead], ground.memory)
+    ram = RamUpdater(homes, pool)
     updates = PartUpdates(
-        homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon, seconds=seconds
+        homes,
+        arena,
+        AheadUpdater(ram, seconds),
+        ram,
+        residents=residents,
+        matrices=None if muon is None else MatrixUpdater(homes, muon),
+        drive=None if ring is None else DriveUpdater(homes, ring, pool),
+        published=published,
+        stalls=stalls,
     )
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 

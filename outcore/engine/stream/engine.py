@@ -40,7 +40,7 @@ from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TraceWindow
-from outcore.engine.stream.updates import is_usable
+from outcore.engine.stream.updaters import is_usable
 from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part
 from outcore.flow.trace import PhaseClock, moment, wait_for
@@ -115,7 +115,7 @@ class StreamEngine:
         shipped: list[tuple[Part, LaneTransfer]] = []
         scale = self._scaler.cur_scale
         immediate = None if self._deferred else self._hyper(lr, 1.0)
-        ahead = self._hyper(lr, 1.0 / scale) if self._deferred and parts.updates.may_begin_ahead else None
+        ahead = self._hyper(lr, 1.0 / scale) if self._deferred and parts.updates.ahead.may_begin else None
         parts.updates.begin_step()
 
         def on_gradient(unit: Part, transfer: LaneTransfer) -> None:
@@ -153,7 +153,7 @@ class StreamEngine:
         self._check_loss(ce_sum + aux_sum, total)
         skipped = self._settle(shipped, norm, scale, lr, ahead) if self._deferred else self._settle_immediate(norm)
         phase_s = clock.seconds() | {"optimizer": time.perf_counter() - begin_s} | parts.stalls.seconds()
-        parts.updates.step_ended(phase_s, self._was_whole)
+        parts.updates.ahead.step_ended(phase_s, self._was_whole)
         if self.world_size > 1:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s
@@ -326,7 +326,7 @@ class StreamEngine:
             parts.scratch.size_bytes if parts.scratch is not None else 0,
             parts.tile_plan.reason if parts.tile_plan.tiled else "",
             parts.residents.device_bytes,
-            parts.updates.seconds.real_bytes,
+            parts.updates.ahead.seconds.real_bytes,
             parts.flow.doing(),
         )
 

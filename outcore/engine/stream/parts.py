@@ -79,7 +79,7 @@ class EngineParts:
         homes = {"device": "on the device", "ram": "in RAM", "nvme": "on NVMe"}
         memories = [self.memory] if self.shared is None else [self.memory, self.shared]
         pinned_bytes = sum(memory.pinned_bytes for memory in memories)
-        ahead_bytes = self.updates.seconds.size_bytes
+        ahead_bytes = self.updates.ahead.seconds.size_bytes
         ram_bytes = pinned_bytes + sum(memory.pageable_bytes for memory in memories) - ahead_bytes
         pinned = f"{format_gib(pinned_bytes)} of it pinned" if pinned_bytes else "not pinned"
         threads = f"{self.optimizer.num_threads} thread{'s' if self.optimizer.num_threads > 1 else ''}"

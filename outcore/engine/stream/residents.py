@@ -17,23 +17,13 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib
-from outcore.engine.stream.blueprint import Blueprint
-from outcore.engine.stream.device_work import work_of_step
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.arena import gradient_bytes_of
-from outcore.engine.stream.gradients.download import GradientDownload
-from outcore.engine.stream.gradients.transfer_group import TransferGroup
+from outcore.engine.stream.blueprint import Blueprint, work_of_step
+from outcore.engine.stream.gradients.download import GradAccumulator, GradientDownload, ShippingBefore, TransferGroup
 from outcore.flow.parts import Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.optim import LARGEST_GRAD, AdamWHyper, ChunkJob, update_on_device, updates_on_device
-from outcore.sizing.residents import (
-    LEAST_GAIN,
-    OTHERS_BYTES,
-    DeviceUse,
-    gain_of_staying,
-    num_resident,
-    resident_bytes,
-)
+from outcore.sizing.streaming import LEAST_GAIN, OTHERS_BYTES, DeviceUse, gain_of_staying
+from outcore.sizing.training import TrainingPlacement
 from outcore.states import Homes
 
 logger = logging.getLogger(__name__)
@@ -62,7 +52,7 @@ class Resident:
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
     for what is idle, where the forecast gains; `device_bytes`: memory that the engine was told to plan for, if any;
-    `trained`: parameters of the whole model; `evaluation_bytes`: what an evaluation takes of the device, as far as it
+    `evaluation_bytes`: what an evaluation takes of the device, as far as it
     is known.
     """
 
@@ -71,17 +61,15 @@ class Residents:
         candidates: Sequence[Part],
         homes: Homes,
         device: torch.device,
+        placed: TrainingPlacement,
         *,
         limit_bytes: int | None,
         device_bytes: int | None,
-        trained: int,
-        is_deferred: bool,
         hidden_row_bytes: int,
         evaluation_bytes: int,
     ) -> None:
         self._candidates, self._homes, self._device = list(candidates), homes, device
-        self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
-        self._trained = trained
+        self._placed, self._limit_bytes = placed, limit_bytes
         self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
         self._held: dict[int, Resident] = {}
         self._parts: list[Part] = []
@@ -212,10 +200,11 @@ class Residents:
     def _choose(self, idle_bytes: int, phase_s: dict[str, float]) -> tuple[int, str]:
         """(how many layers are to stay, why so many in words)."""
         may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
-        sizes = [self._bytes_of(part) for part in self._candidates]
-        count, none = num_resident(sizes, may_take), "no layer stays on the device"
+        hidden_bytes, none = self._largest[0] * self._hidden_row_bytes, "no layer stays on the device"
+        count = min(self._placed.staying(may_take, hidden_bytes).stays, len(self._candidates))
         if not count:
-            return 0, f"{none}: one takes {format_gib(sizes[0])}, and {format_gib(max(0, may_take))} may be used"
+            one_bytes = self._placed.resident_bytes(0, hidden_bytes)
+            return 0, f"{none}: one takes {format_gib(one_bytes)}, and {format_gib(max(0, may_take))} may be used"
         if self._limit_bytes is not None:
             return count, ""
         gain = self._gain_of(count, phase_s)
@@ -224,9 +213,10 @@ class Residents:
         return count, f", which spares {100 * gain:.0f} % of a step by forecast (--resident_gib 0: none does)"
 
     def _gain_of(self, count: int, phase_s: dict[str, float]) -> float:
-        share = sum(part.layout.trainable_numel for part in self._candidates[:count]) / max(1, self._trained)
+        needs = self._placed.needs
+        share = sum(layer.trained for layer in needs.layers[:count]) / max(1, needs.trained)
         passes_s = phase_s["forward"] + phase_s["backward"]
-        bound_s = phase_s["forward"] if self._is_deferred else passes_s
+        bound_s = phase_s["forward"] if self._placed.waits_for_norm else passes_s
         waits_s = phase_s["stall_optimizer"] + phase_s["stall_pcie"]
         return gain_of_staying(share, waits_s, bound_s, passes_s + phase_s["optimizer"])
 
@@ -234,15 +224,6 @@ class Residents:
         now = self.measure()
         self._moving_bytes = max(now.moving, self._moving_bytes)
         return DeviceUse(now.limit, now.reserved, self._moving_bytes)
-
-    def _bytes_of(self, part: Part) -> int:
-        return resident_bytes(
-            part.layout.home_bytes,
-            gradient_bytes_of(part),
-            sum(chunk.n_bytes for chunk in self._homes[part].chunks),
-            self._largest[0] * self._hidden_row_bytes,
-            clips=self._is_deferred,
-        )
 
     def _take(self, parts: Sequence[Part], why: str) -> str:
         """Copy them up, as far as there is memory; every update is over. What came of it, with why, in words."""
@@ -264,7 +245,7 @@ class Residents:
         held.states = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
         for at_home, here in self._pieces(part, held):
             here.copy_(at_home)
-        if self._is_deferred:
+        if self._placed.waits_for_norm:
             held.gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
         return held
 
@@ -282,57 +263,33 @@ class Residents:
 def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
-    on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
     largest = max(part.layout.trainable_numel for part in plan.units.layer_units)
-    fits_none = (
-        plan.tile_plan.tiled
-        or plan.tile_plan.holding.tile_tokens
-        or on_drive
-        or settings.optimizer == "muon"
-        or not plan.place.is_alone
-        or not updates_on_device(plan.states, largest)
-    )
+    fits_none = plan.placed.why_none_stays or not updates_on_device(plan.states, largest)
     work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
     return Residents(
         [] if fits_none else plan.units.layer_units,
         homes,
         device,
+        plan.placed,
         limit_bytes=settings.resident_bytes if device.type == "cuda" else settings.resident_bytes or 0,
         device_bytes=settings.device_bytes,
-        trained=sum(part.layout.trainable_numel for part in plan.units.all),
-        is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
         evaluation_bytes=0 if work is None else work.evaluation,
     )
 
 
-class ResidentDownload:
+class ResidentDownload(ShippingBefore):
     """The `GradientShipping` of a model of which some layers stay: their gradients stay as well."""
 
     def __init__(self, inner: GradientDownload, residents: Residents) -> None:
-        self._inner, self._residents = inner, residents
-
-    @property
-    def device_bytes(self) -> int:
-        return self._inner.device_bytes
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
-        return self._inner.accumulator(unit, only_once=only_once)
+        super().__init__(inner)
+        self._rounded, self._residents = inner.rounded, residents
 
     def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
         if self._residents.slab(unit) is None:
-            return self._inner.ship(unit, accumulator)
-        self._residents.arrive(unit, *self._inner.rounded(unit, accumulator.complete()))
+            return super().ship(unit, accumulator)
+        self._residents.arrive(unit, *self._rounded(unit, accumulator.complete()))
         return TransferGroup([])
-
-    def norm_of(self, unit: Part) -> float | None:
-        return self._inner.norm_of(unit)
-
-    def norm(self) -> torch.Tensor:
-        return self._inner.norm()
 
 
 def measured_use(device: torch.device, device_bytes: int | None) -> DeviceUse:

@@ -19,8 +19,7 @@ from outcore.common.deadline import after
 from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.download import GradientShipping
+from outcore.engine.stream.gradients.download import GradAccumulator, GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
 from outcore.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import Batch, HeadInput

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from outcore.model.forward import MATMULS
+from outcore.common.classes import same_named
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
-from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.engine_rule import why_not_muon
+from outcore.sizing.layouts import Residency
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
     NUM_SLOTS,
+    RESIDENT_BYTES,
     SLOT_BYTES,
     STAGING_BYTES,
     STATE_RING_BYTES,
@@ -135,8 +137,8 @@ class StreamSettings(StreamSizes):
     def __post_init__(self) -> None:
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must be positive, or 0 for no clipping; got {self.max_grad_norm}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in (choices := get_args(kind)):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes", "state_ring_slots"):
             if getattr(self, name) < 1:
@@ -154,8 +156,8 @@ class StreamSettings(StreamSizes):
                 "raise it, or lower slot_bytes or num_slots"
             )
         self._check_residency()
-        if self.optimizer == "muon" and state_format(self.states).moments8:
-            raise ValueError(f"optimizer muon keeps its momentum in fp32, not in the 8 bits of {self.states}")
+        if self.optimizer == "muon" and (why := why_not_muon(state_format=self.states)):
+            raise ValueError(why)
         if self.update == "immediate" and self.max_grad_norm:
             raise ValueError(
                 "update: immediate cannot clip the global norm, which is known only when every gradient is there. Set "
@@ -189,6 +191,11 @@ class StreamSettings(StreamSizes):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
+    def residency(self) -> Residency:
+        """Budgets of RAM, as the placement is made within."""
+        return Residency(**same_named(Residency, self, "compressed"), compressed=self.compress_on_nvme)
+
+    @property
     def lane_bytes(self) -> int:
         """Pinned memory of the two lanes' slots."""
         return 2 * self.num_slots * self.slot_bytes
@@ -205,17 +212,3 @@ class StreamSettings(StreamSizes):
                 "before any layer is updated. Set update: deferred, or train in bf16"
             )
         return self.update == "deferred" or bool(self.max_grad_norm) or dtype == torch.float16
-
-
-_CHOICES = {
-    "optimizer": ("adamw", "muon"),
-    "update": ("auto", "deferred", "immediate"),
-    "accumulate": ("fp32", "weights"),
-    "matmul": MATMULS,
-    "compile": ("auto", "on", "off"),
-    "cuda_graphs": ("auto", "off"),
-    "packed_attention": ("auto", "masks"),
-    "activations": ("auto", "device", "ram", "nvme"),
-    "nvme_checksums": ("auto", "on", "off", "sampled"),
-    "tiling": ("auto", "on", "off", "tokens"),
-}

@@ -51,8 +51,9 @@ class FewTokens:
         self.most_tokens = most_tokens
         self.is_on = True
         """Whether passes are to run so."""
-        self.adapts = True
-        """Whether slots follow what is chosen."""
+        self._adapts = False
+        """Whether slots follow what is chosen: not before it is decided, since in a trial each pass shall miss as much
+        as the next one."""
         self._products = hand_over.products
         self.answered = hand_over.products.answered
         """Tells (questions that the CPU answered, seconds that it took)."""
@@ -103,6 +104,16 @@ class FewTokens:
         for counts in self._every:
             counts.fill_(count)
 
+    def run(self, every: int | None) -> None:
+        """Have passes run so, one in `every` pairs without a slot (0: none) multiplied by the GPU; None: not so."""
+        self.is_on = every is not None
+        if every is not None:
+            self.every = every
+
+    def decide(self, every: int, *, is_on: bool) -> None:
+        """End the trial: passes run like this, or not so at all, and slots follow what is chosen."""
+        self.every, self.is_on, self._adapts = every, is_on, True
+
     def unlink(self) -> None:
         """Have no pair multiplied by the GPU from RAM in passes that are made from now on."""
         self.every = 0
@@ -133,7 +144,7 @@ class FewTokens:
         """The pass is queued."""
         self._layers.is_few = False
         self._cache.used()
-        if self.adapts and self._chosen.numel():
+        if self._adapts and self._chosen.numel():
             self._cache.adapt(self._chosen, self._where, MOST_SWAPS)
 
 

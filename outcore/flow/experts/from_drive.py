@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.errors import EngineError
 from outcore.common.quantities import round_up
 from outcore.flow.experts.cache import ExpertCounts
@@ -22,7 +23,6 @@ from outcore.formats import Scattered
 from outcore.storage import Transfer, aligned_bytes
 
 PAGE_BYTES = 4096
-TIMEOUT_S = 600.0
 
 
 class DriveExperts:

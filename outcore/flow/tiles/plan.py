@@ -6,7 +6,7 @@ fits. Pure, but for `free_device_bytes`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,10 +20,8 @@ from outcore.sizing.tiles import (
     Model,
     TilingWork,
     UnitSize,
-    choose_holding,
-    chunk_bytes_of,
+    choose_tiling,
     held_bytes,
-    tile_bytes_of,
 )
 
 TilingChoice = Literal["auto", "on", "off", "tokens"]
@@ -67,61 +65,44 @@ def plan_tiles(
     tile_bytes: int | None,
     num_layer_buffers: int,
     sum_itemsize: int = 4,
-    work_of: Callable[[int, int], TilingWork | None] = lambda tile_bytes, chunk_bytes: None,
+    work_of: Callable[[int, int | None], TilingWork | None] = lambda tile_bytes, chunk_bytes: None,
     may_cut_rows: bool = True,
 ) -> TilePlan:
-    """`device_bytes` None: unknown, nothing needs to be tiled. `tile_bytes` None: from `device_bytes`. `work_of`: what
-    a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown. `may_cut_rows`: whether
-    layers may run on tiles of tokens.
-
-    StreamUnsupported when a unit that must be tiled cannot be, or rows that are to be cut."""
-    if tile_bytes is None:
-        tile_bytes = tile_bytes_of(device_bytes)
-    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
-    holding = Holding(layer_buffers=num_layer_buffers)
-    if choice == "on":
-        chosen = [unit for unit in units.all if _has_large(unit, tile_bytes)]
-        reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
-        holding = replace(holding, tiled=frozenset(unit.index for unit in chosen))
-        return TilePlan(tuple(TiledPart(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
-    work = work_of(tile_bytes, chunk_bytes or 0)
-    if choice == "tokens" and (work is None or not work.long):
+    """The rule's answer for these units (`choose_tiling`, whose arguments these are). StreamUnsupported when a unit
+    that must be tiled cannot be, or rows that are to be cut."""
+    found = choose_tiling(
+        choice,
+        device_bytes,
+        tile_bytes,
+        num_layer_buffers,
+        lambda size: Model(_sizes(units, size), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied),
+        work_of,
+        may_cut_rows=may_cut_rows,
+    )
+    holding, tile_bytes, chunk_bytes = found.holding, found.tile_bytes, found.chunk_bytes
+    if choice == "tokens" and not holding.tile_tokens:
         raise StreamUnsupported(
             "tiling tokens: rows are cut where a step's tokens and the model's shape are known, attention is fused, "
             "and a micro-batch has more tokens than a tile (--tile_bytes)"
         )
-    if device_bytes is None or chunk_bytes is None:
-        if choice == "tokens" and work is not None:
-            holding = holding.cut_as(work.long[-1])
-            return TilePlan((), tile_bytes, f"{holding.words()}, as asked", None, holding)
-        return TilePlan((), tile_bytes, "none (no limit of device memory is known)", None, holding)
-    model = Model(_sizes(units, tile_bytes), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)
-    whole_bytes = held_bytes(model, holding).total
-    holding = choose_holding(
-        model,
-        device_bytes,
-        tile_bytes,
-        layer_buffers=num_layer_buffers,
-        work=work,
-        may_tile=choice != "off",
-        cuts_rows=True if choice == "tokens" else None if choice == "auto" and may_cut_rows else False,
-    )
     chosen = [unit for unit in units.all if unit.index in holding.tiled]
     if not chosen:
-        reason = f"none ({format_gib(held_bytes(model, holding).total)} of buffers)"
-        return TilePlan((), tile_bytes, reason, chunk_bytes, holding)
+        reason = f"none ({format_gib(found.held.total)} of buffers)"
+        return TilePlan((), tile_bytes, "nothing is large" if choice == "on" else reason, chunk_bytes, holding)
     tiled = tuple(TiledPart(unit, tile_bytes) for unit in sorted(chosen, key=lambda unit: unit.index))
+    reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}"
+    if choice == "on":
+        return TilePlan(tiled, tile_bytes, f"{reason}, as asked", chunk_bytes, holding)
+    assert device_bytes is not None, "nothing is tiled where no limit is known"
     for unit in tiled:
         if unit.resident.size_bytes > device_bytes * RESIDENT_PERCENT // 100:
             raise StreamUnsupported(
                 f"{unit.unit.name} has {format_gib(unit.resident.size_bytes)} of small parameters, and the device only "
                 f"{format_gib(device_bytes)}"
             )
-    reason = (
-        f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}: whole, weights and gradients would take "
-        f"{format_gib(whole_bytes)} of buffers, and the device has {format_gib(device_bytes)}"
-    )
-    return TilePlan(tiled, tile_bytes, reason, chunk_bytes, holding)
+    whole_bytes = held_bytes(found.model, Holding(layer_buffers=num_layer_buffers)).total
+    reason += f": whole, weights and gradients would take {format_gib(whole_bytes)} of buffers, and the device has "
+    return TilePlan(tiled, tile_bytes, f"{reason}{format_gib(device_bytes)}", chunk_bytes, holding)
 
 
 def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:

@@ -56,7 +56,6 @@ class TileRing:
         self._last: tuple[Any, ...] = ()
         self._follower: dict[tuple[Any, ...], TiledMatrix] = {}
         self._stalls = stalls or Stalls(lane.device)
-        self.num_uploads = 0
 
     @property
     def device(self) -> torch.device:
@@ -146,5 +145,4 @@ class TileRing:
             self._ranges.submit(matrix.unit, start, stop, self._buffers[buffer][at : at + stop - start], after=after)
             for start, stop, at in matrix.pieces(tile)
         ]
-        self.num_uploads += 1
         self._coming.append(_Coming(matrix, tile, buffer, transfers))

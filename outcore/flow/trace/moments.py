@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_s
 
 Moment = Any
 """A timed torch.cuda.Event, or seconds on the clock of time.perf_counter."""
 CALIBRATION_TRIES = 5
-DEVICE_TIMEOUT_S = 600.0
-"""Longest wait for work that is queued on the device. The host runs ahead by the few layers that have buffers there, so
-more means that it hangs."""
 POLL_S = 1e-4
 
 
@@ -31,7 +29,7 @@ def has_passed(at: Moment) -> bool:
     return isinstance(at, float) or at.query()
 
 
-def wait_for(at: Moment, what: str, timeout_s: float = DEVICE_TIMEOUT_S, poll_s: float = POLL_S) -> None:
+def wait_for(at: Moment, what: str, timeout_s: float = TIMEOUT_S, poll_s: float = POLL_S) -> None:
     """Until a moment has passed, asked for every `poll_s`: CUDA's own waits know no limit. TimeoutError."""
     end_s = time.perf_counter() + timeout_s
     while not has_passed(at):

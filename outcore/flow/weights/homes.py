@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.errors import EngineError
 from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
@@ -27,7 +28,6 @@ from outcore.model.weights import WeightFeed, stand_in
 from outcore.staging.pool import HomeMemory
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
 
-TIMEOUT_S = 600.0
 KIND = "weights"
 
 

@@ -34,7 +34,7 @@ class ResidentWeights:
     ) -> None:
         self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
         self._expansion = Expansion(parts, device) if expansion is None else expansion
-        self.names = names
+        self._names = names
         self._in_place, self._now = in_place, frozenset[str]()
         self._as_they_are = frozenset[int]()
         """Parts that the device can multiply as they are."""
@@ -77,9 +77,13 @@ class ResidentWeights:
             if (name := told.removeprefix("stall_")) != "optimizer"
         }
 
+    def compute(self, names: Callable[[int], Sequence[str]]) -> None:
+        """Have the CPU compute those of `on_cpu` that `names` tells for a number of tokens, from the next pass on."""
+        self._names = names
+
     def expect(self, tokens: int | None) -> None:
         """The next pass has so many tokens; None: its results may not depend on their number."""
-        self._now = frozenset(() if tokens is None else self.names(tokens))
+        self._now = frozenset(() if tokens is None else self._names(tokens))
         if self._in_place is not None:
             self._in_place.is_exact = tokens is None
             is_small = tokens is not None and tokens <= self._in_place.device_tokens

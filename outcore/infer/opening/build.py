@@ -16,30 +16,26 @@ from outcore.flow import (
     Head,
     ModelParts,
     PartRunner,
-    discover_units,
     let_segments_grow,
 )
-from outcore.flow.experts import FewTokens, experts_apart
-from outcore.flow.weights import Scratch
+from outcore.flow.experts import FewTokens
+from outcore.flow.weights import InPlaceProducts, Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.labels import labels_of
 from outcore.infer.opening.arrival import ResidentWeights
-from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way, kept_of_layers, use_attention, way_of
-from outcore.infer.opening.few_tokens import can_run_few, open_few_tokens, try_few_tokens
+from outcore.infer.opening.check import IN_ONE_PIECE, Way, use_attention
+from outcore.infer.opening.few_tokens import open_few_tokens, try_few_tokens
 from outcore.infer.opening.in_place import open_in_place, try_in_place
 from outcore.infer.opening.limits import (
     guessed_tokens_of,
-    layer_size,
-    limits_of,
-    needs_of,
     runs_graphs,
     schedule_limits,
-    shape_of,
 )
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.pages import cache_of, kept_of
+from outcore.infer.opening.place import PlacedModel, place_found
 from outcore.infer.opening.rotary import fix_factors
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import (
@@ -48,7 +44,6 @@ from outcore.infer.opening.weights import (
     StagingSettings,
     open_rows,
     open_weights,
-    shared_limits,
 )
 from outcore.infer.passes import (
     DraftModel,
@@ -61,13 +56,8 @@ from outcore.infer.passes import (
 )
 from outcore.infer.schedule import Scheduler
 from outcore.sizing.inference import (
-    InferenceNeeds,
     PassSize,
     Placement,
-    RowCost,
-    place_by_experts,
-    place_inference,
-    row_cost_of,
 )
 from outcore.sizing.streaming import SLOT_BYTES
 
@@ -75,12 +65,6 @@ DRAFT_ANSWERS = 4
 """Answers at a time that a draft model guesses for."""
 DRAFT_SHARES = ("device", "precision", "context", "page_tokens", "vram_gib", "ram_gib", "compile", "deterministic")
 """Settings that a draft model has from the large one."""
-WORDS = {
-    "states": "sequences keep states beside keys and values",
-    "steps": "sequences keep states; prompts go in one piece, without guesses and shared beginnings",
-    "whole": "sequences run by themselves, without guesses and shared beginnings",
-}
-"""How sequences share a pass, where they do not share its rows."""
 MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
 WARM_TOKENS = 8
@@ -191,108 +175,120 @@ def open_found(
     share: HostShare | None = None,
 ) -> OpenedModel:
     """Open a model that is found already; `draft`: who guesses for it; `share`: with whom its weights are shared."""
-    loaded = found.loaded
-    labels = labels_of(loaded.config) if loaded.has_labels else None
+    labels = labels_of(found.loaded.config) if found.loaded.has_labels else None
     if labels is not None:  # nothing is written
         settings = settings.for_scoring()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     let_segments_grow(device)
-    units = discover_units(loaded, packs_ends=True)
-    way, why = way_of(loaded)
-    if why:
-        progress(f"{WORDS[way]} ({why})")
-    kept = KeptOfLayers() if way == "whole" else kept_of_layers(loaded, units, way)
-    dtype, shape = units.embed.layout.dtype, shape_of(found)
-    layer = layer_size(loaded, shape, kept.attentions.values(), device, dtype)
-    needs = needs_of(found, units, kept, layer, dtype, settings, device)
-    limits = limits_of(found, settings, device, way)
-    if way == "states" and settings.share_prefixes and not settings.deterministic:
-        needs, limits = needs.with_snapshots(kept.state_bytes, limits, 1 if share is None else share.world_size)
-    if share is not None:
-        limits = shared_limits(limits, needs, share)
-    alone: list[ModelParts] = []
-
-    def apart() -> InferenceNeeds | None:
-        if share is not None or settings.deterministic:  # which experts come together depends on company
-            return None
-        alone.append(experts_apart(units))
-        found_apart = needs_of(found, alone[0], kept, layer, dtype, settings, device)
-        if found_apart.experts is None:
-            return None
-        return replace(found_apart, num_snapshots=needs.num_snapshots)
-
-    is_asked = bool(settings.expert_cache_gib) and share is None
-    on_gpu = device.type == "cuda" and not settings.scores_only
-    placement, placed = place_by_experts(
-        lambda asked: place_inference(asked, limits, settings.preset),
-        needs,
-        apart,
-        is_asked=None if settings.expert_cache_gib is None else is_asked,
-        on_gpu=on_gpu,
-        runs_few=on_gpu and limits.runs_few and settings.expert_cache_gib is None and can_run_few(units),
-    )
-    if is_asked and placement.travels and placed is needs:
-        raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")
-    if placed is not needs:
-        units, needs = alone[0], placed
+    placed = place_found(found, settings, device, progress, share)
     with ExitStack() as undo:
-        rows = open_rows(units, placement, device, undo)
-        if rows is None:
-            rows, placement = {}, place_inference(needs, replace(limits, reads_ram=False), settings.preset)
-        in_place, placement = open_in_place(units, settings, placement, device, undo)
+        placed, rows, in_place = _try_kernels(placed, undo)
+        placement = placed.placement
         for line in placement.lines():
             progress(line)
         settings.check_placement(placement)
-        units.buffers_to(device)
+        placed.units.buffers_to(device)
         uses_drive = placement.kv_home == "nvme" or any(home.home == "nvme" for home in placement.parts)
         scratch = undo.enter_context(Scratch(settings.nvme_path)) if uses_drive else None
-        staging = StagingSettings(
-            settings.staging_bytes,
-            SLOT_BYTES if settings.buffer_mib is None else int(settings.buffer_mib * MIB) // 4096 * 4096,
-            placement.num_buffers,
+        weights = _open_weights(placed, scratch, share, in_place, rows, undo)
+        flow = _open_flow(placed, weights, in_place, progress)
+        cache = _open_cache(placed, scratch, progress, undo)
+        few, placement = open_few_tokens(placed, weights, in_place, undo)
+        placed = replace(placed, placement=placement)
+        passes = _runner(found, flow, cache, placement, settings, placed.way, weights.arrival, few)
+        limits = schedule_limits(placement, settings, placed.way, placed.row_cost)
+        fix_factors(found.loaded, placed.context, progress)
+        engine = InferenceEngine(
+            passes,
+            Scheduler(cache, limits),
+            Speech(found.tokenizer, found.end_tokens, found.loaded.facts.vocab_size, placed.context, labels),
+            speculates=settings.draft_tokens != 0,
+            drafts=None if draft is None else _draft_model(draft, found, settings, placed.way),
+            verify=lambda: None if few is None else few.check(),
+            waited_s=weights.arrival.waited_s,
         )
-        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place, rows)
-        undo.callback(weights.arrival.abort)
-        compiled = layers_of(units, settings, way, device, progress)
-        entering = None if weights.chosen is None else weights.chosen.enter
-        runner = PartRunner(units, compiled=compiled, in_place=in_place, entering=entering)
-        flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
-        open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
-        memory = open_memory(
-            device, placement.kv_home, placement.kv_bytes, scratch, open_pages, pins=settings.pin_memory
-        )
-        undo.callback(memory.close)
-        if memory.note:
-            progress(memory.note)
-        cache = cache_of(placement, needs, settings, dtype, way, memory)
-        cache.make_stores(kept.shapes)
-        context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
-        if settings.prefix_path is not None:
-            cache.kept = kept_of(found, settings, kept.shapes, dtype, way, device, context, progress)
-            undo.callback(cache.close_kept)
-        few, placement = open_few_tokens(units, weights, placement, in_place, settings, way, device, undo)
-        passes = _runner(found, flow, cache, placement, settings, way, weights.arrival, few)
-        scheduler = Scheduler(
-            cache,
-            schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
-        )
-        fix_factors(loaded, context, progress)
-        speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context, labels)
-        drafts = None if draft is None else _draft_model(draft, found, settings, way)
-        engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
-        _warm_up(engine, runner, placement, progress)
-        small = passes.small if isinstance(passes, PagedRunner) else None
-        if placement.cpu_parts and settings.cpu_tokens is None:
-            placement = try_in_place(engine, weights.arrival, units, placement, small)
-            progress(placement.reasons[-1])
-        if few is not None and small is not None:
-            engine.verify = few.check
-            placement = try_few_tokens(engine, few, small, placement)
-        if placement.experts is not None and device.type == "cuda":
-            progress(placement.reasons[-1])
-        engine.waited_s = weights.arrival.waited_s
-        return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
+        _warm_up(engine, flow.runner, placement, progress)
+        placement = _try_passes(engine, weights, placed, few, progress)
+        return OpenedModel(engine, found, placement, placed.way, weights, device, undo.pop_all())
+
+
+def _try_kernels(
+    placed: PlacedModel, undo: ExitStack
+) -> tuple[PlacedModel, dict[str, torch.Tensor], InPlaceProducts | None]:
+    """(the model as the machine bears it out, page-locked RAM of an embedding, what computes with weights where they
+    are)."""
+    rows = open_rows(placed.units, placed.placement, placed.device, undo)
+    if rows is None:
+        rows, placed = {}, placed.without_rows_in_ram()
+    in_place, placement = open_in_place(placed.units, placed.settings, placed.placement, placed.device, undo)
+    return replace(placed, placement=placement), rows, in_place
+
+
+def _open_weights(
+    placed: PlacedModel,
+    scratch: Scratch | None,
+    share: HostShare | None,
+    in_place: InPlaceProducts | None,
+    rows: dict[str, torch.Tensor],
+    undo: ExitStack,
+) -> OpenedWeights:
+    settings, feed = placed.settings, placed.found.loaded.feed
+    staging = StagingSettings(
+        settings.staging_bytes,
+        SLOT_BYTES if settings.buffer_mib is None else int(settings.buffer_mib * MIB) // 4096 * 4096,
+        placed.placement.num_buffers,
+    )
+    units, placement = placed.units, placed.placement
+    weights = open_weights(units, placement, placed.device, staging, feed, undo, scratch, share, in_place, rows)
+    undo.callback(weights.arrival.abort)
+    return weights
+
+
+def _open_flow(
+    placed: PlacedModel, weights: OpenedWeights, in_place: InPlaceProducts | None, progress: Callable[[str], None]
+) -> Flow:
+    units, device = placed.units, placed.device
+    compiled = layers_of(units, placed.settings, placed.way, device, progress)
+    entering = None if weights.chosen is None else weights.chosen.enter
+    runner = PartRunner(units, compiled=compiled, in_place=in_place, entering=entering)
+    head = Head(runner, vocab_size=placed.found.loaded.facts.vocab_size)
+    return Flow(runner, head, weights.arrival, device)
+
+
+def _open_cache(
+    placed: PlacedModel, scratch: Scratch | None, progress: Callable[[str], None], undo: ExitStack
+) -> KvCache:
+    settings, placement = placed.settings, placed.placement
+    open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
+    sizes = placement.kv_home, placement.kv_bytes, scratch, open_pages
+    memory = open_memory(placed.device, *sizes, pins=settings.pin_memory)
+    undo.callback(memory.close)
+    if memory.note:
+        progress(memory.note)
+    cache = cache_of(placed, memory, None if settings.prefix_path is None else kept_of(placed, progress))
+    cache.make_stores(placed.kept.shapes)
+    undo.callback(cache.close_kept)
+    return cache
+
+
+def _try_passes(
+    engine: InferenceEngine,
+    weights: OpenedWeights,
+    placed: PlacedModel,
+    few: FewTokens | None,
+    progress: Callable[[str], None],
+) -> Placement:
+    """The placement as trials with whole passes leave it."""
+    placement, small = placed.placement, engine.runner.small if isinstance(engine.runner, PagedRunner) else None
+    if placement.cpu_parts and placed.settings.cpu_tokens is None:
+        placement = try_in_place(engine, weights.arrival, placed.units, placement, small)
+        progress(placement.reasons[-1])
+    if few is not None and small is not None:
+        placement = try_few_tokens(engine, few, small, placement)
+    if placement.experts is not None and placed.device.type == "cuda":
+        progress(placement.reasons[-1])
+    return placement
 
 
 def layers_of(

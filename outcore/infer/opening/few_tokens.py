@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from outcore.common.quantities import counted, format_s
-from outcore.flow import ModelParts
-from outcore.flow.experts import FewTokens, experts_of
+from outcore.flow.experts import FewTokens
 from outcore.flow.weights import HandOver, InPlaceProducts
-from outcore.formats import PackedProducts, PackedSpec
+from outcore.formats import PackedProducts
 from outcore.infer.engine import InferenceEngine
-from outcore.infer.opening.check import Way
 from outcore.infer.opening.limits import runs_graphs
-from outcore.infer.opening.settings import InferSettings
+from outcore.infer.opening.place import PlacedModel
 from outcore.infer.opening.weights import OpenedWeights
 from outcore.infer.passes import SmallPasses
 from outcore.optim import ExtensionUnavailable, default_num_threads
@@ -25,39 +22,18 @@ LINKED = (0, 4, 3, 2)
 """One in so many of the experts in no slot is read by the GPU in RAM, beside the CPU, which are tried; 0: none."""
 
 
-def can_run_few(units: ModelParts) -> bool:
-    """Whether a CPU can compute the model's experts for a GPU: all are packed along what their products sum over, and
-    there are kernels for them."""
-    found = []
-    for layer, part in zip(units.layers, units.layer_units, strict=True):
-        module: Any = experts_of(layer)
-        for slot in part.layout.packed_slots:
-            spec = slot.packed
-            if spec is not None and len(spec.shape) == 3:
-                one = PackedSpec(spec.format, spec.shape[1:])
-                is_along = module is not None and spec.is_transposed == module.is_transposed
-                found.append(is_along and PackedProducts.can(one))
-    return bool(found) and all(found)
-
-
 def open_few_tokens(
-    units: ModelParts,
-    weights: OpenedWeights,
-    placement: Placement,
-    in_place: InPlaceProducts | None,
-    settings: InferSettings,
-    way: Way,
-    device: torch.device,
-    undo: ExitStack,
+    placed: PlacedModel, weights: OpenedWeights, in_place: InPlaceProducts | None, undo: ExitStack
 ) -> tuple[FewTokens | None, Placement]:
     """(what runs a mixture's experts on few tokens, None where nothing does; the placement with the reason).
     `in_place`: what computes whole layers on the CPU, whose way there is shared. `undo` ends the threads."""
+    placement, settings, device = placed.placement, placed.settings, placed.device
     cache, size = weights.experts, placement.experts
     if cache is None or size is None or device.type != "cuda":
         return None, placement
     with ExitStack() as own:
         try:
-            if settings.cpu_tokens == 0 or settings.deterministic or not runs_graphs(settings, way, device):
+            if settings.cpu_tokens == 0 or settings.deterministic or not runs_graphs(settings, placed.way, device):
                 raise ValueError("--cpu_tokens 0" if settings.cpu_tokens == 0 else "passes run without CUDA graphs")
             assert weights.chosen is not None
             hand_over = None if in_place is None else in_place.hand_over
@@ -66,12 +42,13 @@ def open_few_tokens(
                 with torch.cuda.device(device):
                     hand_over = HandOver(products, device)
                 own.callback(torch.cuda.synchronize, device)  # it may still wait for the CPU
-            few = FewTokens(units, cache, weights.homes, hand_over, weights.chosen, *(size.few_tokens, size.of_token))
+            few = FewTokens(
+                placed.units, cache, weights.homes, hand_over, weights.chosen, *(size.few_tokens, size.of_token)
+            )
         except (ValueError, ExtensionUnavailable, TimeoutError, RuntimeError, MemoryError) as error:
             return None, _by_host(placement, str(error))
         undo.push(own.pop_all())
     cache.fill()
-    few.adapts = False  # until the trial is over, in which a pass shall miss as much as the next one
     return few, placement
 
 
@@ -85,14 +62,14 @@ def try_few_tokens(engine: InferenceEngine, few: FewTokens, small: SmallPasses, 
     own_s: dict[int, float] = {}
     for every in LINKED if few.can_link else LINKED[:1]:
         if small.why_not:
-            few.is_on = False
+            few.run(None)
             return _by_host(placement, small.why_not)
-        few.every = every
+        few.run(every)
         own_s[every] = min(engine.pass_s(1) for _ in range(2))
-    few.every = min(own_s, key=lambda every: own_s[every])
-    few.is_on = False
+    best = min(own_s, key=lambda every: own_s[every])
+    few.run(None)
     host_s = engine.pass_s(1)
-    few.is_on, few.adapts = is_worth_it(own_s[few.every], host_s), True
+    few.decide(best, is_on=is_worth_it(own_s[best], host_s))
     is_linked_in_vain = few.can_link and not few.every
     if is_linked_in_vain:
         few.unlink()

@@ -29,7 +29,7 @@ class AgainstPlan:
         self._small = getattr(opened.engine.runner, "small", None)
         self._captured_s = self._capture_s()
         self._tokens_before = opened.engine.counts.answer_tokens
-        opened.engine.on_pass = self.passed
+        opened.engine.observers.append(self.passed)
         if opened.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(opened.device)
 

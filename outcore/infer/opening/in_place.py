@@ -122,7 +122,7 @@ def try_in_place(
     names, travelling = list(_candidates(units, placement)), placement.travelling_bytes
 
     def seconds(count: int, tokens: int) -> float:
-        arrival.names = lambda _: InPlaceRates.evenly(names, count)
+        arrival.compute(lambda _: InPlaceRates.evenly(names, count))
         pass_s = min(engine.pass_s(tokens), engine.pass_s(tokens))  # other programs slow one of them at times
         return max(pass_s - InPlaceRates.BETWEEN_S, pass_s / 2)
 
@@ -158,7 +158,7 @@ def try_in_place(
         cpu_rates=rates.as_tried(travelling, tried),
         reasons=reasons,
     )
-    arrival.names = placement.on_cpu
+    arrival.compute(placement.on_cpu)
     if small is not None:
         small.forget(lambda rows, on_cpu: on_cpu == len(placement.on_cpu(rows)))
     return placement

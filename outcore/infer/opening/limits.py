@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.common.quantities import GIB
 from outcore.flow import ModelParts, Part
-from outcore.flow.experts import form_of
+from outcore.flow.experts import experts_of, form_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import InPlaceProducts
+from outcore.formats import PackedProducts, PackedSpec
 from outcore.infer.attention import has_fused, has_kernel
 from outcore.infer.opening.check import IN_ONE_PIECE, KeptOfLayers, Way
 from outcore.infer.opening.model import FoundModel
@@ -183,3 +185,18 @@ def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row
     if fixed and placement.max_sequences < SmallPasses.FIXED_ROWS:  # answers and their guesses share a graph's rows
         drafts = min(drafts, SmallPasses.FIXED_ROWS - placement.max_sequences)
     return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)
+
+
+def can_run_few(units: ModelParts) -> bool:
+    """Whether a CPU can compute the model's experts for a GPU: all are packed along what their products sum over, and
+    there are kernels for them."""
+    found = []
+    for layer, part in zip(units.layers, units.layer_units, strict=True):
+        module: Any = experts_of(layer)
+        for slot in part.layout.packed_slots:
+            spec = slot.packed
+            if spec is not None and len(spec.shape) == 3:
+                one = PackedSpec(spec.format, spec.shape[1:])
+                is_along = module is not None and spec.is_transposed == module.is_transposed
+                found.append(is_along and PackedProducts.can(one))
+    return bool(found) and all(found)

@@ -1,38 +1,25 @@
-"""Pages of a model that is being opened: as many as its placement has room for, and those that wait on a drive."""
+"""Pages of a model that is being opened: as many as its placement has room for, those that wait on a drive, and the
+names of the bytes that they were computed with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, KvShape, PrefixesDamaged
-from outcore.infer.opening.check import Way
-from outcore.infer.opening.identity import bytes_of
-from outcore.infer.opening.model import FoundModel
-from outcore.infer.opening.settings import InferSettings
-from outcore.sizing.inference import (
-    InferenceNeeds,
-    Placement,
-)
+from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, PrefixesDamaged
+from outcore.infer.opening.model import MANIFEST, FoundModel
+from outcore.infer.opening.place import PlacedModel
 
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""
-Shapes = Mapping[int | None, Mapping[int, KvShape]]
-"""window -> layer -> widths."""
 
 
-def cache_of(
-    placement: Placement,
-    needs: InferenceNeeds,
-    settings: InferSettings,
-    dtype: torch.dtype,
-    way: Way,
-    memory: KvMemory,
-) -> KvCache:
+def cache_of(placed: PlacedModel, memory: KvMemory, kept: KeptPrefixes | None) -> KvCache:
     """Pages for as many tokens as the placement's bytes hold, the same for every group without a window; copies of
-    states as many as `needs` counts."""
+    states as many as the needs count. `kept`: where shared beginnings go that memory forgets."""
+    settings, placement, needs, way = placed.settings, placed.placement, placed.needs, placed.way
     size, chunk = settings.page_tokens, placement.chunk_tokens
     sequences = placement.max_sequences
 
@@ -52,24 +39,16 @@ def cache_of(
     # Where results may not depend on company, no chunk may end where another prompt happened to leave.
     shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
     most = needs.num_snapshots if way == "states" else None
-    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares, most), memory)
+    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most), memory, kept)
 
 
-def kept_of(
-    found: FoundModel,
-    settings: InferSettings,
-    shapes: Shapes,
-    dtype: torch.dtype,
-    way: Way,
-    device: torch.device,
-    context_tokens: int,
-    progress: Callable[[str], None],
-) -> KeptPrefixes | None:
+def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> KeptPrefixes | None:
     """Beginnings of prompts on the drive; None, said aloud, where those kept before cannot be read: a start that nobody
     watches does not fail by what is only computed again. ValueError for another fault of the folder, or where nothing
     names the weights."""
+    found, settings, shapes, dtype = placed.found, placed.settings, placed.kept.shapes, placed.dtype
     assert settings.prefix_path is not None
-    if way != "paged":
+    if placed.way != "paged":
         raise ValueError(
             "prefix_path: a beginning of this model's prompts is of use only with its states, which are kept in RAM "
             "alone. Leave it out."
@@ -82,11 +61,11 @@ def kept_of(
         "page_tokens": settings.page_tokens,
         "windows": [str(window) for window in shapes],
         "deterministic": settings.deterministic,
-        "device": device.type,
+        "device": placed.device.type,
     }
     short = found.loaded.facts.short_positions
     if short is not None:  # keys are turned by one of two sets of factors (`rotary`)
-        identity["rotary_factors"] = "long" if context_tokens > short else "short"
+        identity["rotary_factors"] = "long" if placed.context > short else "short"
     if found.loaded.quantize is not None:  # packed as they are loaded: the files are those of the 16-bit model
         identity["quantize"] = found.loaded.quantize
     page_bytes = settings.page_tokens * sum(
@@ -100,3 +79,46 @@ def kept_of(
         return None
     progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
     return kept
+
+
+HASHED_BYTES = 1 << 20
+"""Bytes hashed of each file of weights, from its beginning (the names and shapes of its tensors, and values)."""
+WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.gguf")
+
+
+def model_hash(folders: Sequence[str]) -> str:
+    """Name of a model's bytes, and of its adapter's: config, and size and beginning of each file of weights; of a
+    checkpoint its manifest, which names every file with its checksum. '' where they are not on this machine."""
+    parts = [_of_place(Path(folder), with_times=False) for folder in folders]
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return parts[0] if parts else ""
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def bytes_of(found: FoundModel) -> list[str]:
+    """Name as `model_hash` does, one name each, and with the times of files: weights that were overwritten in place
+    have another name. A hub id is named by its commit. ValueError where nothing names them."""
+    names = []
+    for folder in found.folders:
+        name = _of_place(Path(folder), with_times=True) or str(getattr(found.loaded.config, "_commit_hash", None) or "")
+        if not name:
+            raise ValueError(f"prefix_path: nothing tells which weights {folder} are, so nothing can be kept for them.")
+        names.append(name)
+    return names
+
+
+def _of_place(place: Path, *, with_times: bool) -> str:
+    manifest = place / MANIFEST
+    if manifest.is_file():
+        return hashlib.blake2b(manifest.read_bytes(), digest_size=16).hexdigest()
+    files = [place] if place.is_file() else sorted({path for kind in WEIGHTS for path in place.glob(kind)})
+    if not files:
+        return ""
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        status = path.stat()
+        found.update(f"{path.name} {status.st_size}{f' {status.st_mtime_ns}' if with_times else ''}".encode())
+        with open(path, "rb") as file:
+            found.update(file.read(HASHED_BYTES))
+    return found.hexdigest()

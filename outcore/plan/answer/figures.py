@@ -22,7 +22,7 @@ from outcore.plan.answer.efficiency import ait_activations, ait_optimizer, ait_p
 from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
-from outcore.plan.terms.nvme_space import CHECKPOINTS
+from outcore.plan.terms.case import CHECKPOINTS
 
 # Okabe and Ito's palette, told apart by people with colour-blindness too.
 CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {

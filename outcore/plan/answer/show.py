@@ -11,7 +11,7 @@ from outcore.plan.answer.whole import WholeRun
 from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
-from outcore.plan.terms.nvme_space import CHECKPOINTS
+from outcore.plan.terms.case import CHECKPOINTS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

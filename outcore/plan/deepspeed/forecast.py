@@ -28,13 +28,11 @@ from outcore.plan.deepspeed.staged import (
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan, StepTime
 from outcore.plan.request import RunRequest
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.rates import Rates
-from outcore.plan.terms.spill import Spill
-from outcore.plan.terms.traffic import Pass, Traffic
-from outcore.sizing.deepspeed import Device
+from outcore.plan.terms.case import Case, Spill
+from outcore.plan.terms.rates import Pass, Rates, Traffic
 from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.swapping import Device
 
 
 class DeepSpeedRates(Rates):

@@ -19,17 +19,19 @@ from outcore.sizing.activations import (
     logits_bytes,
     mask_bytes,
 )
-from outcore.sizing.deepspeed import (
+from outcore.sizing.layouts import DeepSpeedLayout
+from outcore.sizing.staged import NORM_NUMEL
+from outcore.sizing.streaming import RAM_RESERVE_BYTES, STAGING_BYTES
+from outcore.sizing.swapping import (
     BUCKET_NUMEL,
     LIVE_NUMEL,
     NVME_RAM_BYTES_PER_PARAM,
+    OPTIMIZER_BUFFERS,
+    PARAM_BUFFERS_BASE,
     RAM_BYTES_PER_PARAM,
     RAM_OVERHEAD_BYTES,
+    TENSORS_PER_MODULE,
 )
-from outcore.sizing.layouts import DeepSpeedLayout
-from outcore.sizing.staged import NORM_NUMEL
-from outcore.sizing.streaming import STAGING_BYTES
-from outcore.sizing.swapping import OPTIMIZER_BUFFERS, PARAM_BUFFERS_BASE, TENSORS_PER_MODULE
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -147,7 +149,7 @@ def host_parts(case: Case[DeepSpeedLayout]) -> tuple[list[Item], list[Item], lis
     shape, layout, gpus = case.shape, case.layout, case.hardware.num_gpus
     e, trained = case.element_bytes, shape.trainable_params
     frozen = shape.total_params - trained
-    ram = [Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
+    ram = [Item("ram", "page cache reserve", RAM_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
         return [*ram, Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
     if layout.optimizer != "nvme":

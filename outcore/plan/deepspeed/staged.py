@@ -18,13 +18,13 @@ from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item
 from outcore.plan.terms.case import Case
-from outcore.plan.terms.traffic import Pass
-from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL
+from outcore.plan.terms.rates import Pass
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import StagedFacts, staged_sizes
 from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
-from outcore.sizing.streaming import CHUNK_NUMEL
+from outcore.sizing.streaming import CHUNK_NUMEL, RAM_RESERVE_BYTES
+from outcore.sizing.swapping import BUCKET_NUMEL, LIVE_NUMEL
 
 NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
 
@@ -119,7 +119,7 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
     """RAM, and what of it is pinned: staging memory, then homes of gradients and parameters as far as it reaches."""
     master, moments = STATE_FORMATS[staged.states]
     ram = [
-        Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Item("ram", "page cache reserve", RAM_RESERVE_BYTES),
         Item("ram", "master", int(homes.states_in_ram * master / (master + moments))),
         Item("ram", "moments", int(homes.states_in_ram * moments / (master + moments))),
         Item("ram", "ring of states on their way", homes.ring),

@@ -1,4 +1,12 @@
 """What finished runs taught about forecasts on this machine."""
 
-from outcore.plan.learned.rates import known_rates, remember_rates
-from outcore.plan.learned.ratios import LEARNED, LEAST_STEPS, expected_s, kind_of, last_time, remember
+from outcore.plan.learned.ratios import (
+    LEARNED,
+    LEAST_STEPS,
+    expected_s,
+    kind_of,
+    known_rates,
+    last_time,
+    remember,
+    remember_rates,
+)

@@ -2,12 +2,17 @@
 
 One ratio for each kind of run (engine, homes of the states, weights or adapters, precision), the last run's, in
 `forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
-profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said."""
+profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said.
+
+Beside them: what starts of models measured of the CPU beside its link. The probe has no such trial, and a plan made
+before a model opens counts layers on the CPU by the last start's."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ from outcore.common.files import newest, read_object, user_folder
 from outcore.common.quantities import format_s
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
+from outcore.sizing.inference import InPlaceRates
 
 LEARNED = user_folder() / "forecasts.json"
 WORTH_SAYING = 0.2
@@ -97,3 +103,21 @@ def _read(path: Path) -> dict[str, Any]:
     parts = {"ratios": "ratio", "rates": "part_s"} if is_whole else {}
     found = [(one, key) for part, key in parts.items() for one in known.get(part, {}).values()]
     return known if is_whole and all(key in one for one, key in found) else {}
+
+
+def remember_rates(name: str, rates: InPlaceRates, hardware: Hardware, path: Path = LEARNED) -> None:
+    """Keep what was measured with the packed format, or in the precision, of this name."""
+    known = known_of(hardware, path)
+    known.setdefault("rates", {})[name] = asdict(rates)
+    keep(known, path)
+
+
+def known_rates(hardware: Hardware, path: Path = LEARNED) -> Mapping[str, InPlaceRates]:
+    """Rates by the name of the packed format or precision; {} where no start on this machine measured any."""
+    found = known_of(hardware, path).get("rates", {})
+    return {
+        name: InPlaceRates(
+            {int(tokens): rate for tokens, rate in one["cpu_gb_per_s"].items()}, one["link_gb_per_s"], one["part_s"]
+        )
+        for name, one in found.items()
+    }

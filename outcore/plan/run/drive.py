@@ -11,7 +11,7 @@ from outcore.common.quantities import MIB
 from outcore.machine import Machine, detect_machine, drive_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.plan.profile import MEASURED_PROFILE, differs
-from outcore.sizing.copies import NOT_SLOWER_SHARE
+from outcore.sizing.streaming import NOT_SLOWER_SHARE
 from outcore.staging import NvmePerformance, check_nvme_performance, performance
 
 FRESH_S = 30 * 86400.0

@@ -15,24 +15,23 @@ from outcore.plan.record import AHEAD, SPARE, STAYING, Item, Plan
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRAPHS,
-    Staying,
-    ahead_room,
+    beginning_ahead,
     drive_states,
     graph_bytes,
     pinned_and_rest,
     placement_of,
     ram_parts,
     staying,
+    tiling_of,
     vram_parts,
 )
-from outcore.plan.stream.tiles import Tiling, tiling_of
 from outcore.plan.stream.time import Placed, step_time
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.spill import Spill
+from outcore.plan.terms.case import Case, Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
-from outcore.sizing.residents import LEAST_GAIN
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import LEAST_GAIN
+from outcore.sizing.tiles import Tiling
 
 
 def plan_stream(
@@ -53,15 +52,14 @@ def plan_stream(
     tensors, pool = graphs or (0, 0)
     vram.append(Item("vram", GRAPHS, tensors))
     vram = [replace(p, size_bytes=p.size_bytes + pool) if p.name == SPARE else p for p in vram]
-    stay = staying(case, tiling, homes, vram, pool)
-    placed = Placed(homes, spill, pageable, checkpoints, tiling, graphs is not None, stay)
-    if layout.resident_bytes is None and stay.layers:
-        stay = stay if _gains(case, placed, replace(placed, stay=Staying())) else Staying()
-    vram.append(Item("vram", STAYING, stay.size_bytes))
-    placed = replace(placed, stay=stay)
-    notes = _notes(shape, asked, tiling, pageable, stay)
-    ahead, ahead_bytes = ahead_room(case, homes, stay, [*ram, *pinned])
-    begun, time_whole = replace(placed, ahead=ahead), None
+    placed = Placed(homes, spill, pageable, checkpoints, tiling, graphs is not None)
+    stay = replace(placed, homes=staying(case, homes, vram, pool))
+    if layout.resident_bytes is not None or (stay.homes.stays and _gains(case, stay, placed)):
+        placed = stay
+    vram.append(Item("vram", STAYING, placed.homes.stay_bytes))
+    notes = _notes(shape, asked, tiling, pageable, placed.homes.stays)
+    begun, time_whole = replace(placed, homes=beginning_ahead(case, placed.homes, [*ram, *pinned])), None
+    ahead_bytes = begun.homes.ahead_bytes
     if _gains(case, begun, placed):
         ram.append(Item("ram", AHEAD, ahead_bytes))
         time_whole = step_time(case, begun)[1]
@@ -108,14 +106,14 @@ def _home(share: float) -> str:
     return "NVMe" if share >= 1 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
 
 
-def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float, stay: Staying) -> list[str]:
+def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float, stays: int) -> list[str]:
     notes: list[str] = []
-    if stay.layers:
+    if stays:
         notes.append(
-            f"{stay.layers} of {shape.num_layers} layers stay in idle GPU memory, which is given back when a larger "
+            f"{stays} of {shape.num_layers} layers stay in idle GPU memory, which is given back when a larger "
             "step needs it (--resident_gib 0: none does)"
         )
-    if words := tiling.words(shape):
+    if words := tiling.words():
         notes.append(words)
     if pageable > 0.01:
         notes.append(

@@ -8,11 +8,11 @@ first: it is read twice a step and never written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
-from outcore.plan.stream.tiles import Tiling, device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
@@ -21,8 +21,8 @@ from outcore.sizing.activations import (
     layer_activation_bytes,
     long_ram_bytes,
 )
-from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
-from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
+from outcore.sizing.layouts import StoredStates, StreamLayout
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     AHEAD_OF_IDLE_RAM,
@@ -30,16 +30,21 @@ from outcore.sizing.streaming import (
     GRAPH_FREE_SHARE,
     LANE_BYTES,
     PROCESS_BYTES,
+    RAM_RESERVE_BYTES,
     STAGING_BYTES,
+    DeviceUse,
     PinnedMemory,
     is_worth_a_graph,
 )
+from outcore.sizing.tiles import RESIDENT_SHARE, Model, Tiling, TilingWork, UnitSize, choose_tiling
 from outcore.sizing.training import (
+    PartNeeds,
     Pins,
     TrainingLimits,
     TrainingPlacement,
     least_gradients,
     needs_of_shape,
+    parts_of_shape,
     place_training,
 )
 from outcore.sizing.work import step_work
@@ -132,60 +137,34 @@ def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> t
     return held * hidden + k.GRAPH_WORKSPACE_BYTES, pool
 
 
-@dataclass(frozen=True)
-class Staying:
-    """The first layers, which stay on the GPU: how many, and what they take there."""
-
-    layers: int = 0
-    home_bytes: int = 0
-    """Weights as they cross the link."""
-    trained: int = 0
-    size_bytes: int = 0
-
-
 def staying(
-    case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacement, vram: list[Item], pool_bytes: int
-) -> Staying:
-    """What the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes` alone."""
-    shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
-    device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
-    is_out = (
-        tiling.any
-        or tiling.tile_tokens > 0
-        or placed.on_drive > 0
-        or hardware.num_gpus > 1
-        or hardware.is_cpu
-        or moments < 8
-        or case.muon
-    )
-    if is_out or device_bytes is None or layout.resident_bytes == 0:
-        return Staying()
+    case: Case[StreamLayout], placed: TrainingPlacement, vram: list[Item], pool_bytes: int
+) -> TrainingPlacement:
+    """With what the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes`
+    alone."""
+    layout, hardware = case.layout, case.hardware
+    device_bytes = device_bytes_of(hardware, layout)
+    if hardware.is_cpu or device_bytes is None:
+        return placed
     tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
     kept = sum(tensors.get(name, 0) for name in (PARAMETERS, GRADIENTS, GRAPHS))
     idle = DeviceUse(device_bytes, kept + pool_bytes, sum(tensors.values()) - kept).idle
     idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
     idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
-    homes, trained = zip(*((layer.home_bytes, layer.trained) for layer in placed.needs.layers), strict=True)
-    hidden = case.micro_tokens * shape.hidden_size * e
-    sizes = [
-        resident_bytes(home, e * own, int((master + moments) * own), hidden, clips=case.request.clips)
-        for home, own in zip(homes, trained, strict=True)
-    ]
-    count = num_resident(sizes, idle)
-    return Staying(count, sum(homes[:count]), sum(trained[:count]), sum(sizes[:count]))
+    return placed.staying(idle, case.micro_tokens * case.shape.hidden_size * case.element_bytes)
 
 
 def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
     """The engine's placement in RAM and on the drive, within what it was told."""
     shape, request, hardware, layout, e = case.shape, case.request, case.hardware, case.layout, case.element_bytes
-    tokens, told = (case.micro_tokens,) * layout.accumulation, layout.residency or Residency()
+    tokens = (case.micro_tokens,) * layout.accumulation
     needs = needs_of_shape(
         shape, e, request.format, tokens, uses_muon=request.optimizer == "muon", ranks=hardware.num_gpus
     )
     long_rows = None
     if tiling.tile_tokens:
         long_rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
-    gradient_bytes = told.gradient_bytes if not request.clips else None
+    gradient_bytes = None if request.clips or layout.residency is None else layout.residency.gradient_bytes
     has_drive = hardware.nvme_free_bytes > 0
     limits = TrainingLimits(
         ram_bytes=hardware.ram_bytes - sum(item.size_bytes for item in fixed_ram(case, tiling)),
@@ -193,17 +172,11 @@ def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
         checkpoints_in_ram=layout.checkpoints_home == "ram",
         states_may_spill=has_drive,
         weights_may_spill=has_drive and hardware.num_gpus == 1,  # ranks share the parameters in RAM
-        whole=frozenset(range(len(needs.layers), len(needs.parts))) if tiling.ends else frozenset(),
         gradient_bytes=None if gradient_bytes is None else max(gradient_bytes, least_gradients(needs)),
         waits_for_norm=request.clips,
-        tiled=tiling.layers,
+        holding=tiling.holding,
         long_rows=long_rows,
-        is_told=layout.residency is not None,
-        state_ram_bytes=told.state_ram_bytes,
-        weight_ram_bytes=told.weight_ram_bytes,
-        ring_bytes=told.state_ring_bytes,
-        ring_slots=told.state_ring_slots,
-        compresses=told.compressed,
+        told=layout.residency,
     )
     return place_training(needs, limits)
 
@@ -212,7 +185,7 @@ def fixed_ram(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     """RAM beside homes and what flows."""
     fixed = [
         Item("ram", "framework overhead", case.hardware.num_gpus * PROCESS_BYTES),
-        Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Item("ram", "page cache reserve", RAM_RESERVE_BYTES),
     ]
     if tiling.layers and case.layout.accumulation >= TILED_SUMS_FROM and not case.shape.lora_r:
         largest = max(case.shape.layer_params[i] for i in tiling.layers)
@@ -239,20 +212,13 @@ def ram_parts(case: Case[StreamLayout], tiling: Tiling, placed: TrainingPlacemen
     return [*(Item("ram", name, size) for name, size in sizes.items()), *fixed_ram(case, tiling)]
 
 
-def ahead_room(
-    case: Case[StreamLayout], placed: TrainingPlacement, stay: Staying, in_ram: list[Item]
-) -> tuple[int, int]:
-    """(parameters, bytes) of second homes beside `in_ram`, for updates that may begin ahead of the global norm: all but
-    the embedding's and those of layers that stay on the GPU. Steps that clip leave them alone."""
-    needs, hardware, limit = placed.needs, case.hardware, case.layout.ahead_bytes
-    if placed.on_drive or hardware.num_gpus > 1 or hardware.is_cpu or case.muon or not case.request.clips:
-        return 0, 0
-    idle = max(0, hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
+def beginning_ahead(case: Case[StreamLayout], placed: TrainingPlacement, in_ram: list[Item]) -> TrainingPlacement:
+    """With updates that may begin ahead of the global norm in RAM that is idle beside `in_ram`. Steps that clip leave
+    their second homes alone."""
+    limit = case.layout.ahead_bytes
+    idle = max(0, case.hardware.ram_bytes - sum(p.size_bytes for p in in_ram))
     limit = idle // AHEAD_OF_IDLE_RAM if limit is None else min(limit, idle)
-    of_one = case.element_bytes + sum(STATE_FORMATS[case.request.format])
-    parts = needs.layers[stay.layers :] + needs.ends[1:]  # the embedding's gradient comes last
-    size_bytes = min(limit, int(of_one * sum(part.trained for part in parts)))
-    return int(size_bytes / of_one), size_bytes
+    return placed.beginning_ahead(0 if case.hardware.is_cpu else limit)
 
 
 CROSSING = (RANK_SLOTS, PARAMETERS, MATRIX_STATES, GRADIENTS, BEYOND, LONG_ROWS)
@@ -298,3 +264,52 @@ def drive_states(placed: TrainingPlacement, stored: StoredStates) -> list[Item]:
         Item("nvme", "master", int(stored.master * trained)),
         Item("nvme", "moments", int((stored.moments + stored.room) * trained)),
     ]
+
+
+def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
+    """Memory that the engine plans tiles for; None without a GPU, where no limit is known."""
+    if layout.device_bytes is not None:
+        return layout.device_bytes
+    return None if hardware.is_cpu else hardware.tensor_bytes
+
+
+def tiling_of(case: Case[StreamLayout]) -> Tiling:
+    """What the engine will do with this model there."""
+    shape, layout, e = case.shape, case.layout, case.element_bytes
+
+    def work_of(tile_bytes: int, chunk_bytes: int | None) -> TilingWork:
+        return step_work(
+            shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
+            checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
+        )  # fmt: skip
+
+    return choose_tiling(
+        layout.tiling,
+        device_bytes_of(case.hardware, layout),
+        layout.tile_bytes,
+        layout.layer_buffers,
+        partial(_model, shape, e),
+        work_of,
+        may_cut_rows=layout.checkpoints_home == "ram",
+    )
+
+
+@lru_cache(maxsize=16)
+def _model(shape: ModelShape, element_bytes: int, tile_bytes: int) -> Model:
+    """Parts as the engine takes the model apart."""
+    layers, ends = parts_of_shape(shape, element_bytes)
+    least = tile_bytes // RESIDENT_SHARE
+    widest = shape.hidden_size * max(shape.num_heads * shape.head_dim, shape.ffn_width)
+
+    def unit(index: int, is_layer: bool, part: PartNeeds, largest: int) -> UnitSize:
+        expanded = part.size_bytes if part.home_bytes < part.size_bytes else 0
+        return UnitSize(
+            index, is_layer, part.home_bytes, part.trained, element_bytes * largest > least, expanded_bytes=expanded
+        )
+
+    found = [unit(0, False, ends[0], shape.head_weight_numel)]
+    for number, (part, params) in enumerate(zip(layers, shape.layer_params, strict=True)):
+        found.append(unit(1 + number, True, part, params // 4 if shape.is_moe else widest))
+    found += [unit(1 + len(layers), False, end, shape.head_weight_numel) for end in ends[1:]]
+    return Model(tuple(found), element_bytes, tied=shape.tied)

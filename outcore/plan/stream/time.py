@@ -12,16 +12,13 @@ from functools import cached_property
 
 from outcore.plan import constants as k
 from outcore.plan.record import StepTime
-from outcore.plan.stream.memory import Staying
-from outcore.plan.stream.tiles import Tiling
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.rates import Rates, overlapped_s
-from outcore.plan.terms.spill import Spill
-from outcore.plan.terms.traffic import Pass, Traffic
+from outcore.plan.terms.case import Case, Spill
+from outcore.plan.terms.rates import Pass, Rates, Traffic, overlapped_s
 from outcore.sizing.activations import long_link_bytes, mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
 from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.tiles import Tiling
 from outcore.sizing.training import TrainingPlacement
 
 
@@ -39,9 +36,21 @@ class Placed:
     tiling: Tiling
     graphs: bool
     """Whether layers are CUDA graphs."""
-    stay: Staying
-    ahead: int = 0
-    """Parameters of the last parts whose updates may begin before the global norm is known."""
+
+    @property
+    def stay_homes(self) -> int:
+        """Bytes of layers that stay on the GPU, which cross the link no more."""
+        return sum(layer.home_bytes for layer in self.homes.needs.layers[: self.homes.stays])
+
+    @property
+    def stay_trained(self) -> int:
+        """Parameters that are updated there."""
+        return sum(layer.trained for layer in self.homes.needs.layers[: self.homes.stays])
+
+    @property
+    def ahead(self) -> int:
+        """Parameters whose updates may begin before the global norm is known."""
+        return sum(self.homes.needs.parts[number].trained for number in self.homes.ahead)
 
 
 def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
@@ -151,14 +160,14 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         attention_flops=case.flops.attention_forward,
         device_bytes=case.device_bytes[0]
         + links.expanded
-        + placed.stay.trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
+        + placed.stay_trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
         launched_layers=calls * per_call[0],
         h2d_bytes=up_forward + links.tiles_forward,
         d2h_bytes=moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
         copied_bytes=ranks * ring * (up_forward + moved + links.tiles_forward) + through_drive,
-        updated_params=shape.trainable_params - placed.stay.trained - first_updated,
+        updated_params=shape.trainable_params - placed.stay_trained - first_updated,
         awaited_read_bytes=links.weights_forward if waits else None,
     )
     forward = _with_muon(case, forward, ring)
@@ -219,16 +228,16 @@ class _Links:
         shape = self.case.shape
         whole = shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + self.head
         coming = self.case.element_bytes * whole - shape.saved_bytes(self.case.element_bytes)
-        return coming - self.placed.stay.home_bytes
+        return coming - self.placed.stay_homes
 
     @property
     def up_backward(self) -> int:
         shape, e = self.case.shape, self.case.element_bytes
         coming = e * (sum(shape.layer_params) + shape.adapter_params) - shape.saved_bytes(e)
-        coming -= self.placed.stay.home_bytes
+        coming -= self.placed.stay_homes
         # The last layers of forward, the first of backward, are still in their buffers.
-        kept = min(self.placed.tiling.holding.layer_buffers, shape.num_layers - self.placed.stay.layers)
-        return int(coming * (1 - kept / max(1, shape.num_layers - self.placed.stay.layers)))
+        kept = min(self.placed.tiling.holding.layer_buffers, shape.num_layers - self.placed.homes.stays)
+        return int(coming * (1 - kept / max(1, shape.num_layers - self.placed.homes.stays)))
 
     @property
     def expanded(self) -> int:
@@ -256,7 +265,7 @@ class _Links:
     @property
     def down(self) -> int:
         """Gradients."""
-        return self.case.element_bytes * (self.case.shape.trainable_params - self.placed.stay.trained)
+        return self.case.element_bytes * (self.case.shape.trainable_params - self.placed.stay_trained)
 
     @cached_property
     def tiles(self) -> _TileTraffic:
@@ -305,7 +314,7 @@ class _Links:
     @property
     def weights_forward(self) -> float:
         """Parameters that are read from the drive, those of tiles once more apart."""
-        layers = self.case.element_bytes * sum(self.case.shape.layer_params) - self.placed.stay.home_bytes
+        layers = self.case.element_bytes * sum(self.case.shape.layer_params) - self.placed.stay_homes
         return self.placed.spill.parameters * self.up_forward - self.waiting * layers
 
     @property

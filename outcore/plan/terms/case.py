@@ -1,24 +1,30 @@
-"""One question to the planner: this model, run and machine, and one layout of an engine."""
+"""One question to the planner: this model, run and machine, and one layout of an engine; what its plan becomes without
+a GPU, and how much drive it needs.
+
+Needed of the drive: parts that live there x 1.5, and the checkpoints (kept ones and the one being written). Usable:
+what is free, less a fifth of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+from outcore.machine.offload import FREE_RESERVE, SPACE_SAFETY
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Item, Plan, TierUse
+from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.terms.cpu import without_gpu
-from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.terms.traffic import Traffic
+from outcore.plan.terms.rates import Traffic
 from outcore.plan.terms.work import Flops, device_bytes, step_flops
 from outcore.sizing.activations import has_masks
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS
+from outcore.sizing.streaming import CPU_PROCESS_BYTES
 
 Layout = TypeVar("Layout", StreamLayout, DeepSpeedLayout)
 
@@ -130,3 +136,56 @@ class Case(Generic[Layout]):
     def device_bytes(self) -> tuple[float, float, float]:
         """Bytes that pass through the GPU's own memory in a step, (forward, head, backward)."""
         return device_bytes(self.shape, self.request, self.seq_length, self.micro_tokens, self.layout.accumulation)
+
+
+DROPPED = (OVERHEAD, SPARE, COMMUNICATOR, "desktop reserve")
+"""Parts of a GPU only."""
+
+
+def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
+    """The plan with nothing in VRAM and nothing pinned."""
+    sizes: Counter[tuple[str, str]] = Counter()  # what is partly pinned is one part here
+    for part in plan.parts:
+        if part.tier == "vram":
+            if part.name not in DROPPED:
+                sizes["ram", f"device: {part.name}"] += part.size_bytes
+        elif part.tier in ("ram", "pinned"):
+            sizes["ram", part.name] += CPU_PROCESS_BYTES if part.name == OVERHEAD else part.size_bytes
+        else:
+            sizes[part.tier, part.name] += part.size_bytes
+    parts = [Item(tier, name, size) for (tier, name), size in sizes.items()]
+    used = sum(part.size_bytes for part in parts if part.tier == "ram")
+    tiers = (TierUse("vram", 0, 0), TierUse("pinned", 0, 0), TierUse("ram", used, hardware.ram_bytes))
+    where = plan.offload.replace("all on the GPU", "all in RAM").replace("GPU", "RAM")
+    return dataclasses.replace(plan, offload=where, parts=tuple(parts), tiers=(*tiers, plan.tier("nvme")))
+
+
+CHECKPOINTS = "checkpoints"
+
+
+def nvme_use(parts: Sequence[Item], hardware: Hardware) -> TierUse:
+    """The drive's use with margins, against what is free without its reserve."""
+    on_drive = [part for part in parts if part.tier == "nvme"]
+    states = sum(part.size_bytes for part in on_drive if part.name != CHECKPOINTS)
+    checkpoints = sum(part.size_bytes for part in on_drive if part.name == CHECKPOINTS)
+    needed = int(SPACE_SAFETY * states) + checkpoints
+    return TierUse("nvme", needed, int((1 - FREE_RESERVE) * hardware.nvme_free_bytes))
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Shares of each kind that live on the drive."""
+
+    states: float = 0.0
+    parameters: float = 0.0
+
+    def words(self) -> str:
+        """For people."""
+        if self == Spill():
+            return "all in RAM"
+        named = (("states", self.states), ("parameters", self.parameters))
+        whole = [what for what, share in named if share >= 1]
+        if len(whole) == len(named):
+            return "all on NVMe"
+        parts = [f"{100 * share:.0f} % of {what}" for what, share in named if 0 < share < 1]
+        return " and ".join([*whole, *parts]) + " on NVMe"

@@ -1,15 +1,16 @@
-"""Seconds of `Traffic`: a machine's rates as far as an engine reaches them. How passes overlap is each engine's own."""
+"""Traffic of a step, counted without a rate, and its seconds: a machine's rates as far as an engine reaches them. How
+passes overlap is each engine's own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outcore.common.quantities import GB
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import StepTime
-from outcore.plan.terms.traffic import Pass, Traffic
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,54 @@ def overlapped_s(*terms_s: float) -> float:
     """Wall clock of terms that run at the same time: the longest, and a residue of the second longest."""
     first, second, *_ = [*sorted(terms_s, reverse=True), 0.0, 0.0]
     return first + k.OVERLAP_RESIDUE * second
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through the model, forward, backward or the update, on one GPU; bytes by direction."""
+
+    flops: float = 0.0
+    """Matrix products."""
+    attention_flops: float = 0.0
+    device_bytes: float = 0.0
+    """Through the device's own memory, beside the operands of matrix products."""
+    launched_layers: float = 0.0
+    """Eager layers' worth of launches by the host."""
+    h2d_bytes: float = 0.0
+    d2h_bytes: float = 0.0
+    read_bytes: float = 0.0
+    """From the drive."""
+    written_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    """Copies through RAM beside an update's own."""
+    updated_params: float = 0.0
+    """Parameters that the CPU updates meanwhile."""
+    ram_bytes: float = 0.0
+    """An update's at the plain rate of RAM, where no measured one applies."""
+    awaited_read_bytes: float | None = None
+    """Weights from the drive that layers wait for, and for the link: nothing comes ahead of its use. None: it does."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A step, pass by pass."""
+
+    passes: tuple[Pass, ...]
+    are_apart: bool = True
+    """Whether each pass waits for the one before. Otherwise they overlap as if they were one."""
+    between_layers: float = 0.0
+    """Eager layers' worth of launches that no work of the GPU hides."""
+
+    def sum(self, of: Callable[[Pass], float]) -> float:
+        """Total of one figure."""
+        return sum(of(one) for one in self.passes)
+
+    @property
+    def read_bytes(self) -> float:
+        """All that the drive reads in a step."""
+        return self.sum(lambda one: one.read_bytes)
+
+    @property
+    def written_bytes(self) -> float:
+        """All that the drive writes in a step."""
+        return self.sum(lambda one: one.written_bytes)

@@ -22,8 +22,7 @@ from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
-from outcore.sizing.copies import NOT_SLOWER_SHARE
-from outcore.sizing.streaming import PAGEABLE_SLOTS, SLOT_BYTES
+from outcore.sizing.streaming import NOT_SLOWER_SHARE, PAGEABLE_SLOTS, SLOT_BYTES
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
 

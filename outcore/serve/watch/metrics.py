@@ -75,7 +75,7 @@ class ServeMetrics(RequestMetrics):
         self._expert_bytes = 0, 0
         """(bytes of experts read so far, in the last pass)."""
         self._gauges(engine)
-        engine.on_pass = self.passed
+        engine.observers.append(self.passed)
 
     def _gauges(self, engine: InferenceEngine) -> None:
         gauge, placement, cache = self.gauge, self._opened.placement, engine.scheduler.cache
@@ -141,7 +141,6 @@ class ServeMetrics(RequestMetrics):
     def passed(self, works: Sequence[Work], seconds: float) -> None:
         """Note the pass that has just run."""
         self.pass_time.observe(seconds)
-        self.against_plan.passed(works, seconds)
         self.pass_rows.observe(rows_of(works))
         if (experts := self._opened.weights.experts) is not None:
             so_far = experts.counts.read_bytes

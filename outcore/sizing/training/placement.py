@@ -1,11 +1,14 @@
-"""Placement: where everything of a training run lives in RAM and on the drive, and the room that it is decided for."""
+"""Placement: where everything of a training run lives, who stays on the device and which updates begin early, and the
+room that it is decided for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from outcore.common.quantities import format_gib, round_up
+from outcore.sizing.layouts import Residency
 from outcore.sizing.ring import BLOCK_BYTES
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -13,13 +16,12 @@ from outcore.sizing.streaming import (
     NUM_SLOTS,
     PAGEABLE_SLOTS,
     SLOT_BYTES,
-    STATE_RING_BYTES,
-    STATE_RING_SLOTS,
     WEIGHT_READ_AHEAD_BYTES,
     PinnedMemory,
     pinned_memory,
     waits_from,
 )
+from outcore.sizing.tiles import HELD_WHOLE, Holding
 from outcore.sizing.training.needs import TrainingNeeds
 
 
@@ -57,36 +59,29 @@ class TrainingLimits:
     """RAM for homes and for what flows; processes and reserves are beside it."""
     pins: Pins | PinnedMemory
     """What may be pinned, or what was decided."""
-    counts_lanes: bool = True
-    """Whether lanes' slots are of `ram_bytes`."""
     checkpoints_in_ram: bool = True
     """Whether activation checkpoints wait in RAM."""
     states_may_spill: bool = False
     weights_may_spill: bool = False
-    whole: frozenset[int] = frozenset()
-    """Parts, by their number in `needs.parts`, whose parameters stay in RAM: rows of an embedding in tiles are picked
-    there."""
+    holding: Holding = HELD_WHOLE
+    """How the device holds parts. Gradients of layers in tiles come while their checkpoints are still needed; rows of
+    an embedding in tiles are picked in RAM, where its parameters stay."""
     chunk_numel: int = CHUNK_NUMEL
     """Elements of a chunk of states; parameters are cut between two of them."""
     gradient_bytes: int | None = None
     """RAM that all gradients share. None: each part's has a home of its own."""
     waits_for_norm: bool = True
     """Whether all gradients must be there before the first is used."""
-    tiled: frozenset[int] = frozenset()
-    """Layers in tiles, counted from 0: their gradients come while their checkpoints are still needed."""
     long_rows: int | None = None
     """RAM of a rank's long rows, in which activation checkpoints lie, too. None: rows are whole."""
-    is_told: bool = False
-    """Whether the next two were decided before; otherwise they follow from `ram_bytes`."""
-    state_ram_bytes: int | None = None
-    """States in RAM; None: all."""
-    weight_ram_bytes: int | None = None
-    """Parameters in RAM, likewise."""
-    ring_bytes: int = STATE_RING_BYTES
-    ring_slots: int = STATE_RING_SLOTS
-    compresses: bool = True
-    """Whether fp32 moments take fewer bits on the drive."""
+    told: Residency | None = None
+    """What of parameters and states was decided to live in RAM before; None: it follows from `ram_bytes`."""
     read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
+
+    @property
+    def flows(self) -> Residency:
+        """How states flow from the drive."""
+        return self.told or Residency()
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,23 @@ class TrainingPlacement:
     pinned: PinnedMemory
     has_homes: bool
     """Whether each part's gradient has a home of its own; else they share memory."""
-    tiled: frozenset[int]
-    """Layers in tiles."""
     stored_chunk: int
     """Room for a chunk's states on the drive."""
+    holding: Holding
+    """How the device holds parts."""
+    waits_for_norm: bool
+    """Whether updates wait for the global norm."""
+    stays: int = 0
+    """First layers that stay on the device, with gradients and states."""
+    stay_bytes: int = 0
+    """What they take there."""
+    ahead: tuple[int, ...] = ()
+    """Parts (of `needs.parts`) whose updates may begin before the norm is known: their states have a second home."""
+
+    @property
+    def tiled(self) -> frozenset[int]:
+        """Layers in tiles, counted from 0."""
+        return tiled_parts(self.needs, self.holding) & frozenset(range(len(self.needs.layers)))
 
     @property
     def weights(self) -> int:
@@ -136,6 +144,83 @@ class TrainingPlacement:
                 "may have to end before the next gradient comes"
             )
         return found
+
+    def because(self) -> list[str]:
+        """Reasons for what is not where it would be best, for people."""
+        found = []
+        if self.on_drive:
+            then = "states, then parameters" if self.states_first else "parameters, then states"
+            found.append(f"RAM has {format_gib(self.fixed)} of what has no other home first, then {then}")
+        if self.why_none_stays:
+            found.append(f"no layer stays on the device: {self.why_none_stays}")
+        if self.waits_for_norm and self.why_all_wait:
+            found.append(f"every update waits for the norm of all gradients: {self.why_all_wait}")
+        return found
+
+    @property
+    def states_first(self) -> bool:
+        """Whether states come into RAM before parameters: most of the model is frozen, and its base is only read."""
+        return 2 * self.needs.gradients < self.needs.weights
+
+    @cached_property
+    def why_none_stays(self) -> str:
+        """Why no layer can stay on the device; '' where idle memory decides."""
+        why = {
+            "parts are computed in tiles": self.holding.tiled,
+            "rows are computed in tiles of tokens": self.holding.tile_tokens,
+            "states and parameters on a drive are updated on their way": self.on_drive,
+            "Muon updates matrices": self.needs.muon_params,
+            "ranks share gradients": self.needs.ranks > 1,
+            "states with 8-bit moments are updated on the CPU": STATE_FORMATS[self.needs.state_format][1] < 8,
+        }
+        return next((words for words, applies in why.items() if applies), "")
+
+    @cached_property
+    def why_all_wait(self) -> str:
+        """Why no update can begin before the norm is known: none waits for it, or none could be taken back; ''
+        where some can."""
+        why = {
+            "no update waits for a norm without clipping": not self.waits_for_norm,
+            "Muon's updates are made in place": self.needs.muon_params,
+            "states of several ranks are updated in place": self.needs.ranks > 1,
+            "states on the drive are updated on their way": self.on_drive,
+        }
+        return next((words for words, applies in why.items() if applies), "")
+
+    def staying(self, idle_bytes: int, hidden_bytes: int) -> TrainingPlacement:
+        """With as many first layers on the device as `idle_bytes` there hold. `hidden_bytes`: of a micro-batch's hidden
+        states, which graphs keep two of."""
+        layers = () if self.why_none_stays else range(len(self.needs.layers))
+        totals = accumulate(self.resident_bytes(number, hidden_bytes) for number in layers)
+        fitting = [total for total in totals if total <= idle_bytes]
+        return replace(self, stays=len(fitting), stay_bytes=max(fitting, default=0))
+
+    def resident_bytes(self, number: int, hidden_bytes: int) -> int:
+        """Bytes of a layer that stays."""
+        needs, layer = self.needs, self.needs.layers[number]
+        gradient = needs.gradient_bytes(layer) if self.waits_for_norm else 0
+        states = int(sum(STATE_FORMATS[needs.state_format]) * layer.trained)
+        return layer.home_bytes + gradient + states + 2 * hidden_bytes
+
+    def beginning_ahead(self, limit_bytes: int) -> TrainingPlacement:
+        """With as many updates ahead of the norm as `limit_bytes` of RAM hold second homes for: of the last parts,
+        whose gradients come first, all but the embedding and layers that stay."""
+        layers, parts = len(self.needs.layers), self.needs.parts
+        last_first = (*range(layers + 1, len(parts)), *reversed(range(self.stays, layers)))
+        trained = [number for number in last_first if parts[number].trained and not self.why_all_wait]
+        totals = accumulate(map(self.second_bytes, trained))
+        fitting = sum(total <= limit_bytes for total in totals)
+        return replace(self, ahead=tuple(trained[:fitting]))
+
+    def second_bytes(self, number: int) -> int:
+        """RAM of a part's second home: its states, and what its parameters were."""
+        needs = self.needs
+        return int((needs.element_bytes + sum(STATE_FORMATS[needs.state_format])) * needs.parts[number].trained)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """RAM of all second homes."""
+        return sum(map(self.second_bytes, self.ahead))
 
     @property
     def spilled_weights(self) -> int:
@@ -218,3 +303,10 @@ class TrainingPlacement:
             else layer.home_bytes
             for number, layer in enumerate(needs.layers)
         )
+
+
+def tiled_parts(needs: TrainingNeeds, holding: Holding) -> frozenset[int]:
+    """Parts (of `needs.parts`) in tiles; a holding counts them in the model's order, from the embedding on."""
+    layers = len(needs.layers)
+    in_order = (layers, *range(layers), *range(layers + 1, len(needs.parts)))
+    return frozenset(number for index, number in enumerate(in_order) if index in holding.tiled)

@@ -20,9 +20,8 @@ from outcore.sizing.streaming import (
     rank_slots_bytes,
     ring_of_states_bytes,
 )
-from outcore.sizing.training.cuts import cut_homes
-from outcore.sizing.training.needs import TrainingNeeds
-from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement
+from outcore.sizing.training.needs import PartNeeds, TrainingNeeds
+from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement, tiled_parts
 
 LEAST_GRADIENTS = 3
 """Gradients' worth of the largest part that an arena holds at least: one arrives while another is worked on."""
@@ -35,9 +34,9 @@ ROUNDS = 3
 def place_training(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlacement:
     """Decide. What does not fit is placed all the same: `homes` says how much it takes."""
     whole = _everything(needs, limits)
-    if limits.is_told:
-        return _with(whole, limits, limits.weight_ram_bytes, limits.state_ram_bytes)
-    over = whole.homes + _lanes(whole, limits) - limits.ram_bytes
+    if told := limits.told:
+        return _with(whole, limits, told.weight_ram_bytes, told.state_ram_bytes)
+    over = whole.homes + whole.lanes - limits.ram_bytes
     if over > 0 and not limits.waits_for_norm and needs.ranks == 1:  # gradients are used up as they come
         fewer = max(least_gradients(needs), needs.gradients - over)
         shared = replace(limits, gradient_bytes=fewer)
@@ -57,8 +56,8 @@ def _everything(needs: TrainingNeeds, limits: TrainingLimits) -> TrainingPlaceme
     placed = TrainingPlacement(
         needs, None, cut_homes(needs, None, limits.chunk_numel), needs.states, gradients, lent, beyond, slots,
         ring=0, read_ahead=0, pinned=_pinned(limits, 0, needs.ranks),
-        has_homes=limits.gradient_bytes is None, tiled=limits.tiled,
-        stored_chunk=chunk_bytes(needs.state_format, CHUNK_NUMEL, compresses=limits.compresses, tails=1),
+        has_homes=limits.gradient_bytes is None, holding=limits.holding, waits_for_norm=limits.waits_for_norm,
+        stored_chunk=chunk_bytes(needs.state_format, CHUNK_NUMEL, compresses=limits.flows.compressed, tails=1),
     )  # fmt: skip
     return replace(placed, pinned=_pinned(limits, placed.crossing, needs.ranks))
 
@@ -72,10 +71,11 @@ def checkpoint_homes(needs: TrainingNeeds, limits: TrainingLimits) -> tuple[tupl
     if not limits.checkpoints_in_ram:
         return none, 0
     leaving, ends = max(0, len(needs.layers) - STAY_LAYERS), needs.checkpoint_ends
+    tiled = tiled_parts(needs, limits.holding)
     homes = [needs.gradient_bytes(layer) // needs.ranks for layer in needs.layers]
     lent = tuple(
         (lent_bytes(ends, home) if ends else home)  # all of it where the first step says how much
-        if number < leaving and number not in limits.tiled and limits.gradient_bytes is None
+        if number < leaving and number not in tiled and limits.gradient_bytes is None
         else 0
         for number, home in enumerate(homes)
     )
@@ -92,20 +92,19 @@ def _split(everything: TrainingPlacement, limits: TrainingLimits) -> TrainingPla
     """The placement with parameters and states in RAM as far as they fit."""
     needs = everything.needs
     room = limits.ram_bytes - everything.fixed
-    flowing = _lanes(_with(everything, limits, 0 if limits.weights_may_spill else None, None), limits)
-    states_first = 2 * needs.element_bytes * needs.trained < needs.weights
+    flowing = _with(everything, limits, 0 if limits.weights_may_spill else None, None).lanes
     placed = everything
     for _ in range(ROUNDS):
         left = max(0, room - flowing)
         weights, states = needs.weights, needs.states
-        if states_first:
+        if everything.states_first:
             states = min(states, left) if limits.states_may_spill else states
             weights = min(weights, max(0, left - states)) if limits.weights_may_spill else weights
         else:
             weights = min(weights, left) if limits.weights_may_spill else weights
             states = min(states, max(0, left - weights)) if limits.states_may_spill else states
         placed = _with(everything, limits, weights, states)
-        flowing = max(flowing, placed.flowing + _lanes(placed, limits))
+        flowing = max(flowing, placed.flowing + placed.lanes)
     return placed
 
 
@@ -115,7 +114,8 @@ def _with(
     """The placement with so much of both in RAM (None: all), and what follows from that."""
     needs = placed.needs
     budget = None if weights is None or weights >= needs.weights else weights
-    cuts = cut_homes(needs, budget, limits.chunk_numel, limits.whole)
+    whole = tiled_parts(needs, limits.holding) - frozenset(range(len(needs.layers)))
+    cuts = cut_homes(needs, budget, limits.chunk_numel, whole)
     states = needs.states if states is None else min(needs.states, states)
     placed = replace(placed, weight_budget=budget, cuts=cuts, states=states)
     return replace(
@@ -135,14 +135,14 @@ def _ring_bytes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
     of_param = needs.element_bytes if placed.spilled_weights else 0
     spilled = (needs.trained - needs.muon_params) * placed.spilled_states // max(1, needs.states)
     chunks, numel = -(-spilled // limits.chunk_numel), limits.chunk_numel
-    slot = chunk_bytes(needs.state_format, numel, compresses=limits.compresses) + numel * of_param
-    most_bytes = limits.ring_bytes
+    slot = chunk_bytes(needs.state_format, numel, compresses=limits.flows.compressed) + numel * of_param
+    most_bytes = limits.flows.state_ring_bytes
     if needs.matrices:
         largest = max(needs.matrices)
         own = STATE_FORMATS[needs.state_format][0] + MOMENT_BYTES + of_param
         slot, chunks = max(slot, own * largest), chunks + len(needs.matrices)
         most_bytes = max(most_bytes, LEAST_MATRICES * slot)
-    return ring_of_states_bytes(slot, chunks, most_bytes, limits.ring_slots)
+    return ring_of_states_bytes(slot, chunks, most_bytes, limits.flows.state_ring_slots)
 
 
 def chunk_bytes(state_format: str, numel: int, *, compresses: bool, tails: int = 2) -> int:
@@ -155,9 +155,44 @@ def chunk_bytes(state_format: str, numel: int, *, compresses: bool, tails: int =
     return round_up(own, BLOCK_BYTES) + tails * COMPRESSION_ROOM * numel
 
 
-def _lanes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
-    return placed.lanes if limits.counts_lanes else 0
-
-
 def _pinned(limits: TrainingLimits, crossing_bytes: int, ranks: int) -> PinnedMemory:
     return limits.pins.of(crossing_bytes, ranks) if isinstance(limits.pins, Pins) else limits.pins
+
+
+def cut_homes(
+    needs: TrainingNeeds, ram_bytes: int | None, grain_numel: int, whole: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
+    """Bytes of each part (of `needs.parts`) in RAM, from its beginning, at most `ram_bytes` in all (None: all of them).
+
+    Embedding and head come first, then every layer has the same. `whole`: numbers of parts that must live in RAM. They,
+    and what a mostly frozen part trains, may exceed the budget."""
+    homes = [part.home_bytes for part in needs.parts]
+    if ram_bytes is None:
+        return tuple(homes)
+    num_layers, e = len(needs.layers), needs.element_bytes
+    cuts = [_least(part, e) for part in needs.parts]
+    for number in whole:
+        cuts[number] = homes[number]
+    left = ram_bytes - sum(cuts)
+
+    def extend(number: int, budget_bytes: int) -> None:
+        nonlocal left
+        cut, reach = cuts[number], cuts[number] + max(0, budget_bytes)
+        grain_bytes = grain_numel * e
+        new = homes[number] if reach >= homes[number] else max(cut, reach // grain_bytes * grain_bytes)
+        cuts[number] = new
+        left -= new - cut
+
+    for number in range(num_layers, len(homes)):
+        extend(number, left)
+    short = sorted(range(num_layers), key=lambda number: homes[number] - cuts[number])
+    for place, number in enumerate(short):
+        extend(number, left // (num_layers - place))
+    for number in range(num_layers):  # what rounding to the grain left over
+        extend(number, min(left, 2 * grain_numel * e - 1))
+    return tuple(cuts)
+
+
+def _least(part: PartNeeds, element_bytes: int) -> int:
+    trained = element_bytes * part.trained
+    return trained if 2 * trained < part.home_bytes else 0

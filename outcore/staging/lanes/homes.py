@@ -18,7 +18,7 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.machine import usable_cores
-from outcore.sizing.copies import copy_threads
+from outcore.sizing.streaming import copy_threads
 from outcore.storage import BlockFile, StorageEngine, Transfer
 from outcore.storage.store import TensorStore
 

@@ -27,6 +27,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import MIB, format_gib, format_s
 from outcore.staging.lanes.copy_streams import CopyStreams, open_streams, whole_device
 from outcore.staging.lanes.driver import LaneDriver
@@ -41,8 +42,6 @@ from outcore.storage.store import TensorStore
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_S = 600.0
-"""Longest silent wait: a slow drive needs under a minute for the largest layer; more means that something hangs."""
 EXIT_TIMEOUT_S = 10.0
 HOME_COPY_BYTES = 64 * MIB
 """Piece of a copy between pinned RAM and the device: few calls a layer, and at 12 GB/s other lanes get between
@@ -66,10 +65,10 @@ class LaneSettings:
     """Slots that the CPU only writes: uploads."""
     num_streams: int = 1
     """CUDA streams of the lane; slots take turns on them."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = TIMEOUT_S
     """Limit of every wait that is not given one."""
     copy_threads: int | None = None
-    """Threads that copy between pageable RAM and slots. None: `sizing.copies`."""
+    """Threads that copy between pageable RAM and slots. None: `sizing.streaming`."""
     direct: bool = False
     """Transfers of files skip the slots: the engine (the store's own, for a store) moves device memory itself."""
 

@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.errors import EngineError
 from outcore.common.quantities import format_s
 from outcore.staging.shared.memory import Exchange, SharedSegment
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 600.0
 SLOW_S = 20.0
 """A rank that others have waited for so long at once is named."""
 HEALTH_S = 0.25

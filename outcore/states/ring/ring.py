@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
+from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S, TIMEOUT_S
 from outcore.common.errors import EngineError
 from outcore.common.quantities import format_s
 from outcore.flow.trace import BusyTime
@@ -56,7 +56,7 @@ class StateRing:
         ring_bytes: int,
         max_slots: int,
         descending: bool,
-        timeout_s: float,
+        timeout_s: float = TIMEOUT_S,
         keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
         turns: bool = False,
         muon: MatrixUpdates | None = None,

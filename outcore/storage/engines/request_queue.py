@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError
@@ -22,8 +23,6 @@ from outcore.storage.transfer import Transfer
 Kind = Literal["read", "write"]
 
 PIECE_ALIGN_BYTES = 4096  # pieces of one request never share a block
-ROOM_TIMEOUT_S = 600.0
-"""How long a submission waits for one of the queued requests to be begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +92,10 @@ class RequestQueue:
         no room came: the request was not taken."""
         with self._lock:
             if threading.get_ident() not in self._worker_ids and not self._has_room.wait_for(
-                lambda: len(self._heap) < self.max_requests or self._closed, ROOM_TIMEOUT_S
+                lambda: len(self._heap) < self.max_requests or self._closed, TIMEOUT_S
             ):
                 raise TimeoutError(
-                    f"{request.transfer.what} found no room within {format_s(ROOM_TIMEOUT_S)}: {self.max_requests} "
+                    f"{request.transfer.what} found no room within {format_s(TIMEOUT_S)}: {self.max_requests} "
                     "requests wait for the drive, which hangs"
                 )
             if self._closed:

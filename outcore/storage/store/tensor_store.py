@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from outcore.common.classes import Closing
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import MIB, format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine, open_engine
@@ -32,7 +33,7 @@ from outcore.storage.store.files import (
 )
 from outcore.storage.store.stripe_layout import StripeLayout
 from outcore.storage.store.tensor_spec import Entry, Extent, TensorSpec
-from outcore.storage.store.traffic import TIMEOUT_S, StoreTraffic
+from outcore.storage.store.traffic import StoreTraffic
 from outcore.storage.transfer import Transfer
 
 ALIGN_BYTES = 4096

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import MIB, format_s
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine
@@ -26,7 +27,6 @@ from outcore.storage.store.tensor_spec import Entry
 from outcore.storage.transfer import Transfer, gather
 
 SECTION_BYTES = 8 * MIB  # what one thread sums at a time; a multiple of digests.BLOCK_BYTES
-TIMEOUT_S = 600.0  # as long as any other wait for a drive in this package
 
 
 class StoreTraffic:

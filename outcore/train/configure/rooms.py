@@ -79,7 +79,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
             init=config.init_lora_weights,
         )
     said = {
-        **same_named(ModelSettings, config),
+        **same_named(ModelSettings, config, "vocab_size", "lora", "gradient_checkpointing"),
         "model_name_or_path": _absolute(config.model_name_or_path),
         "preset": config.preset or (None if is_named else "tiny"),
         "precision": precision,

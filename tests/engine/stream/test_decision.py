@@ -14,9 +14,12 @@ from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision import decide
 from outcore.model import ModelSettings
+from outcore.sizing.streaming import LANE_BYTES, PROCESS_BYTES, RAM_RESERVE_BYTES
 from outcore.sizing.training import TrainingPlacement, least_gradients
 from tests.engine.even_model import EvenModel
 from tests.flow.models import TINY_SETTINGS, tiny_loaded
+
+LEFT_ALONE = PROCESS_BYTES + RAM_RESERVE_BYTES + LANE_BYTES
 
 
 def test_forecast_and_engine_are_told_once_what_the_device_had_free(monkeypatch):
@@ -33,7 +36,7 @@ def test_forecast_and_engine_are_told_once_what_the_device_had_free(monkeypatch)
     assert decision.told.device_bytes == decision.layout.device_bytes == 8 * 10**9
 
 
-def test_muons_matrices_of_an_own_class_are_counted_in_the_model_itself(monkeypatch):
+def test_muons_matrices_of_an_own_class_are_counted_in_the_model_itself():
     """They were counted from its config, for which transformers has no model: the run was refused."""
 
     class OwnConfig(LlamaConfig):
@@ -42,13 +45,12 @@ def test_muons_matrices_of_an_own_class_are_counted_in_the_model_itself(monkeypa
     class Own(LlamaForCausalLM):
         config_class = OwnConfig
 
-    tiny, seen, decided = tiny_loaded("llama"), [], decide.stream_decision
+    tiny = tiny_loaded("llama")
     own = replace(tiny, model=Own(OwnConfig(**tiny.config.to_dict())), config=OwnConfig(**tiny.config.to_dict()))
-    monkeypatch.setattr(decide, "stream_decision", lambda run, sizes: seen.append(sizes) or decided(run, sizes))
     settings = resolve(TrainConfig(optimizer="muon"), DeepSpeedFile(), ProcessFacts("fp32"))
-    decide.decide_stream(settings, ModelSettings(preset="tiny"), Host(False, 10**11, "run"), None, own)
+    decision = decide.decide_stream(settings, ModelSettings(preset="tiny"), Host(False, 10**11, "run"), None, own)
     layers = own.model.model.layers.parameters()
-    assert seen[0].needs.muon_params == sum(p.numel() for p in layers if p.ndim == 2) > 0
+    assert decision.placed.needs.muon_params == sum(p.numel() for p in layers if p.ndim == 2) > 0
 
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0])
@@ -66,7 +68,7 @@ def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPat
         patch.setattr(blueprint, "available_ram_bytes", lambda: 10**12)
         whole = placed()
     needs = whole.needs
-    free_bytes = blueprint.FREE_RAM_BYTES + needs.gradients + needs.states + whole.beyond + spare_bytes
+    free_bytes = blueprint.RAM_RESERVE_BYTES + needs.gradients + needs.states + whole.beyond + spare_bytes
     monkeypatch.setattr(blueprint, "available_ram_bytes", lambda: free_bytes)
     found, least = placed(), least_gradients(needs)
     assert least < needs.gradients and whole.has_homes and whole.beyond == 0 < sum(whole.lent)
@@ -78,16 +80,16 @@ def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("config, changes, why", [
     ({}, {}, ""),
     ({"max_grad_norm": 0.0}, {}, "no update waits for a norm"),
-    ({"optimizer": "muon"}, {}, "Muon's updates are made in place"),
+    ({"optimizer": "muon"}, {"muon_params": 10**6}, "Muon's updates are made in place"),
     ({}, {"num_ranks": 2}, "states of several ranks"),
 ])  # fmt: skip
 @pytest.mark.parametrize("told_gib, has_cuda", [(1.5, False), (None, True), (None, False)])
 def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_gib, has_cuda):
-    """Half of what is idle by default: of 10**11 bytes 3 GiB are left alone and the run's own 14 MB taken."""
+    """Half of what is idle by default, beside process, page cache, lanes and the run's own 14 MB."""
     settings = resolve(TrainConfig(ahead_gib=told_gib, **config), DeepSpeedFile(), ProcessFacts("bf16"))
     decision = EvenModel(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda, **changes).decide(settings)
     said = [note for note in decision.notes if "ahead_gib" in note]
-    wanted = 3 << 29 if told_gib else (10**11 - 3 * GIB - 14 * 10**6) // 2 if has_cuda else 0
+    wanted = 3 << 29 if told_gib else (10**11 - LEFT_ALONE - 14 * 10**6) // 2 if has_cuda else 0
     assert decision.told.ahead_bytes == decision.layout.ahead_bytes == (0 if why else wanted)
     assert len(said) == bool(why and told_gib) and all(why in note for note in said)
 
@@ -95,7 +97,7 @@ def test_updates_ahead_of_the_norm_where_they_can_be(config, changes, why, told_
 @pytest.mark.parametrize("told_gib, said", [(0.005, ""), (1.0, "ahead_gib: 11.44 MiB may be taken, and"), (None, "")])
 def test_more_ram_for_updates_ahead_than_is_idle_is_said(told_gib, said):
     settings = resolve(TrainConfig(ahead_gib=told_gib), DeepSpeedFile(), ProcessFacts("bf16"))
-    available = 3 * GIB + 24 * 10**6  # less a reserve of 3 GiB and the run's own 14 MB: 10 MB
+    available = LEFT_ALONE + 24 * 10**6  # less the run's own 14 MB: 10 MB
     decision = EvenModel(10**6, 10**6, 2, 64, (128,), available, True).decide(settings)
     found = [warning for warning in decision.warnings if "ahead_gib" in warning]
     assert len(found) == bool(said) and all(said in warning and "9.54 MiB of RAM idle" in warning for warning in found)

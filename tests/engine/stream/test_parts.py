@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.download import GradientDownload
+from outcore.engine.stream.gradients.download import GradAccumulator, GradientDownload
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings

@@ -10,18 +10,23 @@ import torch
 
 from outcore.common.quantities import GIB, MIB, round_up
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
+from outcore.engine.base import Host
 from outcore.engine.stream import StreamDecision
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.decide import stream_decision
-from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES, RunSizes
 from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
-from outcore.plan.record import Plan
+from outcore.plan.record import AHEAD, STAYING, Plan
+from outcore.plan.request import RunRequest
 from outcore.plan.run.forecast import plan_layout, run_request
-from outcore.plan.stream.memory import BEYOND, RING, SLOTS
+from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.training import needs_of_shape
+from outcore.sizing.streaming import CPU_PROCESS_BYTES, LANE_BYTES, RAM_RESERVE_BYTES
+from outcore.sizing.tiles import Holding
+from outcore.sizing.training import PartNeeds, Pins, TrainingLimits, TrainingNeeds, needs_of_shape, place_training
 from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch
 from tests.plan.fakes import server
@@ -39,13 +44,15 @@ def decided(
     shape: ModelShape, rows: int, count: int, length: int, ram_gib: int, **said: Any
 ) -> tuple[StreamDecision, Plan]:
     """The decision of a run on a server with so much RAM, and its forecast."""
+    ranks = said.pop("ranks", 1)
     config = TrainConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=count, **said)
-    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16", ranks))
     tokens = (rows * length,) * count
-    needs = needs_of_shape(shape, 2, settings.state_format, tokens)
-    sizes = RunSizes(needs, tokens, ram_gib * GIB, has_cuda=True, row_tokens=length)
-    decision = stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
-    hardware = server(ram_bytes=ram_gib * GIB, pinned_bytes=ram_gib * GIB // 2)
+    uses_muon = settings.optimizer == "muon"
+    needs = needs_of_shape(shape, 2, settings.state_format, tokens, uses_muon=uses_muon, ranks=ranks)
+    host = Host(True, ram_gib * GIB, "run")
+    decision = stream_decision(settings, needs, host, tokens, length, nvme_check=lambda folder, needed_gb: (True, ""))
+    hardware = server(ram_bytes=ram_gib * GIB, pinned_bytes=ram_gib * GIB // 2, num_gpus=ranks)
     layout = dataclasses.replace(decision.layout, tiling="off", device_bytes=None)
     return decision, plan_layout(shape, run_request(settings, layout, length, 0), hardware, layout)
 
@@ -55,20 +62,26 @@ def in_ram(plan: Plan, *names: str) -> int:
 
 
 @pytest.mark.parametrize("state_format", ["split", "fp32", "split8"])
-@pytest.mark.parametrize("activations", ["ram", "auto", "device"])
+@pytest.mark.parametrize("activations", ["ram", "auto", "device", "nvme"])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
-def test_decision_and_plan_place_alike(name: str, activations: str, state_format: str) -> None:
+def test_decision_and_plan_place_alike(name: str, ranks: int, activations: str, state_format: str) -> None:
     """4 x 16,384 and 3 x 20,480 tokens: the decision lent checkpoints all gradients' homes in sum, and was 2.7 and 4.6
     GiB off with 8 B."""
+    said = {"activations": activations, "state_format": state_format, "ranks": ranks}
+    said |= {"nvme_offload_path": "/drive", "zero_stage": "infinity"} if activations == "nvme" else {}
     for rows, count, length in ((16, 4, 1024), (10, 3, 2048), (2, 1, 512)):
-        decision, plan = decided(
-            SHAPES[name], rows, count, length, 512, activations=activations, state_format=state_format
-        )
+        decision, plan = decided(SHAPES[name], rows, count, length, 512, **said)
         placed = decision.placed
+        assert in_ram(plan, RANK_SLOTS) == placed.rank_slots and (ranks > 1) == (placed.rank_slots > 0)
         assert in_ram(plan, BEYOND) == placed.beyond
         assert in_ram(plan, "gradients") == placed.gradients and in_ram(plan, "parameters") == placed.weights
         assert in_ram(plan, "master", "moments") == placed.states
-        assert (placed.beyond > 0) == (activations != "device" and (count > 1 or "LoRA" in name))
+        waits = activations in ("ram", "auto")
+        assert (placed.beyond > 0) == waits or (waits and count == 1 and "LoRA" not in name)
+        assert bool(placed.why_none_stays) == (ranks > 1 or state_format == "split8")
+        assert bool(placed.why_all_wait) == (ranks > 1)
+        assert set(placed.because()) <= set(decision.notes) and (ranks == 1 or len(placed.because()) == 2)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
@@ -91,6 +104,38 @@ def test_what_leaves_ram_is_what_was_decided(name: str, ram_gib: int, clip: floa
     assert placed.has_homes or not clip
     assert any("gradients share" in note for note in decision.notes) is not placed.has_homes
     assert any("activation checkpoints have RAM of their own" in note for note in decision.notes) == (placed.beyond > 0)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("vram_gib", [8, 24])
+@pytest.mark.parametrize("name", ["8 B", "1 B, tied", "8 B, LoRA"])
+def test_idle_memory_goes_to_what_the_placement_names(name: str, vram_gib: int, clip: float) -> None:
+    """Layers that stay and updates that begin early: whole parts, each once, by the rule that the engine asks, too."""
+    shape, request = SHAPES[name], RunRequest(max_grad_norm=clip)
+    layout = StreamLayout(4, 4, "ram", resident_bytes=1 << 40, ahead_bytes=1 << 40)
+    plan = plan_stream(shape, request, server(ram_bytes=400 * GIB, vram_bytes=vram_gib * GIB), 1024, layout)
+    needs = needs_of_shape(shape, 2, "split", (4096,) * 4)
+    placed = place_training(needs, TrainingLimits(1 << 50, Pins(0), waits_for_norm=clip > 0))
+    stays = placed.staying(plan.part_bytes("vram", STAYING), 4096 * shape.hidden_size * 2)
+    assert stays.stay_bytes == plan.part_bytes("vram", STAYING) and (stays.stays > 0 or vram_gib == 8)
+    begun = stays.beginning_ahead(1 << 50)
+    assert plan.part_bytes("ram", AHEAD) in (begun.ahead_bytes, 0) and bool(begun.why_all_wait) == (not clip)
+    whole = list(range(stays.stays, shape.num_layers))[::-1]
+    assert not clip or list(begun.ahead)[-len(whole) :] == whole
+    assert stays.beginning_ahead(begun.ahead_bytes - 1).ahead == begun.ahead[:-1]
+
+
+@pytest.mark.parametrize("tiled", [frozenset({0, 5}), frozenset({1, 2}), frozenset(range(6))])
+def test_tiles_keep_rows_in_ram_and_lend_nothing(tiled: frozenset[int]) -> None:
+    """A holding counts parts in the model's order, the placement from the layers on."""
+    layer, end = PartNeeds(1 << 20, 1 << 20, 1 << 19), PartNeeds(1 << 22, 1 << 22, 1 << 21)
+    needs = TrainingNeeds((layer,) * 4, (end,) * 2, 2, "split", (1 << 10,))
+    limits = TrainingLimits(0, Pins(0), states_may_spill=True, weights_may_spill=True, holding=Holding(tiled))
+    placed = place_training(needs, limits)
+    assert placed.tiled == {index - 1 for index in tiled if 1 <= index <= 4}
+    assert [cut > 0 for cut in placed.cuts] == [False] * 4 + [0 in tiled, 5 in tiled]
+    assert [lent > 0 for lent in placed.lent] == [number not in placed.tiled and number < 2 for number in range(4)]
+    assert placed.on_drive and placed.why_none_stays == "parts are computed in tiles"
 
 
 LORA = LoraSettings(r=8)
@@ -131,8 +176,8 @@ def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, 
     settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
     tokens = (4 * 64,) * 3
     needs = needs_of_shape(run_shape(model, None), 2, settings.state_format, tokens)
-    sizes = RunSizes(needs, tokens, RAM_RESERVE_BYTES + spare_mib * MIB, has_cuda=False, row_tokens=64)
-    decision = stream_decision(settings, sizes, nvme_check=lambda folder, needed_gb: (True, ""))
+    host = Host(False, CPU_PROCESS_BYTES + RAM_RESERVE_BYTES + LANE_BYTES + spare_mib * MIB, "run")
+    decision = stream_decision(settings, needs, host, tokens, 64, nvme_check=lambda folder, needed_gb: (True, ""))
     told = dataclasses.replace(decision.told, staging_bytes=256 * MIB)
     engine = build_stream_engine(
         load_model(model, lazy=True, packed_feed=open_packed), told, device="cpu", pinned_grant=False, trial=False

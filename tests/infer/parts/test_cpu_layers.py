@@ -122,7 +122,8 @@ def test_whole_passes_decide_how_many_layers_the_cpu_keeps(layer_s, expected, mo
     rates = InPlaceRates(dict.fromkeys((1, 2, 4), 20.0), 20.0, 0.0)
     placement = compute_in_place(placement, dict.fromkeys(names, GB), rates)
     assert {len(placement.on_cpu(tokens)) for tokens in (1, 2, 4)} == {6}  # 0.3 s instead of 0.6
-    arrival: Any = SimpleNamespace(names=placement.on_cpu)
+    arrival: Any = SimpleNamespace()
+    arrival.compute = lambda names: setattr(arrival, "names", names)
     units: Any = None
 
     def pass_s(tokens):

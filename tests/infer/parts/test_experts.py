@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from outcore.flow.experts import chosen, experts_apart, form_of
 from outcore.flow.parts import bound
-from outcore.infer.opening import AgainstPlan, build
+from outcore.infer.opening import AgainstPlan
+from outcore.infer.opening import place as placing
 from tests.flow.models import needs
 from tests.infer.models import MIXTURE, SCARCE, greedy, off_device, opening, prompts_of, save_tiny_model
 
@@ -68,8 +69,8 @@ def device(request, monkeypatch):
     """The device of (device, share of layers in RAM). On a GPU none stays, though all would have room."""
     name, ram_share = request.param
     if name == "cuda":
-        place = build.place_inference
-        monkeypatch.setattr(build, "place_inference", lambda *args: off_device(place(*args), ram_share))
+        place = placing.place_inference
+        monkeypatch.setattr(placing, "place_inference", lambda *args: off_device(place(*args), ram_share))
     return name
 
 

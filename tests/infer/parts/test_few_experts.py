@@ -17,6 +17,7 @@ from outcore.flow.weights import HandOver
 from outcore.formats import PackedProducts
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, against_plan, build, few_tokens, open_engine, weights
+from outcore.infer.opening import place as placing
 from outcore.infer.passes import SmallPasses
 from outcore.sizing.inference import PRESETS, Placement
 from outcore.sizing.inference.experts import ExpertSize
@@ -45,7 +46,7 @@ GPU_CASES = [
 @pytest.fixture
 def experts_live(monkeypatch):
     """Have a share of the experts live in RAM, the others on a drive, and come as they are chosen on a CPU."""
-    place = build.place_inference
+    place = placing.place_inference
 
     def live(share_in_ram):
         def placed(*args):
@@ -64,7 +65,7 @@ def experts_live(monkeypatch):
             ]
             return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
 
-        monkeypatch.setattr(build, "place_inference", placed)
+        monkeypatch.setattr(placing, "place_inference", placed)
         monkeypatch.setattr(weights, "GRAIN_NUMEL", 1000)  # the cut lies within an expert
 
     return live
@@ -85,7 +86,7 @@ def greedy(opened, count=12):
     return models.greedy(opened.engine, PROMPTS, count, ignore_eos=True)
 
 
-def with_few_tokens(opened, hand_over):
+def with_few_tokens(opened, hand_over, *, adapts=True):
     """Have the opened model's passes of few tokens run so; who sees to it."""
     runner, weights = opened.engine.runner, opened.weights
     experts = opened.placement.experts
@@ -95,6 +96,8 @@ def with_few_tokens(opened, hand_over):
         runner.flow, runner.attention, runner.attention.cache, CPU,
         most_rows=few.most_tokens, is_captured=False, experts=few,
     )  # fmt: skip
+    if adapts:
+        few.decide(0, is_on=True)
     return few
 
 
@@ -163,8 +166,8 @@ def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, expert
     try:
         expected = greedy(opened)[0][:6]
         with PackedProducts(2) as products:
-            few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()))
-            opened.engine.verify, few.adapts = few.check, False
+            few = with_few_tokens(opened, HandOver(products, CPU, AsksHere()), adapts=False)
+            opened.engine._verify = few.check
             with monkeypatch.context() as patch:
                 patch.setattr(store, "submit_read", fails)
                 refuse("one")
@@ -251,11 +254,14 @@ def test_compiled_layers_ask_for_the_experts_of_the_layer_that_runs(folder_of, t
 @pytest.mark.usefixtures("experts_in_ram")
 def test_sequences_that_share_no_rows_leave_experts_to_the_host(folder_of, tmp_path):  # noqa: F811
     with closing(opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4")) as opened:
-        units, settings = opened.engine.runner.flow.units, InferSettings()
-        placed = dataclasses.replace(opened.placement, runs_few=True)
-        more = opened.weights, placed, None, settings, "states", torch.device("cuda"), ExitStack()
-        few, placement = few_tokens.open_few_tokens(units, *more)
-        assert few is None and placed.few_tokens and not placement.few_tokens
+        placement = dataclasses.replace(opened.placement, runs_few=True)
+        placed: Any = SimpleNamespace(
+            units=opened.engine.runner.flow.units, settings=InferSettings(), way="states", device=torch.device("cuda"),
+            placement=placement,
+        )  # fmt: skip
+        few, found = few_tokens.open_few_tokens(placed, opened.weights, None, ExitStack())
+        assert few is None and placement.few_tokens and not found.few_tokens
+        placement = found
         assert placement.reasons[-1].endswith("chose: passes run without CUDA graphs")
 
 
@@ -272,7 +278,7 @@ def test_graphs_run_experts_where_they_lie(
     compile_choice,
     dense,
 ):
-    place = build.place_inference
+    place = placing.place_inference
 
     def placed(needs, limits, preset):
         made = off_device(place(needs, limits, preset), 1)
@@ -288,7 +294,7 @@ def test_graphs_run_experts_where_they_lie(
             ]
         return dataclasses.replace(made, parts=tuple(homes), expert_slots=SLOTS)
 
-    monkeypatch.setattr(build, "place_inference", placed)
+    monkeypatch.setattr(placing, "place_inference", placed)
     for module in (few_tokens, build):  # layers eagerly, yet in graphs
         monkeypatch.setattr(module, "runs_graphs", lambda *_: True)
     common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "context": 128, "quantize": quantize}
@@ -313,6 +319,18 @@ def test_graphs_run_experts_where_they_lie(
     assert found[0] == found[1]
 
 
+class TriedFew(SimpleNamespace):
+    """What a trial does with it."""
+
+    is_on, every, most_tokens, adapts = True, 0, 16, False
+
+    def run(self, every):
+        self.is_on, self.every = every is not None, self.every if every is None else every
+
+    def decide(self, every, *, is_on):
+        self.every, self.is_on, self.adapts = every, is_on, True
+
+
 def placement_of():
     experts = ExpertSize(1024, 8, 2, 2, expanded_bytes=4096)
     return Placement(PRESETS["balanced"], (), "ram", 0, 128, 1, 128, 128, 3, experts=experts)
@@ -327,7 +345,7 @@ def placement_of():
     ],
 )
 def test_whole_passes_choose_who_computes(seconds, host_s, expected, is_on):
-    few: Any = SimpleNamespace(can_link=len(seconds) > 1, is_on=True, every=0, most_tokens=16, adapts=False, said=[])
+    few: Any = TriedFew(can_link=len(seconds) > 1, said=[])
     few.unlink = lambda: few.said.append("unlinked")
     engine: Any = SimpleNamespace(pass_s=lambda tokens: seconds[few.every] if few.is_on else host_s)
     small: Any = SimpleNamespace(forget=lambda: few.said.append("forgot"), why_not="")
@@ -342,7 +360,7 @@ def test_whole_passes_choose_who_computes(seconds, host_s, expected, is_on):
 
 @pytest.mark.parametrize("passes", [0, 2])
 def test_passes_that_no_graph_can_run_leave_experts_to_the_host(passes):
-    few: Any = SimpleNamespace(can_link=True, is_on=True, every=0, most_tokens=16, adapts=False)
+    few: Any = TriedFew(can_link=True)
     small: Any = SimpleNamespace(why_not="" if passes else "no graph")
     asked = []
 

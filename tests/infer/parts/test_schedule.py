@@ -47,7 +47,7 @@ def test_passes_cost_the_same_while_an_answer_waits_for_them(whole_chunks):
                 (len(works) - len(read), sum(w.count for w in read), sum(COST.of(w.start, w.count) for w in works))
             )
 
-    tiny.engine.on_pass = passed
+    tiny.engine.observers.append(passed)
     try:
         requests = [
             Request(name, tuple(prompt), Sampling(temperature=0, max_tokens=count), priority=priority)

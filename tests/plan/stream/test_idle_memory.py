@@ -156,13 +156,14 @@ def test_ram_for_updates_ahead_of_the_norm_is_counted_where_it_gains():
     assert begins.time_whole.step_s < begins.time.step_s == waits.time.step_s and waits.time_whole is None
     assert any(format_s(begins.time_whole.step_s) in note and "--ahead_gib 0" in note for note in begins.notes)
     assert not any("ahead_gib" in note for note in waits.notes)
-    assert ahead_bytes(ahead_bytes=4 * GIB) == 4 * GIB
+    one = 12 * shape.layer_params[0]
+    assert 4 * GIB - one < ahead_bytes(ahead_bytes=4 * GIB) <= 4 * GIB  # whole parts
     assert ahead_bytes(ahead_bytes=0) == ahead_bytes(dataclasses.replace(request, max_grad_norm=0.0)) == 0
     stay = plan(resident_bytes=4 * GIB)
     staying = next(int(note.split()[0]) for note in stay.notes if "stay in idle" in note)
     assert stay.part_bytes("ram", AHEAD) == 12 * (sum(shape.layer_params[staying:]) + shape.head_params)
     small = dataclasses.replace(server(), ram_bytes=waits.tier("ram").used_bytes + 8 * GIB)
-    assert ahead_bytes(hardware=small, ahead_bytes=None) == 4 * GIB
-    assert ahead_bytes(hardware=small) == 8 * GIB  # what may be taken beyond does not make a run too large
+    assert 4 * GIB - one < ahead_bytes(hardware=small, ahead_bytes=None) <= 4 * GIB
+    assert 8 * GIB - one < ahead_bytes(hardware=small) <= 8 * GIB  # what may be taken beyond makes no run too large
     slow = dataclasses.replace(server(), compute_tflops=20.0)
     assert ahead_bytes(hardware=slow) == 0

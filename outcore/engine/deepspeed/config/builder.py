@@ -18,13 +18,13 @@ extension unless torch_adam is set.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from outcore.config import RunSettings
 from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
-from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import (
     STOCK_COSTS,
     NvmeCheck,
@@ -33,7 +33,7 @@ from outcore.engine.deepspeed.offload import (
     place,
     usable_for_deepspeed,
 )
-from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, RunFacts
+from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, Notes, RunFacts
 from outcore.engine.deepspeed.staged.choice import can_stage, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.optim import check_eps, state_format
@@ -240,3 +240,34 @@ def _check_combinations(settings: RunSettings, placement: OffloadPlacement) -> N
         raise ValueError(
             f"{where}prescale_gradients and gradient_predivide_factor do not work with ZeRO-3. Remove them."
         )
+
+
+def check_by_deepspeed(config: dict[str, Any]) -> None:
+    """Let DeepSpeed's own parser read the resolved configuration (1 ms). ValueError naming the key it stumbles over."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    def refusal(some: dict[str, Any]) -> Exception | None:
+        try:
+            DeepSpeedConfig(copy.deepcopy(some))
+        except Exception as error:  # AttributeError, TypeError, AssertionError ...: whatever it trips over
+            return error
+        return None
+
+    error = refusal(config)
+    if error is None:
+        return
+    culprits = [key for key in config if refusal({k: v for k, v in config.items() if k != key}) is None]
+    where = culprits if len(culprits) == 1 else []
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        inner = [str(part) for part in first["loc"]]
+        where = inner if inner[:1] == where else [*where, *inner]
+        what = f"{first['msg']}, got {first['input']!r}"
+    elif where:
+        what += f" (its value is {config[where[0]]!r})"
+    raise ValueError(
+        f"deepspeed_config.json: DeepSpeed cannot read {'.'.join(where) or 'the configuration'}: {what}. Correct the "
+        "value or delete the key."
+    )

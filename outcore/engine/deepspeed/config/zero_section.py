@@ -12,13 +12,14 @@ from typing import Any
 
 from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
-from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import OffloadPlacement
-from outcore.engine.deepspeed.settings import RunFacts
+from outcore.engine.deepspeed.settings import Notes, RunFacts
 from outcore.machine import memlock_limit_bytes
-from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Precision
 from outcore.sizing.swapping import (
+    BUCKET_NUMEL,
+    LIVE_NUMEL,
     SUB_GROUP_NUMEL,
+    Precision,
     WeightCounts,
     min_optimizer_buffers,
     min_param_buffers,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outcore.config import RunSettings
-from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import OffloadCosts
+from outcore.engine.deepspeed.settings import Notes
 from outcore.optim import state_format
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 FLIGHT_BYTES = 64 * MIB
 """Device memory for gradients on their way down, and as much for those read ahead; one share may always go."""
 BLOCK_BYTES = 4096
-TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class StagedGradients:
     """One rank's. Its lanes lease their slots from `pool` now; `open` makes the store once the shares are known."""
 
     def __init__(self, pool: PinnedPool, device: torch.device) -> None:
-        lane = LaneSettings(GRADIENT_SLOT_BYTES, GRADIENT_SLOTS, timeout_s=TIMEOUT_S)
+        lane = LaneSettings(GRADIENT_SLOT_BYTES, GRADIENT_SLOTS)
         self._down = DownloadLane(pool, None, device, lane, "gradients to NVMe")
         try:
             self._up = UploadLane(pool, None, device, lane, "gradients from NVMe")

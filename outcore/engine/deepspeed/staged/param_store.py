@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_gib, round_up
 from outcore.engine.base import EngineError
 from outcore.staging import Lease
@@ -19,7 +20,6 @@ from outcore.storage import TensorStore, Transfer
 logger = logging.getLogger(__name__)
 
 STORE_NAME = "parameters"
-TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,11 @@ def make_plan(settings: RunSettings, offload: ChosenOffload, model: WeightCounts
     if sizes.param_ram_bytes is not None:
         in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + _padding_bytes(model))
     return StagedPlan(
-        **same_named(StagedPlan, offload),
-        **same_named(StagedPlan, sizes),
+        states=offload.states,
+        nvme_path=offload.nvme_path,
+        storage=offload.storage,
+        nvme_checksums=offload.nvme_checksums,
+        **same_named(StagedSizes, sizes, "param_bytes", "store_bytes"),
         dtype=DTYPES[settings.precision],
         home_bytes=in_ram_bytes,
         pin=_pins(settings),

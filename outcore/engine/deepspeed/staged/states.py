@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.common.deadline import Deadline
+from outcore.common.deadline import TIMEOUT_S, Deadline
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
@@ -27,7 +27,6 @@ from outcore.storage import TensorStore
 
 HyperOf = Callable[[int], AdamWHyper]
 """Hyper-parameters of this update by parameter group."""
-TIMEOUT_S = 600.0
 
 
 class RingSize(NamedTuple):
@@ -88,7 +87,6 @@ class ShareStates:
                 ring_bytes=ring.n_bytes,
                 max_slots=ring.max_slots,
                 descending=False,
-                timeout_s=TIMEOUT_S,
                 keep_param=self._keep_param,
                 turns=True,
             )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outcore.engine.stream.backward.tiled_head import TiledHeadGradient
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradAccumulator
 from outcore.flow.layers import Batch, Head, HeadInput, in_place
 from outcore.model import summed_loss
 from outcore.model.forward import IGNORE

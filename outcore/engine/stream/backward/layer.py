@@ -14,7 +14,7 @@ import torch
 from torch.func import vjp
 
 from outcore.engine.stream.backward.long_rows import backward_long_rows, register_backward
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradAccumulator
 from outcore.flow.layers import Batch, LayerForward, PartRunner, in_place
 from outcore.flow.parts import LayerCall
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.func import vjp
 
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradAccumulator
 from outcore.flow.layers import Attending, LayerForward, LongRows, Role
 from outcore.flow.parts import LayerCall
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradAccumulator
 from outcore.flow.layers import HeadInput, HeadRow, TiledHead
 from outcore.flow.parts import bound
 from outcore.model.forward import IGNORE

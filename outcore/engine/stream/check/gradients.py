@@ -9,7 +9,7 @@ import torch
 
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradAccumulator
 from outcore.flow.check import Batch, Trial, slab_of, try_tiny_copy, why_config_not_streamed, why_not_streamed
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.parts import StreamUnsupported, discover_units

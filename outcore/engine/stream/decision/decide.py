@@ -14,8 +14,7 @@ from outcore.engine.base import Host
 from outcore.engine.stream.decision.decision import StreamDecision
 from outcore.engine.stream.decision.homes import (
     NvmeCheck,
-    RunSizes,
-    ahead_bytes_of,
+    Room,
     homes_of,
     wanted_homes,
 )
@@ -25,8 +24,8 @@ from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings
 from outcore.optim import state_format
-from outcore.sizing.residents import RESIDENT_BYTES
-from outcore.sizing.training import TrainingPlacement, needs_of_shape
+from outcore.sizing.streaming import RESIDENT_BYTES
+from outcore.sizing.training import TrainingNeeds, needs_of_shape
 from outcore.storage import DriveAccess
 
 PROBED = (
@@ -56,25 +55,21 @@ def decide_stream(
         units, hidden = discover_units(loaded), loaded.facts.hidden_size
         needs = needs_of_parts(units, settings.state_format, step_tokens, hidden, uses_muon=uses_muon, ranks=ranks)
         available += ranks * loaded.facts.total_params * model.dtype.itemsize  # the homes take its place
-    sizes = RunSizes(
-        needs=needs,
-        step_tokens=step_tokens,
-        ram_available_bytes=available,
-        has_cuda=host.has_cuda,
-        row_tokens=model.seq_length,
-        is_wsl2=host.is_wsl2,
-        write_combined=host.write_combined,
-    )
-    return replace(stream_decision(settings, sizes), loaded=loaded)
+    host = replace(host, ram_available_bytes=available)
+    return replace(stream_decision(settings, needs, host, step_tokens, model.seq_length), loaded=loaded)
 
 
 def stream_decision(
-    settings: RunSettings, sizes: RunSizes, *, nvme_check: NvmeCheck = validate_nvme_path
+    settings: RunSettings,
+    needs: TrainingNeeds,
+    host: Host,
+    step_tokens: tuple[int, ...],
+    row_tokens: int | None = None,
+    *,
+    nvme_check: NvmeCheck = validate_nvme_path,
 ) -> StreamDecision:
-    """Decide every setting of the streaming engine.
-
-    ConfigError for an unusable drive under `strict_offload`.
-    """
+    """Decide every setting of the streaming engine. `step_tokens`: tokens (rows x length) of each micro-batch of a
+    step; `row_tokens`: of a row. ConfigError for an unusable drive under `strict_offload`."""
     notes: list[str] = []
     warnings: list[str] = []
     if state_format(settings.state_format).moments8:
@@ -84,9 +79,9 @@ def stream_decision(
             "differ from fp32's"
         )
     wanted = wanted_homes(settings)
-    if sizes.num_ranks > 1:
+    if needs.ranks > 1:
         notes.append(
-            f"ranks: {sizes.num_ranks} on this host share one copy of the parameters in RAM; each updates its share of "
+            f"ranks: {needs.ranks} on this host share one copy of the parameters in RAM; each updates its share of "
             "the states"
         )
         if wanted.params:
@@ -97,11 +92,12 @@ def stream_decision(
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
     if settings.activations == "nvme" and not wanted.folders:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
-    placed, folders, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
+    room = Room(settings, needs, host)
+    placed, folders, shortage = homes_of(room, wanted, nvme_check, warnings, notes)
     pinned = placed.pinned
-    if not settings.offload.pin_memory and sizes.has_cuda:
+    if not settings.offload.pin_memory and host.has_cuda:
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    elif sizes.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, sizes.num_ranks * pinned.lane_bytes):
+    elif host.has_cuda and pinned.pool_bytes > max(settings.staging_bytes, needs.ranks * pinned.lane_bytes):
         notes.append(
             f"pinned memory: {format_gib(pinned.pool_bytes)} instead of {format_gib(settings.staging_bytes)}, because "
             f"{format_gib(placed.crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets "
@@ -114,7 +110,7 @@ def stream_decision(
         notes.append(
             f"matmul {settings.matmul}: other numerics (docs/exactness.md); the forecast does not count its speed"
         )
-    device = "cuda" if sizes.has_cuda else "cpu"
+    device = "cuda" if host.has_cuda else "cpu"
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -133,13 +129,13 @@ def stream_decision(
         tile_bytes=settings.tile_bytes,
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
-        ahead_bytes=0 if _all_wait(settings, placed, notes) else ahead_bytes_of(settings, sizes, placed, warnings),
+        ahead_bytes=room.ahead_bytes(placed, notes, warnings),
         staging_bytes=pinned.pool_bytes,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
-        write_combined=_write_combined(settings, sizes, notes) and not folders,
-        step_tokens=sizes.step_tokens,
-        row_tokens=sizes.row_tokens,
+        write_combined=_write_combined(settings, host, notes) and not folders,
+        step_tokens=step_tokens,
+        row_tokens=row_tokens,
         initial_loss_scale=2.0**scaling.initial_power,
         loss_scale_window=scaling.window,
         loss_scale_hysteresis=scaling.hysteresis,
@@ -166,27 +162,13 @@ def stream_decision(
     )
 
 
-def _all_wait(settings: RunSettings, placed: TrainingPlacement, notes: list[str]) -> bool:
-    """Whether no update can begin before the global norm is known: none waits for it, or none could be taken back."""
-    why_not = {
-        "no update waits for a norm without clipping": not settings.max_grad_norm and settings.precision != "fp16",
-        "Muon's updates are made in place": settings.optimizer == "muon",
-        "states of several ranks are updated in place": placed.needs.ranks > 1,
-        "states on the drive are updated on their way": placed.on_drive > 0,
-    }
-    said = [words for words, applies in why_not.items() if applies]
-    if settings.ahead_bytes and said:
-        notes.append(f"ahead_gib is not used: {said[0]}")
-    return bool(said)
-
-
-def _write_combined(settings: RunSettings, sizes: RunSizes, notes: list[str]) -> bool:
+def _write_combined(settings: RunSettings, host: Host, notes: list[str]) -> bool:
     """Whether upload slots lie in write-combined memory: as set, else as this machine measured it."""
-    if settings.write_combined != "auto" or not sizes.has_cuda or sizes.write_combined is None:
+    if settings.write_combined != "auto" or not host.has_cuda or host.write_combined is None:
         return settings.write_combined == "on"
-    said = "not slower, upload slots lie there where no drive is used" if sizes.write_combined else "slower, it is off"
+    said = "not slower, upload slots lie there where no drive is used" if host.write_combined else "slower, it is off"
     notes.append(f"write_combined auto: the machine profile measured it {said}")
-    return sizes.write_combined
+    return host.write_combined
 
 
 def _is_of_file(settings: RunSettings, name: str) -> bool:

@@ -17,7 +17,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, load_model
-from outcore.sizing.layouts import Residency, StreamLayout
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.training import TrainingPlacement
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
@@ -25,23 +25,15 @@ CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 
 def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, device: str) -> StreamLayout:
     """What bytes and seconds depend on of these settings."""
-    told_as = same_named(StreamLayout, told)
-    told_as["cuda_graphs"] = told.cuda_graphs == "auto"
+    own = ("micro_batch", "accumulation", "checkpoints_home", "layer_buffers", "compiled", "cuda_graphs")
     return StreamLayout(
         micro_batch,
         accumulation,
         checkpoints_home=CHECKPOINT_HOMES[told.activations_on(torch.device(device))],
         layer_buffers=told.num_layer_buffers,
         compiled=device != "cpu" and told.compile != "off",
-        **told_as,
-        residency=Residency(
-            told.state_ram_bytes,
-            told.weight_ram_bytes,
-            told.gradient_bytes,
-            told.state_ring_bytes,
-            told.state_ring_slots,
-            compressed=told.compress_on_nvme,
-        ),
+        cuda_graphs=told.cuda_graphs == "auto",
+        **same_named(StreamLayout, told, *own),
     )
 
 

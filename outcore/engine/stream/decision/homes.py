@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
+from outcore.engine.base import Host
 from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
 from outcore.sizing.streaming import (
@@ -18,40 +19,16 @@ from outcore.sizing.streaming import (
     CPU_STAGING_BYTES,
     PAGEABLE_SLOTS,
     PROCESS_BYTES,
+    RAM_RESERVE_BYTES,
     STAGING_BYTES,
 )
 from outcore.sizing.training import Pins, TrainingLimits, TrainingNeeds, TrainingPlacement, place_training
 
-RAM_RESERVE_BYTES = 3 * GIB
-"""Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
-checkpoint being written wants page cache."""
 MOST_PINNED_OF_RAM = 2
 """Divisor: of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take
 them back."""
 NOT_USED = "NVMe OFFLOAD IS NOT USED: "
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
-
-
-@dataclass(frozen=True)
-class RunSizes:
-    """What the settings depend on, in numbers."""
-
-    needs: TrainingNeeds
-    step_tokens: tuple[int, ...]
-    """Tokens (rows x length) of each micro-batch of a step."""
-    ram_available_bytes: int
-    has_cuda: bool
-    row_tokens: int | None = None
-    """Tokens of a row."""
-    is_wsl2: bool = False
-    """Little can be pinned there."""
-    write_combined: bool | None = None
-    """Whether write-combined memory measured no slower here. None: not measured."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that share this host's RAM; `step_tokens` are of one of them."""
-        return self.needs.ranks
 
 
 @dataclass(frozen=True)
@@ -78,106 +55,110 @@ def wanted_homes(settings: RunSettings) -> Wanted:
     )
 
 
-def placement_of(settings: RunSettings, sizes: RunSizes, wanted: Wanted) -> TrainingPlacement:
-    """The placement, if the drive can be used."""
-    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and settings.staging_bytes == STAGING_BYTES
-    pins_more = sizes.has_cuda and settings.offload.pin_memory
-    is_told = settings.reasons.get("lane_slots") != "default"
-    asked_bytes = settings.staging_bytes if pins_more else 0 if sizes.has_cuda else CPU_STAGING_BYTES
-    may_pin = pins_more and is_default and not sizes.is_wsl2  # only the default is raised, by what the machine has
-    budget, beside = _budget_and_beside(settings, sizes)
-    limits = TrainingLimits(
-        ram_bytes=budget - beside,
-        pins=Pins(
-            asked_bytes,
-            sizes.ram_available_bytes // MOST_PINNED_OF_RAM if may_pin else 0,
-            settings.lane_slots,
-            settings.lane_slot_bytes,
-            settings.lane_slots if is_told else PAGEABLE_SLOTS,
-            pins_homes=pins_more,
-        ),
-        counts_lanes=_given_gib(settings) is not None,  # otherwise they are of the reserve
-        checkpoints_in_ram=settings.activations == "ram" or (settings.activations == "auto" and sizes.has_cuda),
-        states_may_spill=wanted.states,
-        weights_may_spill=wanted.params,
-        waits_for_norm=bool(settings.max_grad_norm) or settings.precision == "fp16",
-    )
-    return place_training(sizes.needs, limits)
+@dataclass(frozen=True)
+class Room:
+    """A run, its machine, and the RAM that it may take there."""
 
+    settings: RunSettings
+    needs: TrainingNeeds
+    host: Host
 
-def _given_gib(settings: RunSettings) -> float | None:
-    """The budget that was asked for."""
-    given = settings.offload.ram_budget_gib
-    return 0.0 if given is None and settings.offload.everything else given
+    @property
+    def given_gib(self) -> float | None:
+        """The budget that was asked for."""
+        offload = self.settings.offload
+        return 0.0 if offload.ram_budget_gib is None and offload.everything else offload.ram_budget_gib
 
+    @property
+    def budget_bytes(self) -> int:
+        """RAM for the whole run."""
+        return self.host.ram_available_bytes if self.given_gib is None else int(self.given_gib * GIB)
 
-def _budget_and_beside(settings: RunSettings, sizes: RunSizes) -> tuple[int, int]:
-    """(bytes of RAM for the run, of them for the processes beside its data)."""
-    given = _given_gib(settings)
-    if given is None:
-        return sizes.ram_available_bytes, sizes.num_ranks * RAM_RESERVE_BYTES
-    return int(given * GIB), sizes.num_ranks * (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES)
+    @property
+    def beside_bytes(self) -> int:
+        """RAM of it that is not for the run's data."""
+        processes = self.needs.ranks * (PROCESS_BYTES if self.host.has_cuda else CPU_PROCESS_BYTES)
+        return processes + (RAM_RESERVE_BYTES if self.given_gib is None else 0)
 
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.given_gib is not None:
+            return f"a budget of {format_gib(self.budget_bytes)}"
+        return f"{format_gib(self.budget_bytes)} available, {format_gib(self.beside_bytes)} of it left alone"
 
-def ahead_bytes_of(settings: RunSettings, sizes: RunSizes, placed: TrainingPlacement, warnings: list[str]) -> int:
-    """RAM for updates ahead of the global norm in a run with everything in RAM: as told, else a share of what it leaves
-    idle beside a GPU."""
-    budget, beside = _budget_and_beside(settings, sizes)
-    idle, told = max(0, budget - beside - placed.homes), settings.ahead_bytes
-    if told is None:
-        return idle // AHEAD_OF_IDLE_RAM if sizes.has_cuda else 0
-    if (taken := min(told, sizes.needs.states + sizes.needs.gradients)) > idle:
-        warnings.append(
-            f"ahead_gib: {format_gib(taken)} may be taken, and the run leaves {format_gib(idle)} of RAM idle"
+    def place(self, wanted: Wanted) -> TrainingPlacement:
+        """The placement, if the drive can be used."""
+        settings, host = self.settings, self.host
+        is_default = settings.reasons.get("staging_gib") != "--staging_gib" and settings.staging_bytes == STAGING_BYTES
+        pins_more = host.has_cuda and settings.offload.pin_memory
+        is_told = settings.reasons.get("lane_slots") != "default"
+        asked_bytes = settings.staging_bytes if pins_more else 0 if host.has_cuda else CPU_STAGING_BYTES
+        may_pin = pins_more and is_default and not host.is_wsl2  # only the default is raised, by what the machine has
+        limits = TrainingLimits(
+            ram_bytes=self.budget_bytes - self.beside_bytes,
+            pins=Pins(
+                asked_bytes,
+                host.ram_available_bytes // MOST_PINNED_OF_RAM if may_pin else 0,
+                settings.lane_slots,
+                settings.lane_slot_bytes,
+                settings.lane_slots if is_told else PAGEABLE_SLOTS,
+                pins_homes=pins_more,
+            ),
+            checkpoints_in_ram=settings.activations == "ram" or (settings.activations == "auto" and host.has_cuda),
+            states_may_spill=wanted.states,
+            weights_may_spill=wanted.params,
+            waits_for_norm=bool(settings.max_grad_norm) or settings.precision == "fp16",
         )
-    return told
+        return place_training(self.needs, limits)
+
+    def ahead_bytes(self, placed: TrainingPlacement, notes: list[str], warnings: list[str]) -> int:
+        """RAM for updates ahead of the global norm: as told, else a share of what the run leaves idle beside a GPU."""
+        told = self.settings.ahead_bytes
+        if why := placed.why_all_wait:
+            notes += [f"ahead_gib is not used: {why}"] if told else []
+            return 0
+        idle = max(0, self.budget_bytes - self.beside_bytes - placed.homes - placed.lanes)
+        if told is None:
+            return idle // AHEAD_OF_IDLE_RAM if self.host.has_cuda else 0
+        if (taken := min(told, self.needs.states + self.needs.gradients)) > idle:
+            warnings.append(
+                f"ahead_gib: {format_gib(taken)} may be taken, and the run leaves {format_gib(idle)} of RAM idle"
+            )
+        return told
 
 
 def homes_of(
-    settings: RunSettings,
-    sizes: RunSizes,
-    wanted: Wanted,
-    nvme_check: NvmeCheck,
-    warnings: list[str],
-    notes: list[str],
+    room: Room, wanted: Wanted, nvme_check: NvmeCheck, warnings: list[str], notes: list[str]
 ) -> tuple[TrainingPlacement, tuple[str, ...], str]:
     """(the placement, folders on drives that it uses, what RAM lacks)."""
-    activations, given, needs = settings.activations, _given_gib(settings), sizes.needs
-    budget, beside = _budget_and_beside(settings, sizes)
-    words = (
-        f"a budget of {format_gib(budget)}"
-        if given is not None
-        else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
-    )
-    placed = placement_of(settings, sizes, wanted)
+    activations, needs, words = room.settings.activations, room.needs, room.words
+    placed = room.place(wanted)
     drive_needed = placed.on_drive + (needs.checkpoints if activations == "nvme" else 0)
     folders = ()
     if wanted.is_explicit or drive_needed:
         used = len(wanted.folders) or 1
-        share = 1 / used if sizes.num_ranks == 1 else -(-sizes.num_ranks // used) / sizes.num_ranks
-        folders = _drives(wanted, settings.offload.strict, int(share * drive_needed), nvme_check, warnings, notes)
+        share = 1 / used if needs.ranks == 1 else -(-needs.ranks // used) / needs.ranks
+        folders = _drives(wanted, room.settings.offload.strict, int(share * drive_needed), nvme_check, warnings, notes)
     if not folders:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        placed = placement_of(settings, sizes, replace(wanted, states=False, params=False))
-        lanes = placed.lanes if given is not None else 0
-        shortage = _check_ram(placed.homes, settings, sizes, given, words, wanted, warnings, beside + lanes)
+        placed = room.place(replace(wanted, states=False, params=False))
         notes.append(f"RAM: {format_gib(placed.homes)} of parameters, gradients and states, all of it in RAM ({words})")
-        notes += placed.lines()
-        return placed, (), shortage
+        notes += [*placed.lines(), *placed.because()]
+        return placed, (), _check_ram(placed, room, wanted, warnings)
     notes.append(
         f"RAM: {format_gib(placed.homes)} of parameters, gradients and states in RAM ({words}), "
         f"{format_gb(placed.on_drive)} on NVMe"
         + ("; --ram_budget_gib 0 puts all that can be there on the drive" if not placed.on_drive else "")
     )
-    notes += placed.lines()
-    flowing = placed.flowing + (placed.lanes if given is not None else 0)
-    taken = placed.homes + beside + flowing
-    if given and taken > budget:
+    notes += [*placed.lines(), *placed.because()]
+    beside = room.beside_bytes + placed.flowing + placed.lanes
+    if room.given_gib and placed.homes + beside > room.budget_bytes:
         warnings.append(
-            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(placed.fixed)} of "
-            f"gradients and what waits there, {format_gib(beside + flowing)} of Python, libraries and what flows from "
-            "the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
+            f"RAM: the process takes {format_gib(placed.homes + beside)}, more than {words}: "
+            f"{format_gib(placed.fixed)} of gradients and what waits there, {format_gib(beside)} of Python, libraries "
+            "and what flows from the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
         )
     return placed, folders if placed.on_drive or activations == "nvme" else (), ""
 
@@ -214,17 +195,10 @@ def _drives(
     return ()
 
 
-def _check_ram(
-    needed: int,
-    settings: RunSettings,
-    sizes: RunSizes,
-    given: float | None,
-    words: str,
-    wanted: Wanted,
-    warnings: list[str],
-    beside: int,
-) -> str:
+def _check_ram(placed: TrainingPlacement, room: Room, wanted: Wanted, warnings: list[str]) -> str:
     """What does not fit the machine at all, in words; a warning for what leaves too little."""
+    settings, available = room.settings, room.host.ram_available_bytes
+    needed, taken = placed.homes, placed.homes + placed.lanes + room.beside_bytes
     compact = "split8" if settings.precision == "bf16" else "fp32_m8"
     smaller = f"8-bit moments (--state_format {compact}; other numerics), " * (
         not state_format(settings.state_format).moments8
@@ -236,15 +210,14 @@ def _check_ram(
     if wanted.folders and refused is not None:
         why = refused.removeprefix(NOT_USED).partition(" Falling back")[0]
         way = f"The drive was not taken: {why} Without it: {smaller}adapters (--lora_r 16)."
-    if needed > sizes.ram_available_bytes:
+    if needed > available:
         return (
             f"this run needs {format_gib(needed)} of RAM for parameters, gradients, optimizer states and what waits "
-            f"there; {format_gib(sizes.ram_available_bytes)} are available. {way}"
+            f"there; {format_gib(available)} are available. {way}"
         )
-    if given is not None and needed + beside > given * GIB:
-        warnings.append(
-            f"RAM: {format_gib(needed + beside)} are needed, more than {words}, and no drive takes the rest. {way}"
-        )
-    elif needed > sizes.ram_available_bytes - RAM_RESERVE_BYTES and needed > RAM_RESERVE_BYTES:
-        warnings.append(f"RAM: {format_gib(needed)} are needed, {words}: it may get tight. {way}")
+    if room.given_gib is not None and taken > room.budget_bytes:
+        words = f"{format_gib(taken)} are needed, more than {room.words}, and no drive takes the rest"
+        warnings.append(f"RAM: {words}. {way}")
+    elif taken > available and needed > RAM_RESERVE_BYTES:
+        warnings.append(f"RAM: {format_gib(needed)} are needed, {room.words}: it may get tight. {way}")
     return ""

@@ -9,15 +9,14 @@ norm has the same bits however they go down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
-from outcore.engine.stream.gradients.transfer_group import TransferGroup
-from outcore.flow.parts import ModelParts, Part
+from outcore.flow.parts import ModelParts, Part, SlabLayout
 from outcore.flow.trace import Stalls
 from outcore.sizing.tiles import PART_NUMEL, SHIP_BUFFERS
 from outcore.staging import DownloadLane, LaneTransfer
@@ -33,6 +32,32 @@ class GradientShipping(Protocol):
     def ship(self, unit: Part, accumulator: GradAccumulator) -> Any: ...
     def norm_of(self, unit: Part) -> float | None: ...
     def norm(self) -> torch.Tensor: ...
+
+
+class ShippingBefore:
+    """A `GradientShipping` that stands before another: what it does not change goes there."""
+
+    def __init__(self, inner: GradientShipping) -> None:
+        self._inner = inner
+
+    @property
+    def device_bytes(self) -> int:
+        return self._inner.device_bytes
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
+        return self._inner.accumulator(unit, only_once=only_once)
+
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
+        return self._inner.ship(unit, accumulator)
+
+    def norm_of(self, unit: Part) -> float | None:
+        return self._inner.norm_of(unit)
+
+    def norm(self) -> torch.Tensor:
+        return self._inner.norm()
 
 
 class GradientDownload:
@@ -204,3 +229,90 @@ def norm_of_values(rounded: torch.Tensor) -> torch.Tensor:
 def _joined(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     """fp32 scalar: the L2 norm of all pieces together."""
     return torch.stack([norm.double() for norm in norms]).square().sum().sqrt().float()
+
+
+class GradAccumulator:
+    """Gradients of the layout's trainable range in `flat` (1-D, fp32 or the parameters' type, at least that long).
+
+    The first gradient of each parameter is copied, later ones are added, in `flat`'s type. A parameter that got none
+    counts as zero. `flat` is shared by units one after another: make a new accumulator for each."""
+
+    def __init__(self, layout: SlabLayout, flat: torch.Tensor) -> None:
+        self.layout = layout
+        self.flat = flat[: layout.trainable_numel]
+        self._views = layout.grad_views(self.flat)
+        self._empty = [True] * len(self._views)
+        for start, end in layout.gaps():
+            self.flat[start:end].zero_()
+
+    @torch.no_grad()
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """`grads`: one per trainable slot; None where the parameter was not used."""
+        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, (view, grad) in enumerate(zip(self._views, grads, strict=True)):
+            if grad is not None:
+                views, values = first if self._empty[index] else later
+                views.append(view)
+                values.append(grad)
+                self._empty[index] = False
+        if first[0]:
+            torch._foreach_copy_(*first)  # pyright: ignore[reportPrivateImportUsage]
+        if later[0]:
+            torch._foreach_add_(*later)  # pyright: ignore[reportPrivateImportUsage]
+
+    def sums(self) -> list[torch.Tensor]:
+        """Views, one per trainable slot, for whoever adds to them himself; those without a gradient so far are zero."""
+        if all(self._empty):
+            self.flat.zero_()
+        else:
+            for view, is_empty in zip(self._views, self._empty, strict=True):
+                if is_empty:
+                    view.zero_()
+        self._empty = [False] * len(self._views)
+        return self._views
+
+    def complete(self) -> torch.Tensor:
+        """The sum [trainable_numel]; parameters without a gradient are zero in it."""
+        for view, is_empty in zip(self._views, self._empty, strict=True):
+            if is_empty:
+                view.zero_()
+        return self.flat
+
+
+class TransferGroup:
+    """Several transfers that a caller treats as one `LaneTransfer`. A failure is the first one's."""
+
+    def __init__(self, transfers: Sequence[LaneTransfer]) -> None:
+        self._transfers = list(transfers)
+        self._left = len(self._transfers)
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Any], object]] = []
+        for transfer in self._transfers:
+            transfer.add_done_callback(self._one_ended)
+
+    @property
+    def error(self) -> BaseException | None:
+        errors = [transfer.error for transfer in self._transfers]
+        return next((error for error in errors if error is not None), None)
+
+    def done(self) -> bool:
+        return self._left == 0
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Blocks until all are done; the bytes moved."""
+        return sum(transfer.wait(timeout_s) for transfer in self._transfers)
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        with self._lock:
+            if self._left:
+                self._callbacks.append(fn)
+                return
+        fn(self)
+
+    def _one_ended(self, transfer: LaneTransfer) -> None:
+        with self._lock:
+            self._left -= 1
+            callbacks = [] if self._left else self._callbacks
+        for fn in callbacks:
+            fn(self)

@@ -24,9 +24,13 @@ from typing import Any, Literal
 
 import torch
 
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.download import GradientDownload
-from outcore.engine.stream.gradients.transfer_group import TransferGroup
+from outcore.engine.stream.gradients.download import (
+    GradAccumulator,
+    GradientDownload,
+    GradientShipping,
+    ShippingBefore,
+    TransferGroup,
+)
 from outcore.flow.parts import Part
 from outcore.flow.tiles import TiledMatrix, TiledPart
 from outcore.flow.weights import settle
@@ -279,3 +283,39 @@ class TileGradients:
     def _leave(self, transfer: LaneTransfer) -> None:
         self._leaving[self._turn] = transfer
         self._turn = (self._turn + 1) % len(self._ship)
+
+
+class TiledDownload(ShippingBefore):
+    """The `GradientShipping` of a model with tiled parts: of these, only resident parameters' gradients are added up
+    here."""
+
+    def __init__(
+        self,
+        inner: GradientShipping,
+        tiled: Sequence[TiledPart],
+        gradients: TileGradients,
+        accumulate_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(inner)
+        self._gradients, self._accumulate_dtype, self._device = gradients, accumulate_dtype, device
+        self._tiled = {unit.unit.index: unit for unit in tiled}
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes + self._gradients.device_bytes
+
+    def begin(self) -> None:
+        super().begin()
+        self._gradients.begin()
+
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
+        tiled = self._tiled.get(unit.index)
+        if tiled is None:
+            return super().accumulator(unit, only_once=only_once)
+        flat = torch.zeros(tiled.resident.trainable_numel, dtype=self._accumulate_dtype, device=self._device)
+        return GradAccumulator(tiled.resident, flat)
+
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
+        tiled = self._tiled.get(unit.index)
+        return super().ship(unit, accumulator) if tiled is None else self._gradients.finish(tiled, accumulator)

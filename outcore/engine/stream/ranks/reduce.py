@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
-from outcore.engine.stream.gradients.download import GradientShipping
+from outcore.engine.stream.gradients.download import GradAccumulator, GradientShipping, ShippingBefore
 from outcore.engine.stream.ranks.host import ARRIVED, REDUCED, RankHost
 from outcore.flow.parts import Part
 from outcore.optim import OptimizerPool, Ticket
@@ -236,25 +235,19 @@ class GradientReducer:
         return []
 
 
-class ReducedDownload:
+class ReducedDownload(ShippingBefore):
     """The `GradientShipping` of one rank of several: what `inner` brings into this rank's slots is added up there."""
 
     def __init__(self, inner: GradientShipping, reducer: GradientReducer) -> None:
-        self._inner, self._reducer = inner, reducer
-
-    @property
-    def device_bytes(self) -> int:
-        return self._inner.device_bytes
+        super().__init__(inner)
+        self._reducer = reducer
 
     def begin(self) -> None:
-        self._inner.begin()
+        super().begin()
         self._reducer.begin()
 
-    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
-        return self._inner.accumulator(unit, only_once=only_once)
-
     def ship(self, unit: Part, accumulator: GradAccumulator) -> ReducedGradient:
-        return self._reducer.submit(unit, self._inner.ship(unit, accumulator))
+        return self._reducer.submit(unit, super().ship(unit, accumulator))
 
     def norm_of(self, unit: Part) -> float | None:
         return self._reducer.norm_of(unit)

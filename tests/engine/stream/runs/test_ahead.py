@@ -10,7 +10,7 @@ import torch
 
 from outcore.common.quantities import GIB
 from outcore.engine.base import NonFiniteLossError
-from outcore.engine.stream import updates as updates_module
+from outcore.engine.stream import updaters as updates_module
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most, homes_of
 from tests.refused import refused
@@ -77,14 +77,17 @@ def test_results_are_those_of_updates_that_wait(build, tmp_path, monkeypatch, mo
 
 def test_as_many_layers_as_memory_keeps(build):
     one = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
-    size_bytes = parts_of(one).updates.seconds.size_bytes
-    some = build("llama", replace(TINY, ahead_bytes=size_bytes - 1, max_grad_norm=1e9))
+    size_bytes = parts_of(one).updates.ahead.seconds.size_bytes
+    some = build("llama", replace(TINY, ahead_bytes=size_bytes * 3 // 4, max_grad_norm=1e9))
     steps = watched(some)
     assert some.facts().ahead_bytes == 0
     for step in range(3):
         assert one.train_step(batches_of(step), LR).loss == some.train_step(batches_of(step), LR).loss
     assert steps == [(2, True), (2, True)]  # the head, and one of two layers
-    assert (one.facts().ahead_bytes, some.facts().ahead_bytes) == (size_bytes, some._parts.updates.seconds.size_bytes)
+    assert (one.facts().ahead_bytes, some.facts().ahead_bytes) == (
+        size_bytes,
+        some._parts.updates.ahead.seconds.size_bytes,
+    )
 
 
 def test_a_pass_without_memory_is_made_again_from_the_old_states(build, monkeypatch):
@@ -140,7 +143,7 @@ def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
     waits, begins = (build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB))
     monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", most)
     updates, stood = parts_of(begins).updates, []
-    stand, settle = updates.seconds.stand, updates.settle
+    stand, settle = updates.ahead.seconds.stand, updates.settle
 
     def settle_when_all_is_there(*given) -> None:
         """So that none comes after the norm, when nothing has to wait any more."""
@@ -149,7 +152,7 @@ def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
         settle(*given)
 
     monkeypatch.setattr(updates, "settle", settle_when_all_is_there)
-    monkeypatch.setattr(updates.seconds, "stand", lambda part: (stood.append(part.name), stand(part)))
+    monkeypatch.setattr(updates.ahead.seconds, "stand", lambda part: (stood.append(part.name), stand(part)))
     for step in range(5):
         assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
     assert bool(stood) is bool(most)
@@ -185,8 +188,8 @@ def test_none_begins_where_no_step_waits_for_updates(build, monkeypatch):
 ])  # fmt: skip
 def test_updates_begin_where_most_late_steps_clipped_nothing(build, clips, begins):
     engine = build("llama", replace(TINY, ahead_bytes=GIB, max_grad_norm=1e9))
-    updates, found = parts_of(engine).updates, ""
+    ahead, found = parts_of(engine).updates.ahead, ""
     for clip in clips:
-        found += "x" if updates.may_begin_ahead else "."
-        updates.step_ended({"forward": 1.0, "backward": 1.0, "optimizer": 1.0, "stall_optimizer": 1.0}, clip == ".")
+        found += "x" if ahead.may_begin else "."
+        ahead.step_ended({"forward": 1.0, "backward": 1.0, "optimizer": 1.0, "stall_optimizer": 1.0}, clip == ".")
     assert found == begins

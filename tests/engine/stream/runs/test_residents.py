@@ -10,7 +10,9 @@ import torch
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.residents import measured_use
-from outcore.sizing.residents import OTHERS_BYTES, SPARE_BYTES, DeviceUse, num_resident, resident_bytes
+from outcore.sizing.streaming import OTHERS_BYTES, SPARE_BYTES, DeviceUse
+from outcore.sizing.tiles import Holding
+from outcore.sizing.training import PartNeeds, Pins, TrainingLimits, TrainingNeeds, place_training
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most
 from tests.flow.models import plain_batch
@@ -333,7 +335,12 @@ def test_other_programs_are_left_memory_but_not_under_a_cap(monkeypatch):
 
 
 def test_the_rule_of_what_stays():
-    clipped = resident_bytes(200, 200, 1000, 10, clips=True)
-    assert clipped == 1420 and resident_bytes(200, 200, 1000, 10, clips=False) == 1220
-    assert [num_resident([clipped] * 3, idle) for idle in (-1, 1419, 1420, 2839, 2840, 10**9)] == [0, 0, 1, 1, 2, 3]
+    needs = TrainingNeeds((PartNeeds(200, 200, 100),) * 3, (), 2, "fp32")
+    limits = TrainingLimits(1 << 40, Pins(0))
+    clipped, unclipped = (place_training(needs, replace(limits, waits_for_norm=waits)) for waits in (True, False))
+    assert clipped.resident_bytes(0, 10) == 1620 and unclipped.resident_bytes(0, 10) == 1420
+    found = [clipped.staying(idle, 10).stays for idle in (-1, 1619, 1620, 3239, 3240, 10**9)]
+    assert found == [0, 0, 1, 1, 2, 3] and clipped.staying(10**9, 10).stay_bytes == 3 * 1620
+    assert replace(clipped, holding=Holding(frozenset({0}))).staying(10**9, 10).stays == 0
+    assert replace(clipped, needs=replace(needs, ranks=2)).staying(10**9, 10).stays == 0
     assert DeviceUse(SPARE_BYTES + 1000, 300, 100).idle == 590
