@@ -24,6 +24,7 @@ from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.errors import STOPS, ApiError, bad, stops
+from outcore.serve.kept import KeptResponses
 from outcore.serve.reading import Reading
 from outcore.serve.settings import ServeSettings
 from outcore.serve.under_way import UnderWay
@@ -202,6 +203,7 @@ class Service:
         self._stamp = f"{time.time_ns():x}"
         self.num_under_way, self.under_way = 0, UnderWay()
         self.is_stopping = False
+        self.responses = KeptResponses()
 
     @property
     def max_context(self) -> int:
@@ -264,7 +266,9 @@ class Service:
         longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
         return longest.fitting(prompt_tokens, self.max_context)
 
-    def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None) -> Request:
+    def request_of(
+        self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None, priority: int = 0
+    ) -> Request:
         """A request for answers to these tokens, or to a chat. ApiError for what cannot be."""
         count = body.get("n", 1)
         count = 1 if count is None else count
@@ -282,7 +286,7 @@ class Service:
             form = chat.form if chat else (body.get("response_format"), "response_format")
             grammar = self.grammars.of(*form)
             reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
-            request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s, **reads)
+            request = Request(name, ids, sampling, count, priority, grammar, self.settings.request_timeout_s, **reads)
             self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:

@@ -44,6 +44,7 @@ EVALUATIONS = {
 TABLE = {
     "proxy": OF_THE_MODEL,
     "serve": OF_THE_MODEL | EVALUATIONS | {
+        "POST /v1/messages": ACTS, "POST /v1/messages/count_tokens": ACTS,
         "GET /v1/models/{name:path}": READS, "POST /v1/files": FORM, "GET /v1/files": READS,
         "GET /v1/files/{name}": READS, "GET /v1/files/{name}/content": READS, "DELETE /v1/files/{name}": ACTS,
         "POST /v1/batches": ACTS, "GET /v1/batches": READS, "GET /v1/batches/{name}": READS,
