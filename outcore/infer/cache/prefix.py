@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 ROOT = b""
 MOST_AGAIN = 0.8
-"""Share of pages that may be held as asked for again: a conversation that is over makes room for a new one."""
+"""Share of pages that are held as asked for again; beyond it they go first: a conversation that is over makes room
+for a new one."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,6 @@ class PrefixIndex:
         self._once.pop(page.key, None)
         self._again[page.key] = None
         self._again.move_to_end(page.key)
-        if len(self._again) > MOST_AGAIN * len(self._pages):
-            self._once[self._again.popitem(last=False)[0]] = None
 
     def find(self, tokens: Sequence[int]) -> list[PrefixPage]:
         """The longest chain of pages that hold the beginning of `tokens`, and never all of them: the last token must
@@ -80,7 +79,7 @@ class PrefixIndex:
                 break
             found.append(page)
             parent = page.key
-        for page in found:
+        for page in reversed(found):  # a chain goes from its end
             self.used(page)
         return found
 
@@ -101,7 +100,10 @@ class PrefixIndex:
 
     def oldest(self, is_idle: Callable[[PrefixPage], bool]) -> PrefixPage | None:
         """The first page to go, with nothing behind it and that is idle: a chain goes from its end."""
-        ends = (self._pages[key] for keys in (self._once, self._again) for key in keys if key not in self._followers)
+        first, then = self._once, self._again
+        if len(then) > MOST_AGAIN * len(self._pages):
+            first, then = then, first
+        ends = (self._pages[key] for keys in (first, then) for key in keys if key not in self._followers)
         return next(filter(is_idle, ends), None)
 
     def remove(self, page: PrefixPage) -> None:
