@@ -73,7 +73,12 @@ def client_of(name: str, url: str, key: str, model: str, context: int) -> Client
     if name == "aider":
         variables = {"OPENAI_API_BASE": open_ai, "OPENAI_API_KEY": key}
         return Client(("aider", "--model", f"openai/{model}", "--no-show-model-warnings"), variables, asks)
-    variables = {"OPENAI_API_BASE_URL": open_ai, "OPENAI_API_KEY": key, "ENABLE_OLLAMA_API": "False", "DEFAULT_MODELS": model}
+    variables = {
+        "OPENAI_API_BASE_URL": open_ai,
+        "OPENAI_API_KEY": key,
+        "ENABLE_OLLAMA_API": "False",
+        "DEFAULT_MODELS": model,
+    }
     return Client(("open-webui", "serve"), variables, asks)
 
 

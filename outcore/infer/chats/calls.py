@@ -86,7 +86,7 @@ class CallGrammar:
         for name, tool in zip(names, asked.tools, strict=True):
             self._call(name, tool["function"])
         self._rules.append(f"call: {' | '.join(names)}")
-        shared = common(style.next, style.close) if several else style.close
+        shared = common(style.next, style.close, self._specials) if several else style.close
         more = f"({self._lit(style.next[len(shared) :])} call {self._lit(shared)})*" if several else ""
         self._rules.append(f"calls: call {self._lit(shared)} {more} {self._lit(style.close[len(shared) :])}")
         thoughts = "(begins ends)*" if self._thinks else ""

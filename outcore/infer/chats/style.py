@@ -7,7 +7,7 @@ values are found again."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,12 @@ class CallStyle:
         return self.close.strip().lstrip("}").strip() or ""
 
 
-def common(one: str, other: str) -> str:
-    """What both begin with."""
+def common(one: str, other: str, marks: Iterable[str] = ()) -> str:
+    """What both begin with, no mark cut in two."""
     length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for mark in marks:
+        at = one.find(mark, max(0, length - len(mark) + 1))
+        length = at if 0 <= at < length < at + len(mark) else length
     return one[:length]
 
 
