@@ -30,6 +30,8 @@ class KeptResponses:
     def put(self, name: str, items: list[Any]) -> None:
         """Keep a conversation; the oldest ones go. One that is larger than all room is not kept."""
         data = json.dumps(items).encode()
+        if len(data) > self._most_bytes:
+            return
         with self._lock:
             self._kept[name], self._size_bytes = data, self._size_bytes + len(data)
             while len(self._kept) > self._most or self._size_bytes > self._most_bytes:

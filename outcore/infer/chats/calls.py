@@ -9,32 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.apart import JSON_OPTIONS
-from outcore.infer.chats.style import ANY, NUMBER, CallStyle, Pairs, common
+from outcore.infer.chats.style import ALOUD, ANALYSIS, ANY, NEXT_TURN, NUMBER, CallStyle, Pairs, common
 
 Form = dict[str, Any]
 """A form, as `response_format` has it."""
 PLAIN_JSON = {
     **JSON_OPTIONS, "whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ",
-    "key_separator": ": ",
+    "key_separator": ": ", "lenient": True,
 }  # fmt: skip
-"""JSON as templates write it: a call reads, in the next prompt, as it was written."""
-FOR_PAIRS = frozenset(
-    {
-        "$defs",
-        "$schema",
-        "additionalProperties",
-        "definitions",
-        "description",
-        "properties",
-        "required",
-        "title",
-        "type",
-    }
-)
-"""Keywords of a schema whose arguments are written one by one."""
-FOR_TEXTS = frozenset(
-    {"const", "default", "description", "enum", "examples", "maxLength", "minLength", "pattern", "title", "type"}
-)
+"""JSON as templates write it: a call reads, in the next prompt, as it was written. Keywords of a schema that no form
+can hold are named to the client (`Grammar.warnings`)."""
+JOINED = frozenset({"$ref", "allOf", "anyOf", "if", "not", "oneOf"})
+"""Keywords by which a value's schema depends on more than the value's own kind."""
+OF_SEVERAL = JOINED | {"dependencies", "dependentRequired", "dependentSchemas", "minProperties"}
+"""Keywords that arguments, where they are written one by one, cannot be held to."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,9 @@ class CallGrammar:
         more = f"({self._lit(style.next[len(shared) :])} call {self._lit(shared)})*" if several else ""
         self._rules.append(f"calls: call {self._lit(shared)} {more} {self._lit(style.close[len(shared) :])}")
         thoughts = "(begins ends)*" if self._thinks else ""
-        if asked.is_forced:
+        if style.in_channels:
+            start = self._in_channels(asked)
+        elif asked.is_forced:
             start = f"{'ends SPACE ' * self._in_thought}{self._lit(style.open)} calls"
         else:
             if style.is_first:
@@ -102,6 +92,12 @@ class CallGrammar:
             tail = f"({called} | {'begins TEXT | ' * self._thinks}TEXT){rest}"
             start = f"ends {thoughts} {tail} | TEXT" if self._in_thought else f"{thoughts} {tail}"
         return {"type": "grammar", "grammar": "\n".join([f"start: {start}", *self._rules])}
+
+    def _in_channels(self, asked: AskedCalls) -> str:
+        """Thoughts and words beside a call, turn by turn, then the call or the answer."""
+        turns = [f"{self._lit(mark)} TEXT {self._lit(NEXT_TURN)}" for mark in (ANALYSIS, ALOUD[1])]
+        answer = "" if asked.is_forced else f" | {self._lit(ALOUD[0])} TEXT"
+        return f"({' | '.join(turns)})* ({self._lit(self._style.open)} calls{answer})"
 
     def _until(self, rule: str, mark: str) -> None:
         """A rule for any text up to a mark, which no text may hold."""
@@ -145,8 +141,9 @@ class CallGrammar:
             self._rules.append(f"{rule}: {head} {self._pairs(rule, name, schema, self._style.pairs)}")
 
     def _pairs(self, rule: str, name: str, schema: Mapping[str, Any], style: Pairs) -> str:
-        if (odd := sorted(set(schema) - FOR_PAIRS)) or not isinstance(schema.get("properties", {}), Mapping):
-            raise ValueError(f"parameters of {name!r} have {odd or 'no properties'}, which this model cannot write.")
+        if (odd := sorted(OF_SEVERAL & schema.keys())) or not isinstance(schema.get("properties", {}), Mapping):
+            words = "this model writes arguments one by one and cannot be held to that."
+            raise ValueError(f"parameters of {name!r} have {', '.join(odd) or 'no properties'}: {words}")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         found = []
         for number, (key, value) in enumerate(schema.get("properties", {}).items()):
@@ -163,8 +160,6 @@ class CallGrammar:
 
     def _text(self, rule: str, schema: Mapping[str, Any], end: str) -> None:
         """A text as it stands, up to what ends it."""
-        if odd := sorted(set(schema) - FOR_TEXTS):
-            raise ValueError(f"a text with {odd} is none that this model can write.")
         chosen = [schema["const"]] if "const" in schema else schema.get("enum")
         stop = json.dumps(end, ensure_ascii=False)
         if chosen is not None:
@@ -184,6 +179,8 @@ class CallGrammar:
 def is_text(schema: Mapping[str, Any]) -> bool:
     """Whether a value of this schema is a text and nothing else."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
+    if JOINED & schema.keys():
+        return False
     if schema.get("type") == "string":
         return chosen is None or all(isinstance(one, str) for one in chosen)
     return "type" not in schema and bool(chosen) and all(isinstance(one, str) for one in chosen)

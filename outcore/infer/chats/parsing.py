@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from outcore.common.files import json_of
 from outcore.infer.chats.calls import is_text
-from outcore.infer.chats.style import ANY, FINALS, NUMBER, CallStyle, Pairs
+from outcore.infer.chats.style import ALOUD, ANALYSIS, ANY, NEXT_TURN, NUMBER, CallStyle, Pairs
 
 Mode = Literal["content", "reasoning", "head", "arguments", "raw", "pairs", "tail"]
 _BLANKS = re.compile(r"\s+|(?<=\{)(?=\")|(?<=\})(?=<)")
@@ -88,7 +88,8 @@ class AnswerParser:
         self._begins: dict[str, Mode] = {}
         if reads.thought is not None:
             self._begins[reads.thought[0].strip()] = "reasoning"
-            self._begins |= dict.fromkeys(FINALS if reads.thought[0].startswith("<|channel|>") else (), "content")
+            if reads.thought[0] == ANALYSIS:
+                self._begins |= dict.fromkeys((*ALOUD, NEXT_TURN, NEXT_TURN.removeprefix(reads.thought[1])), "content")
         if (style := reads.style) is not None:
             self._begins |= {} if style.is_first else {style.trigger: "head"}
             named = r"(?P<name>[\w.:/$-]+?)" + _loose(style.between, style)

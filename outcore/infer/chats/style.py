@@ -13,19 +13,21 @@ from typing import Any
 
 from outcore.infer.requests import Prompts
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+NEXT_TURN = "<|end|><|start|>assistant"
+ALOUD = ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
+"""Marks of gpt-oss, whose answers are turns in channels: before a thought, behind it, before what it says aloud."""
 THOUGHTS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
+    (ANALYSIS, "<|end|>"),
     ("<|channel>thought\n", "<channel|>"),
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
 )
 """Marks around what is not said aloud. The first: Qwen, DeepSeek, GLM, Kimi, MiniMax, Nemotron, SmolLM, Olmo, Phi; then
 Seed, Mistral, gpt-oss, Gemma, EXAONE."""
-FINALS = ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
-"""What gpt-oss writes before what it says aloud."""
 ANY = "\ue000"
 """In a style: letters and digits that number a call."""
 NUMBER = "[A-Za-z0-9_.:-]{1,64}"
@@ -51,10 +53,14 @@ class CallStyle:
     close: str = "}\n</tool_call>"
     pairs: Pairs | None = None
     """How arguments are written where they are no JSON."""
+    in_channels: bool = False
+    """Whether an answer is of turns in channels, as gpt-oss writes it."""
 
     @property
     def trigger(self) -> str:
         """What only a call begins with."""
+        if self.in_channels:
+            return self.open
         mark = re.match(r"[^\s{\"]*", self.open)
         return mark[0] if mark and mark[0] else self.open
 
@@ -67,6 +73,12 @@ class CallStyle:
     def end_mark(self) -> str:
         """What ends a call that is not written as it should be; '' where nothing does."""
         return self.close.strip().lstrip("}").strip() or ""
+
+
+CHANNELS = CallStyle(
+    "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", next="", close="", in_channels=True
+)
+"""How gpt-oss calls: its template writes the name in another place than the model does."""
 
 
 def common(one: str, other: str, marks: Iterable[str] = ()) -> str:
@@ -103,6 +115,8 @@ def hidden_of(tokenizer: Any) -> list[str]:
 def style_of(prompts: Prompts) -> CallStyle:
     """The style of this model; the usual one where its template does not show it."""
     template = str(getattr(prompts.tokenizer, "chat_template", None) or "")
+    if ANALYSIS in template:
+        return CHANNELS
     if template not in prompts.learned:
         prompts.learned[template] = _learned(prompts)
     return prompts.learned[template]

@@ -47,6 +47,8 @@ class ChatCall:
         self.chat = chat_of(service, fields)
         name = name or service.new_name("chatcmpl")
         self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat, priority)
+        if self.request.grammar is not None:
+            self.ignored += [f"{self.chat.form[1]} ({words})" for words in self.request.grammar.warnings]
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""

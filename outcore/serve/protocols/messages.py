@@ -11,13 +11,15 @@ from typing import Any
 from outcore.common.files import json_of
 from outcore.infer import Answer
 from outcore.infer.chats import Parsed
+from outcore.infer.requests import KNOWN
 from outcore.serve.body import flag
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.protocols.chat import ChatCall, chat_of
 from outcore.serve.service import Service
 
 ENDPOINT = "/v1/messages"
-SAMPLING = frozenset({"model", "stream", "temperature", "top_p", "top_k"})
+OTHERWISE = {"max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "logprobs", "top_logprobs"}
+SAME = (KNOWN - OTHERWISE) | {"model", "stream"}
 """Fields that are called the same in the one form."""
 OWN = frozenset({"max_tokens", "messages", "metadata", "stop_sequences", "system", "thinking", "tool_choice", "tools"})
 BILLING = "x-anthropic-billing-header:"
@@ -44,6 +46,7 @@ class MessagesCall:
             if error.code == "context_length_exceeded":  # words by which clients know that they have to shorten it
                 raise bad(f"prompt is too long: {error.message}", "messages", error.code) from error
             raise
+        self.ignored += self.chat.ignored
         # clients say the most that a model of theirs can give; this one gives what the server and its context leave
         request = self.chat.request
         sampling = replace(request.sampling, max_tokens=min(most, request.sampling.max_tokens))
@@ -83,8 +86,8 @@ def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def _fields_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(the one form, names of fields that mean nothing here)."""
-    ignored = sorted(body.keys() - SAMPLING - OWN)
-    fields: dict[str, Any] = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    ignored = sorted(body.keys() - SAME - OWN)
+    fields: dict[str, Any] = {name: body[name] for name in SAME if body.get(name) is not None}
     fields["messages"] = [*_system_of(body.get("system")), *_messages_of(body.get("messages"))]
     if fields["messages"][-1]["role"] == "assistant" and not fields["messages"][-1].get("tool_calls"):
         fields["continue_final_message"] = True

@@ -145,6 +145,7 @@ class ResponseCall:
             chat["response_format"] = form
         self.name = service.responses.new_name()
         self.chat = ChatCall(service, chat, self.name)
+        self.ignored += self.chat.ignored
         self.created_s = int(time.time())
 
     def keep(self, items: list[dict[str, Any]]) -> None:

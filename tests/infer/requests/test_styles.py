@@ -129,6 +129,39 @@ def test_calls_are_written_and_read_as_the_template_writes_them(tiny_folder, fam
     assert chat.keeps_special == (family in SPECIAL)
 
 
+CHANNELS = (
+    "{% for t in tools or [] %}T{% endfor %}{{ messages[0].content }}{# <|channel|>analysis<|message|>{}<|end|> #}"
+)
+CHANNEL_MARKS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"]
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_answers_in_channels(tiny_folder, step):
+    """As gpt-oss writes them: a thought, words beside the call, the call; or the answer."""
+    pytest.importorskip("llguidance")
+    tokenizer = with_template(tiny_folder[2], CHANNELS, CHANNEL_MARKS)
+    chat = Chat(Prompts(tokenizer), {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
+    form = Grammars(tokenizer, frozenset({tokenizer.eos_token_id})).of(*chat.form)
+    turn = "<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>so" + turn
+    aloud = "<|channel|>commentary<|message|>I look." + turn
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"path": "a"}'
+    for text, content, count in (
+        (thought + aloud + call, "I look.", 1),
+        ("<|channel|>final<|message|>Yes.", "Yes.", 0),
+    ):
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert form is not None and form.matcher().count_allowed(tokens) == len(tokens)
+        parser = chat.parser("r")
+        for at in range(0, len(text), step):
+            parser.add(text[at : at + step])
+        parser.finish()
+        assert parser.whole.content == content and parser.whole.reasoning == ("so" if count else "")
+        assert [json.loads(c["function"]["arguments"]) for c in parser.whole.tool_calls] == [{"path": "a"}] * count
+    bad = tokenizer(call.replace('"path"', '"n"'), add_special_tokens=False)["input_ids"]
+    assert form.matcher().count_allowed(bad) < len(bad) and chat.keeps_special
+
+
 THOUGHTS = {
     "qwen, deepseek, glm, kimi, minimax, nemotron, smollm, phi": ("<think>\nso</think>\n\n", "<think></think>"),
     "mistral": ("[THINK]so[/THINK]", "[THINK]{}[/THINK]"),

@@ -9,7 +9,6 @@ import json
 import pytest
 
 from outcore.serve import ServeSettings
-from tests.infer.models import save_tiny_model
 from tests.serve.agents.sessions import PATCH, SCHEMAS, TURNS, claude, codex, opencode
 from tests.serve.running import Running, get
 
@@ -19,13 +18,6 @@ jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = 6
 """Tokens of an answer where no call is insisted on."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("agents") / "tiny"
-    save_tiny_model(found, positions=16384)
-    return found
 
 
 @functools.cache

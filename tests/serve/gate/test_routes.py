@@ -154,6 +154,8 @@ def test_a_key_is_asked_for_everywhere_but_at_the_health(guarded):
     row = "GET /openapi.json"
     assert ask(client, row, Authorization=f"bEARER {KEY}").status_code == 200
     assert [ask(client, row, Authorization=value).status_code for value in (KEY, f"Basic {KEY}")] == [401, 401]
+    given = [client.get("/openapi.json", headers={"X-Api-Key": key}).status_code for key in (KEY, "another", "")]
+    assert given == [200, 401, 401], "as Anthropic's clients send it"
 
 
 @pytest.mark.parametrize(("listens", "host", "status"), [
