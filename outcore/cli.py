@@ -29,7 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "evaluate": ("outcore.evaluate.commands.evaluate", "scores by lm-evaluation-harness, for a model of any size"),
         "evaluations": ("outcore.evaluate.commands.evaluations", "what was evaluated: list, show, diff, export"),
         "serve": ("outcore.evaluate.commands.serve", "an address under OpenAI's API for a model of any size"),
-        "start": ("outcore.serve.start", "claude, codex, opencode, aider or open-webui on a model of this machine"),
+        "start": (
+            "outcore.serve.handover.start",
+            "claude, codex, opencode, aider or open-webui on a model of this machine",
+        ),
         "ui": ("outcore.ui.command", "all of it in the browser: train, watch, chat, evaluate, the machine"),
         "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),

@@ -42,7 +42,7 @@ def start(folder, bin_folder, *words, **more):
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_each_client_is_told_in_its_own_words(name):
-    from outcore.serve.start import client_of
+    from outcore.serve.handover.start import client_of
 
     client = client_of(name, "http://127.0.0.1:9", "the-key", "a/model", 4096)
     said = " ".join((*client.command, *client.variables.values()))

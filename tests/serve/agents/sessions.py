@@ -58,8 +58,8 @@ def claude() -> Iterator[Sent]:
 
     def body(**more: Any) -> dict[str, Any]:
         header = f"x-anthropic-billing-header: cc_version=2.1.{draw.random()}; cch={draw.getrandbits(20):05x};"
-        system = [{"type": "text", "text": header}, {"type": "text", "text": FOX * 260}]
-        system[-1]["cache_control"] = {"type": "ephemeral"}
+        rules = {"type": "text", "text": FOX * 260, "cache_control": {"type": "ephemeral"}}
+        system = [{"type": "text", "text": header}, rules]
         return {"model": "tiny", "max_tokens": 32000, "system": system, "tools": tools, "messages": [*messages], **more}
 
     for turn in range(TURNS):

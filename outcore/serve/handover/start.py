@@ -30,7 +30,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
 
 @dataclass(frozen=True)
-class Client:
+class AgentClient:
     """How one client is told where the model is. `asks`: path and body of a request as it sends them."""
 
     command: tuple[str, ...]
@@ -43,7 +43,7 @@ class Client:
         return [*quoted, " ".join(map(shlex.quote, self.command))]
 
 
-def client_of(name: str, url: str, key: str, model: str, context: int) -> Client:
+def client_of(name: str, url: str, key: str, model: str, context: int) -> AgentClient:
     """What this client is told of the server at `url`."""
     open_ai = f"{url}/v1"
     if name == "claude":
@@ -51,7 +51,7 @@ def client_of(name: str, url: str, key: str, model: str, context: int) -> Client
         variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
         variables |= {f"ANTHROPIC_{kind}": model for kind in kinds}
         variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3000000"}
-        return Client(("claude",), variables, ("/v1/messages", MESSAGES))
+        return AgentClient(("claude",), variables, ("/v1/messages", MESSAGES))
     if name == "codex":
         provider = f'{{name="outcore",base_url="{open_ai}",env_key="OUTCORE_API_KEY",wire_api="responses"}}'
         told = {
@@ -60,7 +60,7 @@ def client_of(name: str, url: str, key: str, model: str, context: int) -> Client
         }  # fmt: skip
         flags = [word for key_, value in told.items() for word in ("-c", f"{key_}={value}")]
         asked = {"input": "Hi", "max_output_tokens": 1, "store": False}
-        return Client(("codex", *flags), {"OUTCORE_API_KEY": key}, ("/v1/responses", asked))
+        return AgentClient(("codex", *flags), {"OUTCORE_API_KEY": key}, ("/v1/responses", asked))
     asks = ("/v1/chat/completions", MESSAGES)
     if name == "opencode":
         limit = {"context": context, "output": context // 2}
@@ -69,17 +69,17 @@ def client_of(name: str, url: str, key: str, model: str, context: int) -> Client
             "models": {model: {"name": model, "limit": limit}},
         }  # fmt: skip
         config = {"provider": {"outcore": provider}, "model": f"outcore/{model}", "small_model": f"outcore/{model}"}
-        return Client(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, asks)
+        return AgentClient(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, asks)
     if name == "aider":
         variables = {"OPENAI_API_BASE": open_ai, "OPENAI_API_KEY": key}
-        return Client(("aider", "--model", f"openai/{model}", "--no-show-model-warnings"), variables, asks)
+        return AgentClient(("aider", "--model", f"openai/{model}", "--no-show-model-warnings"), variables, asks)
     variables = {
         "OPENAI_API_BASE_URL": open_ai,
         "OPENAI_API_KEY": key,
         "ENABLE_OLLAMA_API": "False",
         "DEFAULT_MODELS": model,
     }
-    return Client(("open-webui", "serve"), variables, asks)
+    return AgentClient(("open-webui", "serve"), variables, asks)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,7 +134,7 @@ def _checked(url: str, key: str) -> int:
     return int(found.raise_for_status().json()["data"][0]["max_model_len"])
 
 
-def _asked(client: Client, url: str, key: str) -> None:
+def _asked(client: AgentClient, url: str, key: str) -> None:
     """Send one request as the client would. RuntimeError where it is not answered."""
     import httpx
 
@@ -144,7 +144,7 @@ def _asked(client: Client, url: str, key: str) -> None:
         raise RuntimeError(f"a request to {path} was answered with {answer.status_code}: {answer.text}")
 
 
-def _run(client: Client, more: Sequence[str]) -> int:
+def _run(client: AgentClient, more: Sequence[str]) -> int:
     """Run the client until it ends, or tell how, and wait, where it is not installed."""
     executable = shutil.which(client.command[0])
     if executable is None:
