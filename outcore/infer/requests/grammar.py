@@ -148,6 +148,7 @@ class Grammars:
         if found is None:
             if len(text) > MAX_LETTERS:
                 raise ValueError(f"it has more than {MAX_LETTERS} letters. Make it simpler.")
+            self._ask("ready_for_forms")
             self._ask("try_form", text, limit_s=COMPILE_S)
             found = self._made(text)
         with self._lock:
