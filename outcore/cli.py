@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "evaluate": ("outcore.evaluate.commands.evaluate", "scores by lm-evaluation-harness, for a model of any size"),
         "evaluations": ("outcore.evaluate.commands.evaluations", "what was evaluated: list, show, diff, export"),
         "serve": ("outcore.evaluate.commands.serve", "an address under OpenAI's API for a model of any size"),
+        "start": (
+            "outcore.serve.handover.start",
+            "claude, codex, opencode, aider or open-webui on a model of this machine",
+        ),
         "ui": ("outcore.ui.command", "all of it in the browser: train, watch, chat, evaluate, the machine"),
         "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
@@ -39,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name -> (module with `main(argv) -> int`, what it is for)."""
 
 
-GO_ON = ("train", "serve", "ui", "evaluate", "export", "setup", "probe", "check")
+GO_ON = ("train", "serve", "start", "ui", "evaluate", "export", "setup", "probe", "check")
 """Commands that do more than print: they go on when nobody reads along."""
 
 

@@ -66,10 +66,14 @@ class Bench:
         """Text of tokens, special ones, too."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def try_form(self, text: str) -> None:
-        """Refuse a form that does not compile, that no answer can have, or that takes too long a token."""
+    def ready_for_forms(self) -> None:
+        """Learn the vocabulary as forms need it, once: seconds for a large one, which are no form's fault."""
         if self._for_forms is None:
             self._for_forms = for_forms(self.tokenizer, self._ends)
+
+    def try_form(self, text: str) -> None:
+        """Refuse a form that does not compile, that no answer can have, or that takes too long a token."""
+        self.ready_for_forms()
         trial_of_form(self._for_forms, text)
 
 

@@ -166,7 +166,9 @@ def _check_best(config: TrainConfig) -> None:
 def _check_engine(config: TrainConfig) -> None:
     check_stage_of_stream(config.engine, config.zero_stage)
     if config.optimizer == "muon" and (
-        why := why_not_muon(engine=config.engine, is_frozen=config.lora_r > 0, state_format=config.state_format or "")
+        why := why_not_muon(
+            engine=config.engine or "auto", is_frozen=config.lora_r > 0, state_format=config.state_format or ""
+        )
     ):
         raise ConfigError(why)
     if config.engine == "deepspeed":

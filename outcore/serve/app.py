@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from outcore.common.output import say
 from outcore.common.quantities import counted
-from outcore.serve import chat, completions, plain, responses
+from outcore.serve import completions, plain
 from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
 from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.gate import Guard, KeyCheck, Keys
 from outcore.serve.jobs import Batches, Files, add_jobs
+from outcore.serve.protocols import PROTOCOLS, count_tokens
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
 
@@ -83,9 +84,9 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     app.add_middleware(RequestIds)
     _add_plain(app, service)
     add_jobs(app, service, batches)
-    _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
     _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
-    _add_answers(app, service, "/v1/responses", responses.ResponseCall, responses.whole, responses.events)
+    for protocol in PROTOCOLS:
+        _add_answers(app, service, *protocol)
     _add_answers(app, service, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
     _add_answers(app, service, "/classify", plain.ClassifyCall, plain.classified, None)
     for path in ("/rerank", "/v1/rerank"):
@@ -98,29 +99,29 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
 def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: None) -> None:
     """Errors of routes in one shape. `refused`: told the status of each."""
 
-    def answer(error: ApiError) -> JSONResponse:
+    def answer(http: HttpRequest, error: ApiError) -> JSONResponse:
         refused(error.status)
-        return JSONResponse(error.body(), error.status, headers=error.headers())
+        return JSONResponse(error.body(http.url.path), error.status, headers=error.headers())
 
     @app.exception_handler(ApiError)
     async def told(http: HttpRequest, error: ApiError) -> JSONResponse:
-        return answer(error)
+        return answer(http, error)
 
     @app.exception_handler(HTTPException)
     async def routing(http: HttpRequest, error: HTTPException) -> JSONResponse:
         words = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
-        return answer(ApiError(error.status_code, words))
+        return answer(http, ApiError(error.status_code, words))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        return answer(ApiError(400, f"{first['loc'][-1]}: {first['msg']}.", param=str(first["loc"][-1])))
+        return answer(http, ApiError(400, f"{first['loc'][-1]}: {first['msg']}.", param=str(first["loc"][-1])))
 
     @app.exception_handler(Exception)
     async def unknown(http: HttpRequest, error: Exception) -> JSONResponse:
         named = {REQUEST_ID: http.scope.get(REQUEST_ID, "")}  # this answer does not go through `RequestIds`
         logger.exception("a request failed: %s", named[REQUEST_ID])
-        reply = answer(ApiError(500, "The server failed; its log says why."))
+        reply = answer(http, ApiError(500, "The server failed; its log says why."))
         reply.headers.update(named)
         return reply
 
@@ -155,6 +156,10 @@ def _add_plain(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
         return await _understood(http, service, plain.tokenize)
+
+    @app.post("/v1/messages/count_tokens")
+    async def counted(http: HttpRequest) -> dict[str, Any]:
+        return await _understood(http, service, count_tokens)
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> dict[str, Any]:

@@ -18,8 +18,15 @@ KINDS = {  # by status; others are by their hundred
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    500: "server_error",
 }
-
+MESSAGES_KINDS = KINDS | {
+    409: "invalid_request_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Kinds of errors as Anthropic's clients know them."""
 
 STOPS = "The server stops. Ask again when it has started."
 
@@ -39,10 +46,13 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
 
-    def body(self) -> dict[str, Any]:
-        """The JSON that is sent."""
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON that is sent, in a shape that clients of OpenAI's and of Anthropic's API read. Where they name a
+        kind of error differently, `path` says whose client asks."""
+        kinds = MESSAGES_KINDS if path.startswith("/v1/messages") else KINDS
+        kind = kinds.get(self.status, kinds[500] if self.status >= 500 else "invalid_request_error")
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": told}
 
     def headers(self) -> dict[str, str]:
         """With when to try again, where that is known."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError
@@ -19,14 +20,49 @@ FIELDS = CHAT_FIELDS | {"prompt", "tokens", "add_special_tokens"}
 
 def models(service: Service) -> dict[str, Any]:
     """GET /v1/models."""
+    context, answer = service.max_context, min(service.max_context, service.settings.max_answer_tokens)
     one = {
         "id": service.name,
         "object": "model",
         "created": service.started_s,
         "owned_by": "outcore",
-        "max_model_len": service.max_context,
+        "max_model_len": context,
+        "context_length": context,
+        "type": "model",
+        "display_name": service.name,
+        "created_at": datetime.fromtimestamp(service.started_s, UTC).isoformat(),
+        "max_input_tokens": context,
+        "max_tokens": answer,
     }
-    return {"object": "list", "data": [one]}
+    ends = {"has_more": False, "first_id": service.name, "last_id": service.name}
+    return {"object": "list", "data": [one], **ends, "models": [_of_catalogue(service.name, context)]}
+
+
+def _of_catalogue(name: str, context: int) -> dict[str, Any]:
+    """Entry of the catalogue that Codex reads: which tools it gives a model, and when it shortens a conversation."""
+    return {
+        "slug": name,
+        "display_name": name,
+        "description": "A model on this machine",
+        "supported_reasoning_levels": [],
+        "shell_type": "shell_command",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "availability_nux": None,
+        "upgrade": None,
+        "base_instructions": "",
+        "supports_reasoning_summaries": False,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": "freeform",
+        "truncation_policy": {"mode": "tokens", "limit": max(1000, context // 8)},
+        "supports_parallel_tool_calls": True,
+        "context_window": context,
+        "effective_context_window_percent": 90,
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+    }
 
 
 def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:

@@ -61,5 +61,5 @@ class Reading:
 
 def _has_form(body: Mapping[str, Any]) -> bool:
     """Whether an answer must have a form, which is tried and compiled."""
-    says_so = any(isinstance(body.get(name), Mapping) for name in ("response_format", "text", "tool_choice"))
-    return says_so or body.get("tool_choice") == "required"
+    says_so = any(isinstance(body.get(name), Mapping) for name in ("response_format", "text"))
+    return says_so or bool(body.get("tools"))

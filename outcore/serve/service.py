@@ -24,6 +24,7 @@ from outcore.infer.opening import OpenedModel
 from outcore.infer.passes import TextScores
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.errors import STOPS, ApiError, bad, stops
+from outcore.serve.kept import KeptResponses
 from outcore.serve.reading import Reading
 from outcore.serve.settings import ServeSettings
 from outcore.serve.under_way import UnderWay
@@ -185,6 +186,7 @@ class Service:
         self._stamp = f"{time.time_ns():x}"
         self.num_under_way, self.under_way = 0, UnderWay()
         self.is_stopping = False
+        self.responses = KeptResponses()
 
     @property
     def max_context(self) -> int:
@@ -248,7 +250,9 @@ class Service:
         longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
         return longest.fitting(prompt_tokens, self.max_context)
 
-    def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None) -> Request:
+    def request_of(
+        self, body: Mapping[str, Any], ids: tuple[int, ...], name: str, chat: Chat | None = None, priority: int = 0
+    ) -> Request:
         """A request for answers to these tokens, or to a chat. ApiError for what cannot be."""
         room = self.max_context - len(ids)
         if room < 1:
@@ -259,7 +263,8 @@ class Service:
             )
         try:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
-            request = request_of(body, name, ids, sampling, self.grammars, chat, self.settings.request_timeout_s)
+            chosen, deadline_s = self.grammars, self.settings.request_timeout_s
+            request = request_of(body, name, ids, sampling, chosen, chat, deadline_s, priority)
             self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:

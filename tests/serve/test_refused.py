@@ -17,6 +17,12 @@ pytest.importorskip("fastapi")
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
+TALK = "/v1/messages"
+FREE = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "yacc"}}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "3"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+USE, GIVEN = {"type": "tool_use", "id": "c", "name": "f", "input": {}}, {"type": "tool_result", "tool_use_id": "c"}
 
 
 def post(server, path, body, raw=None):
@@ -81,10 +87,31 @@ BAD = [
     ("/v1/embeddings", {"input": "Hi", "encoding_format": "hex"}, 400, "encoding_format"),
     ("/v1/embeddings", {"input": "x" * 5000}, 400, "more than the"), ("/v1/responses", {}, 400, "input"),
     ("/v1/responses", {"input": [{"type": "image"}]}, 400, "image"),
-    ("/v1/responses", {"input": "Hi", "previous_response_id": "r"}, 400, "previous_response_id"),
+    ("/v1/responses", {"input": "Hi", "previous_response_id": "r"}, 400, "is not here"),
     ("/v1/responses", {"input": "Hi", "background": True}, 400, "background"),
     ("/v1/responses", {"input": "Hi", "instructions": ["be brief"]}, 400, "instructions"),
-    ("/v1/responses", {"input": "Hi", "tools": [{"type": "web_search"}]}, 400, "tools"),
+    ("/v1/responses", {"input": "Hi", "tools": [{"type": "function"}]}, 400, "needs a name"),
+    ("/v1/responses", {"input": "Hi", "tools": [FREE]}, 400, "lark or regex"),
+    ("/v1/responses", {"input": [RESULT]}, 400, "no call before"),
+    (CHAT, {"messages": [*HI, {"role": "tool", "tool_call_id": "c", "content": "3"}]}, 400, "no call before"),
+    (CHAT, {"messages": [*HI, CALLED, *HI]}, 400, "no tool result behind"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, 400,
+     "must be a JSON schema"),
+    (TALK, {"messages": HI}, 400, "max_tokens"), (TALK, {"max_tokens": 5}, 400, "messages"),
+    (TALK, {"max_tokens": 0, "messages": HI}, 400, "max_tokens"),
+    (TALK, {"max_tokens": 5, "messages": HI, "model": "another"}, 404, "another"),
+    (TALK, {"max_tokens": 5, "messages": [{"role": "system", "content": "Hi"}]}, 400, "messages.0.role"),
+    (TALK, {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "reads text only"),
+    (TALK, {"max_tokens": 5, "messages": [*HI, {"role": "assistant", "content": [USE]}, *HI]}, 400, "no tool result"),
+    (TALK, {"max_tokens": 5, "messages": [{"role": "user", "content": [GIVEN]}]}, 400, "no call before"),
+    (TALK, {"max_tokens": 5, "messages": [{"role": "assistant", "content": [USE | {"input": 3}]}]}, 400, "an object"),
+    (TALK, {"max_tokens": 5, "messages": HI, "system": 3}, 400, "system"),
+    (TALK, {"max_tokens": 5, "messages": HI, "thinking": {"type": "hard"}}, 400, "thinking.type"),
+    (TALK, {"max_tokens": 5, "messages": HI, "tools": [{"name": "f"}]}, 400, "input_schema"),
+    (TALK, {"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool", "name": "f"}}, 400, "no such function"),
+    (TALK, {"max_tokens": 5, "messages": HI, "stop_sequences": "x" * 3, "stream": 1}, 400, "stream"),
+    (TALK, {"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 3000}]}, 400, "prompt is too long"),
+    (f"{TALK}/count_tokens", {"messages": []}, 400, "messages"),
     ("/v1/requests/chatcmpl-0/cancel", {}, 404, "under way"), ("/v1/nothing", {"input": "Hi"}, 404, "/v1/nothing"),
 ]  # fmt: skip
 

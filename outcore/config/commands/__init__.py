@@ -12,4 +12,4 @@ from outcore.config.commands.files import (
     watch_flags,
 )
 from outcore.config.commands.running import SAMPLING_FLAGS, chat_flags, generate_flags, score_flags
-from outcore.config.commands.serving import DEFAULT_UI_PORT, serve_flags, ui_flags
+from outcore.config.commands.serving import DEFAULT_UI_PORT, serve_flags, start_flags, ui_flags

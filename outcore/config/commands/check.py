@@ -9,7 +9,7 @@ from types import MappingProxyType
 from outcore.config.commands.evaluating import evaluate_flags, evaluations_flags, lists_tasks
 from outcore.config.commands.files import data_flags, export_flags, models_flags, runs_flags, trace_flags, watch_flags
 from outcore.config.commands.running import chat_flags, generate_flags, score_flags
-from outcore.config.commands.serving import serve_flags, ui_flags
+from outcore.config.commands.serving import serve_flags, start_flags, ui_flags
 
 FLAGS: Mapping[str, Callable[[], argparse.ArgumentParser]] = MappingProxyType(
     {
@@ -19,6 +19,7 @@ FLAGS: Mapping[str, Callable[[], argparse.ArgumentParser]] = MappingProxyType(
         "evaluate": evaluate_flags,
         "evaluations": evaluations_flags,
         "serve": serve_flags,
+        "start": start_flags,
         "ui": ui_flags,
         "data": data_flags,
         "runs": runs_flags,
@@ -33,5 +34,6 @@ FLAGS: Mapping[str, Callable[[], argparse.ArgumentParser]] = MappingProxyType(
 
 def check_flags(command: str, argv: Sequence[str]) -> None:
     """Leave with code 2 for a wrong command line, with 0 for `--help`; the command itself parses what is right."""
+    argv = argv[: argv.index("--")] if command == "start" and "--" in argv else argv  # behind it: the client's own
     if command in FLAGS and not (command == "evaluate" and lists_tasks(argv)):
         FLAGS[command]().parse_args(argv)

@@ -9,6 +9,7 @@ from outcore.config.commands.parser import CommandParser
 from outcore.config.commands.running import MODEL_COMMON, add_model_flags
 
 DEFAULT_UI_PORT = 7860
+CLIENTS = ("claude", "codex", "opencode", "aider", "open-webui")
 
 
 def serve_flags() -> argparse.ArgumentParser:
@@ -16,8 +17,27 @@ def serve_flags() -> argparse.ArgumentParser:
     found = CommandParser(
         prog="outcore serve",
         common=(*MODEL_COMMON, "host", "port", "api_key_file", "served_name", "max_answer_tokens", "engine"),
-        description="Serve a model of any size under OpenAI's API, on this machine's address.",
+        description="Serve a model of any size under OpenAI's and Anthropic's API, on this machine's address.",
     )
+    _add_serve_flags(found)
+    return found
+
+
+def start_flags() -> argparse.ArgumentParser:
+    """All flags: those of `outcore serve`, and which client is told of it."""
+    found = CommandParser(
+        prog="outcore start",
+        common=(*MODEL_COMMON, "client", "port", "served_name", "max_answer_tokens"),
+        description="Serve a model for one session of a client, which is told where it is; what comes behind -- are "
+        "the client's own arguments. The model ends with the client.",
+    )
+    found.add_argument("client", choices=CLIENTS, help="who asks the model")
+    _add_serve_flags(found)
+    found.set_defaults(port=0, max_answer_tokens=32_768)
+    return found
+
+
+def _add_serve_flags(found: CommandParser) -> None:
     add_model_flags(found)
     _add_handover_flags(found)
     group = found.add_argument_group("how it is reached")
@@ -34,7 +54,6 @@ def serve_flags() -> argparse.ArgumentParser:
     group.add_argument("--log_dir", type=Path, default=Path("logs/serve"), help="folder for a line for each request")
     group.add_argument("--record_text", action="store_true", help="with prompts and answers in those lines")
     group.add_argument("--deterministic", action="store_true", help="same seed, same text, whatever else runs; slower")
-    return found
 
 
 def _add_handover_flags(parser: argparse.ArgumentParser) -> None:

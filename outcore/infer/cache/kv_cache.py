@@ -55,6 +55,8 @@ class SequencePages:
     """Copies of its states at such places, until their pages are offered to the index."""
     num_read: int = 0
     """Pages that came from the drive when it was opened."""
+    is_minor: bool = False
+    """Whether what it leaves in the prefix index makes room first."""
 
     def next_cut(self, start: int, end: int) -> int:
         """The next place behind `start` where a chunk ends: a page end at which states are wanted, or `end`."""
@@ -269,7 +271,7 @@ class KvCache:
             if GONE in pages:
                 continue  # the window went faster than the pages filled: its chain ends here
             before = sequence.parent
-            sequence.parent, is_new = self.index.add(before, own, pages)
+            sequence.parent, is_new = self.index.add(before, own, pages, is_minor=sequence.is_minor)
             if is_new:
                 for ledger, page in zip(self.ledgers, pages, strict=True):
                     ledger.share([page])

@@ -1,8 +1,9 @@
 """Full pages by the tokens that led to them, so that prompts with the same beginning are computed once.
 
 A page is found by a chain of hashes over all tokens up to its end, and its own tokens are compared before it is used: a
-collision costs a miss, never a wrong answer. The index is one more user of each page; pages that nobody else uses go,
-least recently used first, when room is needed."""
+collision costs a miss, never a wrong answer. The index is one more user of each page; pages that nobody else uses go
+when room is needed: first those that came once only, as a title's or a summary's do, then those that were asked for
+again, as a conversation's are; of either the least recently used first."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ROOT = b""
+MOST_AGAIN = 0.8
+"""Share of pages that are held as asked for again; beyond it they go first: a conversation that is over makes room
+for a new one."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,10 @@ class PrefixIndex:
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
-        self._pages: OrderedDict[bytes, PrefixPage] = OrderedDict()
-        """Least recently used first."""
+        self._pages: dict[bytes, PrefixPage] = {}
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        self._again: OrderedDict[bytes, None] = OrderedDict()
+        """Pages by how often they were asked for, least recently used first."""
         self._followers: dict[bytes, int] = {}
         """How many pages stand behind each."""
 
@@ -47,8 +53,8 @@ class PrefixIndex:
         return self._pages.get(key)
 
     def all(self) -> list[PrefixPage]:
-        """Every page, least recently used first."""
-        return list(self._pages.values())
+        """Every page, in the order in which they go."""
+        return [self._pages[key] for key in (*self._once, *self._again)]
 
     def get(self, parent: bytes, tokens: Sequence[int]) -> PrefixPage | None:
         """The page with these tokens behind `parent`."""
@@ -57,8 +63,10 @@ class PrefixIndex:
         return page if page is not None and page.tokens == own and page.parent == parent else None
 
     def used(self, page: PrefixPage) -> None:
-        """Note that a page was used just now."""
-        self._pages.move_to_end(page.key)
+        """Note that a page was asked for again just now."""
+        self._once.pop(page.key, None)
+        self._again[page.key] = None
+        self._again.move_to_end(page.key)
 
     def find(self, tokens: Sequence[int]) -> list[PrefixPage]:
         """The longest chain of pages that hold the beginning of `tokens`, and never all of them: the last token must
@@ -71,30 +79,37 @@ class PrefixIndex:
                 break
             found.append(page)
             parent = page.key
-        for page in found:
+        for page in reversed(found):  # a chain goes from its end
             self.used(page)
         return found
 
-    def add(self, parent: bytes, tokens: Sequence[int], pages: tuple[int, ...]) -> tuple[bytes, bool]:
-        """(key of this page, whether it is new here)."""
+    def add(
+        self, parent: bytes, tokens: Sequence[int], pages: tuple[int, ...], *, is_minor: bool = False
+    ) -> tuple[bytes, bool]:
+        """(key of this page, whether it is new here). `is_minor`: it goes before all others."""
         own = tuple(tokens)
         key = key_of(parent, own)
         known = self._pages.get(key)
         if known is not None and (known.tokens != own or known.parent != parent):
             return key, False  # a collision: the first one stays
         if known is None:
-            self._pages[key] = PrefixPage(key, parent, own, pages)
+            self._pages[key], self._once[key] = PrefixPage(key, parent, own, pages), None
+            self._once.move_to_end(key, last=not is_minor)
             self._followers[parent] = self._followers.get(parent, 0) + 1
         return key, known is None
 
     def oldest(self, is_idle: Callable[[PrefixPage], bool]) -> PrefixPage | None:
-        """The least recently used page with nothing behind it and that is idle: a chain goes from its end."""
-        idle = (page for page in self._pages.values() if not self._followers.get(page.key) and is_idle(page))
-        return next(idle, None)
+        """The first page to go, with nothing behind it and that is idle: a chain goes from its end."""
+        first, then = self._once, self._again
+        if len(then) > MOST_AGAIN * len(self._pages):
+            first, then = then, first
+        ends = (self._pages[key] for keys in (first, then) for key in keys if key not in self._followers)
+        return next(filter(is_idle, ends), None)
 
     def remove(self, page: PrefixPage) -> None:
         """Forget a page."""
         del self._pages[page.key]
+        (self._once if page.key in self._once else self._again).pop(page.key)
         self._followers[page.parent] -= 1
         if not self._followers[page.parent]:
             del self._followers[page.parent]

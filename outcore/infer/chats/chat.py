@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.infer.chats.forced import Forced, forced_of
-from outcore.infer.chats.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, takes_tools
+from outcore.infer.chats.calls import AskedCalls, CallGrammar, Form, asked_of
+from outcore.infer.chats.parsing import AnswerParser, Parsed, Reads, TemplateParser, takes_tools
+from outcore.infer.chats.style import hidden_of, specials_of, style_of, thought_of
 from outcore.infer.requests import Grammars, Prompts, Request, Sampling
 
 CHAT_FIELDS = frozenset(
@@ -44,6 +45,7 @@ class Chat:
         messages, tools = fields.get("messages"), _tools_of(fields, prompts)
         if not isinstance(messages, list) or not messages:
             raise ChatError("messages must be a list of at least one message.", "messages")
+        _check_calls(messages)
         if not isinstance(fields.get("logprobs") or False, bool):
             raise ChatError("logprobs must be true or false; top_logprobs is the number beside it.", "logprobs")
         more = fields.get("chat_template_kwargs") or {}
@@ -62,36 +64,53 @@ class Chat:
         except (ValueError, TypeError) as error:
             raise ChatError(str(error), "messages") from error
         self._tools, self._template = tools, getattr(prompts.tokenizer, "response_template", None)
-        self._marks = marks_of(prompts.tokenizer, with_tools=bool(tools))
-        self._begins_in: Mode = "reasoning" if self._prompt.rstrip().endswith("<think>") else "content"
-        self._most_calls = None if _flag(fields, "parallel_tool_calls", default=True) else 1
-        self.forced: Forced | None = None
-        """What the answer must be where `tool_choice` leaves no other: a form, as `response_format` says it."""
-        try:
-            if (choice := fields.get("tool_choice")) not in ("auto", "none", None):
-                opened = self._begins_in == "reasoning"
-                self.forced = forced_of(choice, tools, is_one=self._most_calls == 1, begins_in_thought=opened)
-        except ValueError as error:
-            raise ChatError(str(error), "tool_choice") from error
         self._form = fields.get("response_format")
-        if self.forced and (self._form or {"type": "text"}) != {"type": "text"}:
+        self._called: Form | None = None
+        """Form of answers that call tools, or may."""
+        try:
+            asked = asked_of(
+                fields.get("tool_choice"), tools, is_one=not _flag(fields, "parallel_tool_calls", default=True)
+            )
+            self._learn(prompts, asked)
+        except ChatError:
+            raise
+        except ValueError as error:
+            raise ChatError(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from error
+
+    def _learn(self, prompts: Prompts, asked: AskedCalls) -> None:
+        """Find how this model writes thoughts and calls, and which form its answers have by that."""
+        tokenizer, thought = prompts.tokenizer, thought_of(prompts.tokenizer)
+        in_thought = thought is not None and self._prompt.rstrip().endswith(thought[0].strip())
+        style = style_of(prompts) if self._tools else None
+        functions = [tool["function"] for tool in self._tools]
+        self._reads = Reads(
+            thought, style, "reasoning" if in_thought else "content", 1 if asked.is_one else None,
+            frozenset(function["name"] for function in functions if "grammar" in function),
+            {function["name"]: _properties_of(function) for function in functions},
+        )  # fmt: skip
+        has_form = (self._form or {"type": "text"}) != {"type": "text"}
+        if asked.is_forced and has_form:
             raise ChatError("tool_choice forces a call: leave response_format out.", "response_format")
+        if style is not None and not has_form and (self._template is None or asked.is_forced):
+            self._called = CallGrammar(style, specials_of(tokenizer), thought, in_thought=in_thought).form(asked)
+        said = "".join((*(thought or ()), *((style.open, style.next, style.close) if style else ())))
+        self._has_special = any(mark in said for mark in hidden_of(tokenizer))
 
     @property
     def form(self) -> tuple[Any, str]:
         """The form that answers must have, and the field that says so."""
-        return (self._form, "response_format") if self.forced is None else (self.forced, "tool_choice")
+        return (self._form, "response_format") if self._called is None else (self._called, "tools")
 
     @property
     def keeps_special(self) -> bool:
         """Whether answers are read by marks that the tokenizer calls special."""
-        return self._template is not None and self.forced is None
+        return self._has_special or (self._template is not None and self._called is None)
 
     def parser(self, name: str) -> AnswerParser | TemplateParser:
         """What tells an answer's parts apart; calls of tools are named after `name`."""
-        if self._template is not None and self.forced is None:
-            return TemplateParser(name, self._template, self._prompt, self._tools, self._most_calls)
-        return AnswerParser(name, self._marks, self._begins_in, self._most_calls)
+        if self._template is not None and self._called is None:
+            return TemplateParser(name, self._template, self._prompt, self._tools, self._reads.most_calls)
+        return AnswerParser(name, self._reads)
 
     def parts_of(self, name: str, text: str) -> Parsed:
         """A whole answer, told apart."""
@@ -109,13 +128,32 @@ def request_of(
     grammars: Grammars,
     chat: Chat | None = None,
     deadline_s: float | None = None,
+    priority: int = 0,
 ) -> Request:
     """A request for answers to these tokens, or to a chat, in as many choices and the form that the body asks for.
     ValueError for what cannot be."""
     count = 1 if body.get("n") is None else body["n"]
     grammar = grammars.of(*(chat.form if chat else (body.get("response_format"), "response_format")))
     reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
-    return Request(name, ids, sampling, count, 0, grammar, deadline_s, **reads)
+    return Request(name, ids, sampling, count, priority, grammar, deadline_s, **reads)
+
+
+def _check_calls(messages: list[Any]) -> None:
+    """ChatError for a result without its call, and for a call that the conversation goes on from without a result."""
+    asked: dict[str, int] = {}
+    for number, message in enumerate([*messages, {"role": "end"}]):
+        role, calls = (message.get("role"), message.get("tool_calls")) if isinstance(message, Mapping) else (None, None)
+        if role == "tool":
+            name = message.get("tool_call_id")
+            if name is not None and asked.pop(name if isinstance(name, str) else "", None) is None:
+                raise ChatError(
+                    f"messages.{number}: a tool result is for {name!r}, which no call before it is.", "messages"
+                )
+        elif asked:
+            name, place = next(iter(asked.items()))
+            raise ChatError(f"messages.{place}: the call {name!r} has no tool result behind it.", "messages")
+        ids = [call.get("id") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        asked |= {name: number for name in ids if isinstance(name, str)}
 
 
 def _tools_of(fields: Mapping[str, Any], prompts: Prompts) -> list[Any]:
@@ -127,6 +165,12 @@ def _tools_of(fields: Mapping[str, Any], prompts: Prompts) -> list[Any]:
     if not takes_tools(prompts.tokenizer):
         raise ChatError("This model's chat template knows no tools.", "tools", "unsupported_parameter")
     return tools
+
+
+def _properties_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = function.get("parameters")
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is_tool(tool: Any) -> bool:

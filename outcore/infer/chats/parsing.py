@@ -1,37 +1,46 @@
-"""What an answer holds besides words: reasoning and calls of tools, told apart while it arrives; log-probabilities.
+"""What an answer holds besides words: reasoning and calls of tools, told apart while it arrives.
 
-Marks are those that most open models write: <think>...</think>, and <tool_call>{"name": ..., "arguments": {...}}
-</tool_call>. Only marks that the model's own chat template names are looked for."""
+Marks are those of the model's own style (`style`): a call's name is told as soon as it is written, its arguments piece
+by piece. What only looks like a call is text."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from outcore.common.files import json_of
+from outcore.infer.chats.calls import is_text
+from outcore.infer.chats.style import ALOUD, ANALYSIS, ANY, NEXT_TURN, NUMBER, CallStyle, Pairs
 
-Mode = Literal["content", "reasoning", "tool"]
-MARKS: dict[Mode, tuple[str, str]] = {"reasoning": ("<think>", "</think>"), "tool": ("<tool_call>", "</tool_call>")}
-
-
+Mode = Literal["content", "reasoning", "head", "arguments", "raw", "pairs", "tail"]
+_BLANKS = re.compile(r"\s+|(?<=\{)(?=\")|(?<=\})(?=<)")
 REASONING = ("reasoning_content", "thinking")
 """What templates call the part that is not said aloud."""
 
 
 @dataclass
 class Parsed:
-    """One answer, told apart."""
+    """One answer, told apart, or what of it is new: there a call has an `index`, and arguments go on."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    is_cut: bool = False
+    """Whether the answer ended within its last call."""
 
     def take(self, new: Parsed) -> Parsed:
         """Add what is new; returns it."""
         self.content += new.content
         self.reasoning += new.reasoning
-        self.tool_calls += new.tool_calls
+        for delta in new.tool_calls:
+            if "id" in delta:
+                call = {key: value for key, value in delta.items() if key != "index"}
+                self.tool_calls.append(call | {"function": dict(delta["function"])})
+            else:
+                self.tool_calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
         return new
 
     def fields(self) -> dict[str, Any]:
@@ -49,19 +58,44 @@ class Parsed:
         return "tool_calls" if self.tool_calls and finish == "stop" else finish
 
 
-class AnswerParser:
-    """`add` text, `finish` once; each returns what is new. `marks`: which to look for; `begins_in`: what the prompt has
-    already opened; `most_calls`: calls beyond these are left out."""
+@dataclass(frozen=True)
+class Reads:
+    """What a parser looks for. `thought`: marks around thoughts; `style`: how calls are written; None: not at all."""
 
-    def __init__(
-        self, name: str, marks: frozenset[Mode], begins_in: Mode = "content", most_calls: int | None = None
-    ) -> None:
-        self.whole, self._most_calls = Parsed(), most_calls
-        self._name, self._marks = name, marks
-        self._mode: Mode = begins_in
-        self._held, self._tool = "", ""
+    thought: tuple[str, str] | None = None
+    style: CallStyle | None = None
+    begins_in: Mode = "content"
+    """What the prompt has already opened."""
+    most_calls: int | None = None
+    """Calls beyond these are left out."""
+    raw: frozenset[str] = frozenset()
+    """Tools whose input is a text of their own grammar."""
+    properties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Schemas of arguments by tool, to know texts from other values where arguments are written one by one."""
+
+
+class AnswerParser:
+    """`add` text, `finish` once; each returns what is new. `name`: what calls are told apart by."""
+
+    def __init__(self, name: str, reads: Reads) -> None:
+        self.whole, self._name, self._reads = Parsed(), name, reads
+        self._mode: Mode = reads.begins_in
+        self._held, self._count, self._is_left_out = "", 0, False
+        self._depth, self._in_text, self._is_escaped = 0, False, False
+        """How deep in a call's JSON the text stands, and whether within a text of it."""
         self._skips_lines = False
         """Whether what comes next is behind a closing mark, whose line breaks are no part of what is said."""
+        self._begins: dict[str, Mode] = {}
+        if reads.thought is not None:
+            self._begins[reads.thought[0].strip()] = "reasoning"
+            if reads.thought[0] == ANALYSIS:
+                self._begins |= dict.fromkeys((*ALOUD, NEXT_TURN, NEXT_TURN.removeprefix(reads.thought[1])), "content")
+        if (style := reads.style) is not None:
+            self._begins |= {} if style.is_first else {style.trigger: "head"}
+            named = r"(?P<name>[\w.:/$-]+?)" + _loose(style.between, style)
+            self._head = re.compile(_loose(style.open[len(style.trigger) :], style) + named)
+            self._next = re.compile(_loose(style.next, style) + named) if style.next else None
+            self._close = re.compile(_loose(style.close, style))
 
     def add(self, text: str) -> Parsed:
         """What more text settles."""
@@ -72,23 +106,49 @@ class AnswerParser:
         return self.whole.take(new)
 
     def finish(self) -> Parsed:
-        """The rest."""
+        """The rest; a call that is not named yet is told as text."""
         new = Parsed()
-        if self._mode == "tool":  # cut off within a call: it is told as text
-            self._put(new, MARKS["tool"][0] + self._tool + self._held, "content")
-        else:
+        if self._mode == "head":
+            self._put(new, self._style.trigger + self._held, "content")
+        elif self._mode in ("content", "reasoning"):
             self._put(new, self._held, self._mode)
-        self._held = self._tool = ""
+        else:
+            self.whole.is_cut = self._mode != "tail" and not self._is_left_out
+        self._held = ""
         return self.whole.take(new)
 
+    @property
+    def _style(self) -> CallStyle:
+        assert self._reads.style is not None
+        return self._reads.style
+
     def _step(self, new: Parsed) -> bool:
-        """Settle text up to the next mark; False when there is none yet."""
+        """Settle what can be; False when more text is needed."""
+        match self._mode:
+            case "content" | "reasoning":
+                return self._words(new)
+            case "head":
+                return self._heading(new)
+            case "arguments":
+                return self._json(new)
+            case "raw":
+                return self._raw(new)
+            case "pairs":
+                return self._pair(new, self._style.pairs)
+            case "tail":
+                return self._tail(new)
+
+    def _words(self, new: Parsed) -> bool:
+        """Settle text up to the next mark."""
         if self._skips_lines and self._held:
             self._held = self._held.lstrip("\n")
             self._skips_lines = not self._held
-        begins: dict[str, Mode] = {MARKS[self._mode][1]: "content"} if self._mode != "content" else {}
-        if self._mode == "content":
-            begins = {MARKS[mode][0]: mode for mode in self._marks}
+        begins = self._begins
+        if self._mode == "reasoning":
+            assert self._reads.thought is not None
+            begins = dict[str, Mode]({self._reads.thought[1].strip(): "content"})
+        elif self._reads.style is not None and self._style.is_first and not (self.whole.content + new.content).strip():
+            begins = dict[str, Mode]({**begins, self._style.trigger: "head"})
         found = min(((self._held.find(mark), mark) for mark in begins if mark in self._held), default=None)
         if found is None:
             keep = max((_overlap(self._held, mark) for mark in begins), default=0)
@@ -98,27 +158,130 @@ class AnswerParser:
         at, mark = found
         self._put(new, self._held[:at], self._mode)
         self._held, self._skips_lines = self._held[at + len(mark) :], self._mode != "content"
-        if self._mode == "tool":
-            self._end_tool(new)
         self._mode = begins[mark]
         return True
 
     def _put(self, new: Parsed, text: str, mode: Mode) -> None:
         if mode == "content":
             new.content += text
-        elif mode == "reasoning":
-            new.reasoning += text
         else:
-            self._tool += text
+            new.reasoning += text
 
-    def _end_tool(self, new: Parsed) -> None:
-        text, self._tool = self._tool.strip(), ""
-        count = len(self.whole.tool_calls) + len(new.tool_calls)
-        call = tool_call_of(text, f"{self._name}-{count}")
+    def _heading(self, new: Parsed) -> bool:
+        if (match := self._head.match(self._held)) is not None and self._begin(new, match):
+            return True
+        end = self._style.end_mark
+        if not end or end not in self._held:
+            return False
+        text, _, self._held = self._held.partition(end)  # not in the model's style: whole, or no call
+        call = tool_call_of(text.strip(), f"{self._name}-{self._count}")
         if call is None:
-            new.content += f"{MARKS['tool'][0]}{text}{MARKS['tool'][1]}"
-        elif count != self._most_calls:
-            new.tool_calls.append(call)
+            new.content += self._style.trigger + text + end
+        elif self._count != self._reads.most_calls:
+            new.tool_calls.append({"index": self._count, **call})
+            self._count += 1
+        self._mode, self._skips_lines = "content", True
+        return True
+
+    def _begin(self, new: Parsed, match: re.Match[str]) -> bool:
+        """Tell of a call whose name has come; False when what follows is no arguments."""
+        name, rest = match["name"], self._held[match.end() :]
+        mode: Mode = "pairs" if self._style.pairs else "raw" if name in self._reads.raw else "arguments"
+        if mode == "arguments":
+            rest = rest.lstrip()
+            if not rest.startswith("{"):
+                return False
+        self._held, self._mode = rest, mode
+        self._is_left_out = self._count == self._reads.most_calls
+        self._called, self._depth = name, 0
+        if not self._is_left_out:
+            function = {"name": name, "arguments": ""}
+            call = {"index": self._count, "id": f"call-{self._name}-{self._count}", "type": "function"}
+            new.tool_calls.append(call | {"function": function})
+            self._count += 1
+        return True
+
+    def _argue(self, new: Parsed, text: str) -> None:
+        """Tell more of the arguments."""
+        if text and not self._is_left_out:
+            new.tool_calls.append({"index": self._count - 1, "function": {"arguments": text}})
+
+    def _json(self, new: Parsed) -> bool:
+        for at, letter in enumerate(self._held):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_text:
+                self._is_escaped, self._in_text = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._argue(new, self._held[: at + 1])
+                    self._held, self._mode = self._held[at + 1 :], "tail"
+                    return True
+        self._argue(new, self._held)
+        self._held = ""
+        return False
+
+    def _raw(self, new: Parsed) -> bool:
+        ends = [mark for mark in (self._style.close, self._style.next) if mark]
+        at = min((self._held.find(end) for end in ends if end in self._held), default=-1)
+        if at >= 0:
+            self._argue(new, self._held[:at])
+            self._held, self._mode = self._held[at:], "tail"
+            return True
+        keep = max((_overlap(self._held, end) for end in ends), default=0)
+        self._argue(new, self._held[: len(self._held) - keep])
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _pair(self, new: Parsed, pairs: Pairs | None) -> bool:
+        assert pairs is not None
+        if self._held.startswith(pairs.begin):
+            key, is_, rest = self._held[len(pairs.begin) :].partition(pairs.is_)
+            value, end, rest = rest.partition(pairs.end)
+            if not is_ or not end:
+                return False
+            self._argue(new, ("{" if not self._depth else ", ") + json.dumps(key) + ": " + self._value_of(key, value))
+            self._held, self._depth = rest, 1
+            return True
+        if len(self._held) < len(pairs.begin) and pairs.begin.startswith(self._held):
+            return False
+        self._argue(new, "}" if self._depth else "{}")
+        self._mode = "tail"
+        return True
+
+    def _value_of(self, key: str, value: str) -> str:
+        schema = self._reads.properties.get(self._called, {}).get(key)
+        if not (isinstance(schema, Mapping) and is_text(schema)):
+            try:
+                return json.dumps(json_of(value), ensure_ascii=False)
+            except ValueError:
+                pass
+        return json.dumps(value, ensure_ascii=False)
+
+    def _tail(self, new: Parsed) -> bool:
+        """What follows a call: another one, or the end of calls."""
+        if match := self._close.match(self._held):
+            self._held, self._mode, self._skips_lines = self._held[match.end() :], "content", True
+            return True
+        if self._next is not None and (match := self._next.match(self._held)) and self._begin(new, match):
+            return True
+        if len(self._held) > len(self._style.close) + len(self._style.next) + 200:  # neither: words behind a call
+            self._mode = "content"
+            return True
+        return False
+
+
+def _loose(text: str, style: CallStyle) -> str:
+    """A part of the style as a pattern. In JSON's there may be any blanks where it has some."""
+    if style.pairs is not None:
+        return f"(?:{NUMBER})".join(map(re.escape, text.split(ANY)))
+    parts = [r"\s*".join(map(re.escape, _BLANKS.split(part))) for part in text.split(ANY)]
+    return r"\s*" + f"(?:{NUMBER})".join(parts)
 
 
 class TemplateParser:
@@ -177,7 +340,7 @@ class TemplateParser:
             count = len(self.whole.tool_calls) + before + len(found)
             call = tool_call_of(json.dumps(function), f"{self._name}-{count}")
             if call is not None and count != self._most_calls:
-                found.append(call)
+                found.append({"index": count, **call})
         return found
 
 
@@ -192,17 +355,6 @@ def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
         return None
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": f"call-{name}", "type": "function", "function": {"name": function, "arguments": written}}
-
-
-def marks_of(tokenizer: Any, *, with_tools: bool) -> frozenset[Mode]:
-    """Which marks this model's template speaks of."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    found: set[Mode] = set()
-    if "</think>" in template:
-        found.add("reasoning")
-    if with_tools:
-        found.add("tool")
-    return frozenset(found)
 
 
 def takes_tools(tokenizer: Any) -> bool:

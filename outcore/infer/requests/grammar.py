@@ -11,7 +11,7 @@ import importlib.util
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,8 +34,10 @@ KEPT = 64
 class Grammar:
     """One form, compiled for one model."""
 
-    def __init__(self, compiled: Any, threads: Executor) -> None:
+    def __init__(self, compiled: Any, threads: Executor, warnings: Iterable[str] = ()) -> None:
         self._compiled, self._threads = compiled, threads
+        self.warnings = tuple(warnings)
+        """What was asked for and is not held, in the package's words."""
 
     def matcher(self) -> Matcher:
         """One for each answer."""
@@ -146,6 +148,7 @@ class Grammars:
         if found is None:
             if len(text) > MAX_LETTERS:
                 raise ValueError(f"it has more than {MAX_LETTERS} letters. Make it simpler.")
+            self._ask("ready_for_forms")
             self._ask("try_form", text, limit_s=COMPILE_S)
             found = self._made(text)
         with self._lock:
@@ -159,7 +162,8 @@ class Grammars:
 
         if self._tokenizer is None:
             self._tokenizer = for_forms(self._source, self._ends)
-        return Grammar(LLMatcher(self._tokenizer, text), self._threads)
+        warnings = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)[1]
+        return Grammar(LLMatcher(self._tokenizer, text), self._threads, map(first_line, warnings))
 
 
 def _schema_of(wanted: Mapping[str, Any]) -> Any:

@@ -15,6 +15,8 @@ class Prompts:
 
     def __init__(self, tokenizer: Any, ask: Ask | None = None) -> None:
         self.tokenizer = tokenizer
+        self.learned: dict[str, Any] = {}
+        """What was learned of the tokenizer's chat template, by its text."""
         self.note = ""
         if getattr(tokenizer, "chat_template", None) is None:
             ensure_chat_template(tokenizer)

@@ -23,7 +23,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     priority: int = 0
-    """Higher ones are admitted first; equal ones in the order of arrival."""
+    """Higher ones are admitted first; equal ones in the order of arrival. What those below 0 leave in the prefix cache
+    makes room first."""
     grammar: Grammar | None = None
     """Form that answers must have."""
     deadline_s: float | None = None

@@ -212,6 +212,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.pages = self.cache.open(sequence.tokens)
+        sequence.pages.is_minor = sequence.request.priority < 0
         sequence.computed = sequence.pages.num_cached
         if sequence.clock.began_s is None:
             sequence.clock.began_s = now_s

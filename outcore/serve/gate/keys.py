@@ -50,9 +50,11 @@ class Keys:
 
 
 def bearer_of(scope: Scope) -> bytes:
-    """The key of `Authorization: Bearer KEY`; b'' without one."""
-    scheme, _, key = Headers(scope=scope).get("authorization", "").strip().partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    """The key of `Authorization: Bearer KEY`, or of `X-Api-Key`, as Anthropic's clients send it; b'' without one."""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+    given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+    return given.encode("latin-1")
 
 
 class KeyCheck:

@@ -6,6 +6,7 @@ records and metrics in front of it.
                records, metrics         process: started, looked after, started again
 
 Where vLLM does not come up, or stops coming up, `run_handover` says why, and the caller serves on one GPU instead.
+`start` has our own server in such a process, for as long as one client runs.
 """
 
 from outcore.serve.handover.command import Handover, handover_of, refuse_ours

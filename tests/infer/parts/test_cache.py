@@ -77,6 +77,39 @@ def test_room_is_made_of_beginnings_that_nobody_uses():
     assert cache.open(list(range(16))).num_cached == 8  # the beginning of the chain stays longest
 
 
+def told(cache, tokens, *, is_minor=False):
+    """A prompt that is read and gone; how many of its tokens were known."""
+    sequence = cache.open(tokens)
+    sequence.is_minor = is_minor
+    cache.extend(sequence, len(tokens))
+    cache.settle(sequence, tokens, len(tokens))
+    cache.close(sequence)
+    return sequence.num_cached
+
+
+@pytest.mark.parametrize("is_minor", [False, True])
+def test_titles_do_not_evict_a_conversation(is_minor):
+    """It was asked for again, and they were not; where they are known as minor, nor what it said last."""
+    cache = cache_of((None, 16))
+    talk = list(range(40))
+    assert [told(cache, talk[:33]), told(cache, talk)] == [0, 32]
+    for number in range(20):
+        told(cache, [100 * number + 100] * 16, is_minor=is_minor)
+    assert cache.open([*talk, 0]).num_cached >= (40 if is_minor else 32)
+
+
+def test_a_conversation_that_is_over_makes_room_for_a_new_one():
+    cache = cache_of((None, 20))
+    for _ in range(3):
+        told(cache, list(range(80)))
+    new = list(range(1000, 1040))
+    told(cache, new)
+    for length in (44, 48, 52, 56):
+        before, new = len(new), [*new, *range(2000 + length, 2004 + length)]
+        assert told(cache, new) >= before - 8  # what it said last may have gone
+        told(cache, [length * 100 + 5000] * 12)
+
+
 def test_windows_give_pages_back():
     cache = cache_of((None, 30), (6, 4), shares_prefixes=False)
     sequence = cache.open([])

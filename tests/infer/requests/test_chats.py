@@ -6,11 +6,12 @@ import json
 import pytest
 
 from outcore.infer import Answer, Sampling
-from outcore.infer.chats import AnswerParser, Chat, ChatError, TemplateParser
+from outcore.infer.chats import AnswerParser, CallStyle, Chat, ChatError, Parsed, Reads, TemplateParser
 from outcore.infer.commands import read_line, result_of
 from outcore.infer.requests import Grammars, Prompts
 from tests.refused import refused
 
+THINK = ("<think>", "</think>")
 TEXT = (
     'a<think>\nwhy < not</think>\n\nb <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     "<tool_call>broken</tool_call> c <thin"
@@ -19,27 +20,24 @@ TEXT = (
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 200])
 def test_all_cuts_give_the_same(step):
-    parser = AnswerParser("r", frozenset({"reasoning", "tool"}))
-    content = reasoning = ""
-    calls = []
+    parser = AnswerParser("r", Reads(THINK, CallStyle()))
+    told = Parsed()
     for at in range(0, len(TEXT), step):
-        new = parser.add(TEXT[at : at + step])
-        content, reasoning, calls = content + new.content, reasoning + new.reasoning, calls + new.tool_calls
-    new = parser.finish()
-    content += new.content
-    assert content == parser.whole.content == "ab <tool_call>broken</tool_call> c <thin"
-    assert reasoning.strip() == "why < not"
-    assert [call["function"]["name"] for call in calls] == ["f"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"x": 1}
+        told.take(parser.add(TEXT[at : at + step]))
+    told.take(parser.finish())
+    assert told == parser.whole and told.content == "ab <tool_call>broken</tool_call> c <thin"
+    assert told.reasoning.strip() == "why < not"
+    assert [call["function"]["name"] for call in told.tool_calls] == ["f"]
+    assert json.loads(told.tool_calls[0]["function"]["arguments"]) == {"x": 1}
 
 
 def test_marks_that_the_model_does_not_know_are_text():
-    parser = AnswerParser("r", frozenset())
+    parser = AnswerParser("r", Reads())
     assert parser.add(TEXT).content + parser.finish().content == TEXT
 
 
 def test_a_prompt_that_opens_reasoning_and_a_call_cut_off():
-    parser = AnswerParser("r", frozenset({"reasoning", "tool"}), "reasoning")
+    parser = AnswerParser("r", Reads(THINK, CallStyle(), "reasoning"))
     parser.add("thought</think>said <tool_call>{")
     parser.finish()
     assert parser.whole.reasoning == "thought" and parser.whole.content == "said <tool_call>{"
@@ -122,10 +120,13 @@ def test_tools_of_a_line_reach_the_model_and_its_calls_the_result(prompts):
     assert "tool_calls" not in result(prompts, ASKED, CALLED)[0], "a chat without tools has no calls"
 
 
-def test_half_a_letter_in_a_call_leaves_it_text_that_can_be_written(prompts):
-    said = '<tool_call>{"name": "look", "arguments": {"at": "\\ud83d"}}</tool_call>'
-    found, _ = result(prompts, ASKED | {"tools": [LOOK]}, said)
-    assert found["text"] == said and json.dumps(found, ensure_ascii=False).encode()
+def test_half_a_letter_in_a_call_is_neither_written_nor_harmful(prompts):
+    said = '<tool_call>\n{"name": "look", "arguments": {"at": "\\ud83d"}}\n</tool_call>'
+    found, line = result(prompts, ASKED | {"tools": [LOOK]}, said)
+    assert json.dumps(found, ensure_ascii=False).encode()
+    ids = prompts.tokenizer(said, add_special_tokens=False)["input_ids"]
+    told = prompts.tokenizer.decode(ids[: line.request.grammar.matcher().count_allowed(ids)])
+    assert "d83d" not in told, "letters are written as they are"
 
 
 @pytest.mark.parametrize(

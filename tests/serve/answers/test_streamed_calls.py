@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outcore.infer import Answer, Piece
-from outcore.infer.chats import AnswerParser
+from outcore.infer.chats import AnswerParser, CallStyle, Reads
 
 pytest.importorskip("fastapi")
-from outcore.serve.chat import events
+from outcore.serve.protocols.chat import ChatCall, events
 
 
 def test_calls_are_numbered_through_each_answer():
@@ -26,11 +26,13 @@ def test_calls_are_numbered_through_each_answer():
     call: Any = SimpleNamespace(
         service=SimpleNamespace(frame=lambda *_: {}, prompts=SimpleNamespace(tokenizer=None), stream=pieces),
         request=SimpleNamespace(n=2, name="r"), usage="never", name_of=str,
-        chat=SimpleNamespace(parser=lambda name: AnswerParser(name, frozenset({"tool"}))),
+        chat=SimpleNamespace(parser=lambda name: AnswerParser(name, Reads(style=CallStyle()))),
     )  # fmt: skip
+    call.told = lambda endpoint: ChatCall.told(call, endpoint)
 
     async def told():
         return [json.loads(event["data"])["choices"][0] async for event in events(call) if event["data"][0] == "{"]
 
-    found = [one for one in asyncio.run(told()) if "tool_calls" in one["delta"]]
-    assert [(one["index"], one["delta"]["tool_calls"][0]["index"]) for one in found] == [(0, 0), (0, 1), (1, 0)]
+    found = [(one["index"], call) for one in asyncio.run(told()) for call in one["delta"].get("tool_calls", ())]
+    assert [(choice, call["index"]) for choice, call in found if "id" in call] == [(0, 0), (0, 1), (1, 0)]
+    assert [(choice, call["index"]) for choice, call in found if "id" not in call] == [(0, 0), (0, 1), (1, 0)]

@@ -45,6 +45,7 @@ EVALUATIONS = {
 TABLE = {
     "proxy": OF_THE_MODEL,
     "serve": OF_THE_MODEL | EVALUATIONS | {
+        "POST /v1/messages": ACTS, "POST /v1/messages/count_tokens": ACTS,
         "GET /v1/models/{name:path}": READS, "POST /v1/files": FORM, "GET /v1/files": READS,
         "GET /v1/files/{name}": READS, "GET /v1/files/{name}/content": READS, "DELETE /v1/files/{name}": ACTS,
         "POST /v1/batches": ACTS, "GET /v1/batches": READS, "GET /v1/batches/{name}": READS,
@@ -155,6 +156,8 @@ def test_a_key_is_asked_for_everywhere_but_at_the_health(guarded):
     row = "GET /openapi.json"
     assert ask(client, row, Authorization=f"bEARER {KEY}").status_code == 200
     assert [ask(client, row, Authorization=value).status_code for value in (KEY, f"Basic {KEY}")] == [401, 401]
+    given = [client.get("/openapi.json", headers={"X-Api-Key": key}).status_code for key in (KEY, "another", "")]
+    assert given == [200, 401, 401], "as Anthropic's clients send it"
 
 
 @pytest.mark.parametrize(("listens", "host", "status"), [

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and the one form of a conversation's request that other protocols are translated to."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from outcore.infer import Piece, Request
+from outcore.infer import Answer, Piece, Request
 from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError, Parsed
 from outcore.infer.commands import of_chat
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
-from outcore.serve.errors import bad
+from outcore.serve.errors import ApiError, bad
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = CHAT_FIELDS | {"response_format"}
@@ -27,24 +27,43 @@ UNSUPPORTED: dict[str, Any] = {
 ENDPOINT = "/v1/chat/completions"
 
 
-class ChatCall:
-    """One request, understood. ApiError for what cannot be."""
+def chat_of(service: Service, fields: dict[str, Any]) -> Chat:
+    """The conversation of these fields. ApiError for what cannot be."""
+    try:
+        return Chat(service.prompts, fields)
+    except ChatError as error:
+        raise bad(str(error), error.field, error.code) from error
 
-    def __init__(self, service: Service, body: dict[str, Any]) -> None:
+
+class ChatCall:
+    """One request, understood. ApiError for what cannot be. `name`: by which its answers are told apart from others';
+    `priority`: of its place among those that wait."""
+
+    def __init__(self, service: Service, body: dict[str, Any], name: str = "", priority: int = 0) -> None:
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service = service
         service.check_model(fields)
         self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
-        try:
-            self.chat = Chat(service.prompts, fields)
-        except ChatError as error:
-            raise bad(str(error), error.field, error.code) from error
-        name = service.new_name("chatcmpl")
-        self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat)
+        self.chat = chat_of(service, fields)
+        name = name or service.new_name("chatcmpl")
+        self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat, priority)
+        if self.request.grammar is not None:
+            self.ignored += [f"{self.chat.form[1]} ({words})" for words in self.request.grammar.warnings]
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""
         return f"{self.request.name}-{choice}"
+
+    async def told(self, endpoint: str) -> AsyncGenerator[tuple[Piece | Answer, Parsed, Parsed], None]:
+        """(what came, what of it is new, the answer so far), of every answer until it has ended. ApiError when one
+        failed."""
+        parsers = [self.chat.parser(self.name_of(choice)) for choice in range(self.request.n)]
+        async with aclosing(self.service.stream(self.request, endpoint)) as items:
+            async for item in items:
+                parser = parsers[item.choice]
+                if isinstance(item, Answer) and (failure := failure_of(item)):
+                    raise failure
+                yield item, parser.add(item.text) if isinstance(item, Piece) else parser.finish(), parser.whole
 
 
 async def whole(call: ChatCall) -> dict[str, Any]:
@@ -68,8 +87,6 @@ async def whole(call: ChatCall) -> dict[str, Any]:
 async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events, ending with [DONE]."""
     frame = call.service.frame(call.request.name, "chat.completion.chunk")
-    parsers = [call.chat.parser(call.name_of(i)) for i in range(call.request.n)]
-    calls_told = [0] * call.request.n
     cached = written = 0
 
     def chunk(
@@ -83,32 +100,22 @@ async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
         cost = usage_of(len(call.request.prompt), written, cached) if call.usage == "always" else None
         return {} if call.usage == "never" else {"usage": cost}
 
-    def delta_of(choice: int, new: Parsed) -> dict[str, Any]:
-        delta = new.fields()
-        if new.tool_calls:
-            delta["tool_calls"] = [{"index": calls_told[choice] + i, **one} for i, one in enumerate(new.tool_calls)]
-            calls_told[choice] += len(new.tool_calls)
-        return delta
-
     for choice in range(call.request.n):
         yield chunk(choice, {"role": "assistant", "content": ""}, None)
-    async with aclosing(call.service.stream(call.request, ENDPOINT)) as items:
-        async for item in items:
-            parser = parsers[item.choice]
-            if isinstance(item, Piece):
-                written += len(item.tokens)
-                delta = delta_of(item.choice, parser.add(item.text))
-                if delta or (item.tokens and item.tokens[0].logprob is not None):
-                    yield chunk(item.choice, delta, None, item.tokens)
-                continue
-            if failure := failure_of(item):
-                yield {"data": json.dumps(failure.body())}
-                yield {"data": "[DONE]"}
-                return
-            cached = max(cached, item.timings.cached_tokens)
-            if delta := delta_of(item.choice, parser.finish()):
-                yield chunk(item.choice, delta, None)
-            yield chunk(item.choice, {}, parser.whole.finish(reason_of(item)))
+    try:
+        async with aclosing(call.told(ENDPOINT)) as told:
+            async for item, new, so_far in told:
+                tokens = item.tokens if isinstance(item, Piece) else ()
+                written += len(tokens)
+                if new.fields() or (tokens and tokens[0].logprob is not None):
+                    yield chunk(item.choice, new.fields(), None, tokens)
+                if isinstance(item, Answer):
+                    cached = max(cached, item.timings.cached_tokens)
+                    yield chunk(item.choice, {}, so_far.finish(reason_of(item)))
+    except ApiError as failure:
+        yield {"data": json.dumps(failure.body())}
+        yield {"data": "[DONE]"}
+        return
     if call.usage != "never":
         usage = usage_of(len(call.request.prompt), written, cached)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}

@@ -1,0 +1,164 @@
+"""`outcore start CLIENT MODEL`: a coding agent, or a chat, on a model of this machine, for one session.
+
+The server runs in a process of its own, on a free port and with a key that nobody else has; the client is told of both
+by its environment and its arguments alone, so no file of its user changes. When the client ends, so does the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.common.diagnostics import DiagnosticLog
+from outcore.common.errors import need_packages
+from outcore.common.output import say, tell_error
+from outcore.common.ports import free_port
+from outcore.config.commands import start_flags
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@dataclass(frozen=True)
+class AgentClient:
+    """How one client is told where the model is. `asks`: path and body of a request as it sends them."""
+
+    command: tuple[str, ...]
+    variables: dict[str, str]
+    asks: tuple[str, dict[str, Any]]
+
+    def lines(self) -> list[str]:
+        """The settings as a shell takes them."""
+        quoted = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return [*quoted, " ".join(map(shlex.quote, self.command))]
+
+
+def client_of(name: str, url: str, key: str, model: str, context: int) -> AgentClient:
+    """What this client is told of the server at `url`."""
+    open_ai = f"{url}/v1"
+    if name == "claude":
+        kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "SMALL_FAST_MODEL")
+        variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
+        variables |= {f"ANTHROPIC_{kind}": model for kind in kinds}
+        variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3000000"}
+        return AgentClient(("claude",), variables, ("/v1/messages", MESSAGES))
+    if name == "codex":
+        provider = f'{{name="outcore",base_url="{open_ai}",env_key="OUTCORE_API_KEY",wire_api="responses"}}'
+        told = {
+            "model": json.dumps(model), "model_provider": '"outcore"', "model_context_window": str(context),
+            "model_providers.outcore": provider,
+        }  # fmt: skip
+        flags = [word for key_, value in told.items() for word in ("-c", f"{key_}={value}")]
+        asked = {"input": "Hi", "max_output_tokens": 1, "store": False}
+        return AgentClient(("codex", *flags), {"OUTCORE_API_KEY": key}, ("/v1/responses", asked))
+    asks = ("/v1/chat/completions", MESSAGES)
+    if name == "opencode":
+        limit = {"context": context, "output": context // 2}
+        provider = {
+            "npm": "@ai-sdk/openai-compatible", "name": "outcore", "options": {"baseURL": open_ai, "apiKey": key},
+            "models": {model: {"name": model, "limit": limit}},
+        }  # fmt: skip
+        config = {"provider": {"outcore": provider}, "model": f"outcore/{model}", "small_model": f"outcore/{model}"}
+        return AgentClient(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, asks)
+    if name == "aider":
+        variables = {"OPENAI_API_BASE": open_ai, "OPENAI_API_KEY": key}
+        return AgentClient(("aider", "--model", f"openai/{model}", "--no-show-model-warnings"), variables, asks)
+    variables = {
+        "OPENAI_API_BASE_URL": open_ai,
+        "OPENAI_API_KEY": key,
+        "ENABLE_OLLAMA_API": "False",
+        "DEFAULT_MODELS": model,
+    }
+    return AgentClient(("open-webui", "serve"), variables, asks)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code, which is the client's."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = start_flags().parse_args(words[:at])
+    serve_words = words[:at]
+    serve_words.remove(args.client)
+    try:
+        need_packages(("fastapi", "uvicorn", "httpx"), "serving", "serve")
+        if args.engine == "vllm":
+            raise ValueError("start serves by our own engine: leave --engine vllm out.")
+        return _session(args, serve_words, words[at + 1 :])
+    except (ValueError, RuntimeError, OSError) as error:
+        return tell_error("start", error)
+
+
+def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str]) -> int:
+    """Serve, ask once, run the client, end."""
+    from outcore.serve.handover.process import Care, ServerProcess
+
+    key, port = secrets.token_hex(16), args.port or free_port()
+    name, url = args.served_name or args.model, f"http://127.0.0.1:{port}"
+    log = args.log_dir / f"start-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    events = DiagnosticLog(args.log_dir.parent / "diagnostics")
+    with tempfile.TemporaryDirectory(prefix="outcore-start-") as folder:
+        key_file = Path(folder) / "key"
+        key_file.write_text(key, encoding="utf-8")
+        command = [sys.executable, "-m", "outcore", "serve", *serve_words, "--port", str(port)]
+        command += ["--api_key_file", str(key_file), "--host", "127.0.0.1"]
+        command += ["--max_answer_tokens", str(args.max_answer_tokens)]
+        process = ServerProcess(command, {}, url, log, Care(start_timeout_s=args.start_timeout), events.note)
+        say(f"the model starts; its log: {log}")
+        try:
+            process.bring_up()
+            client = client_of(args.client, url, key, name, _checked(url, key))
+            _asked(client, url, key)
+            say(f"{name} answers at {url}")
+            return _run(client, client_words)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            process.stop()
+
+
+def _checked(url: str, key: str) -> int:
+    """Tokens that the model reads at most."""
+    import httpx
+
+    found = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    return int(found.raise_for_status().json()["data"][0]["max_model_len"])
+
+
+def _asked(client: AgentClient, url: str, key: str) -> None:
+    """Send one request as the client would. RuntimeError where it is not answered."""
+    import httpx
+
+    path, body = client.asks
+    answer = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=600)
+    if answer.status_code != 200:
+        raise RuntimeError(f"a request to {path} was answered with {answer.status_code}: {answer.text}")
+
+
+def _run(client: AgentClient, more: Sequence[str]) -> int:
+    """Run the client until it ends, or tell how, and wait, where it is not installed."""
+    executable = shutil.which(client.command[0])
+    if executable is None:
+        say(f"{client.command[0]} is not installed here (not on PATH). Wherever it is, on this machine:")
+        for line in client.lines():
+            say(f"  {line}")
+        say("Ctrl-C ends the model.")
+        signal.pause()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
+    try:
+        ended = subprocess.run(
+            [str(executable), *client.command[1:], *more], env={**os.environ, **client.variables}, check=False,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return ended.returncode

@@ -1,0 +1,52 @@
+"""What clients go on from by `previous_response_id`: the last conversations, in memory, within a limit."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections import OrderedDict
+from typing import Any
+
+from outcore.common.quantities import MIB
+from outcore.serve.errors import bad
+
+MOST, MOST_BYTES = 1024, 64 * MIB
+
+
+class KeptResponses:
+    """Items of conversations by the id of their last response. Ids are not to be guessed: who knows one goes on."""
+
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._size_bytes = 0
+        self._lock = threading.Lock()  # requests are understood on several threads
+
+    def new_name(self) -> str:
+        """An id for a response."""
+        return f"resp_{uuid.uuid4().hex}"
+
+    def put(self, name: str, items: list[Any]) -> None:
+        """Keep a conversation; the oldest ones go. One that is larger than all room is not kept."""
+        data = json.dumps(items).encode()
+        if len(data) > self._most_bytes:
+            return
+        with self._lock:
+            self._kept[name], self._size_bytes = data, self._size_bytes + len(data)
+            while len(self._kept) > self._most or self._size_bytes > self._most_bytes:
+                _, gone = self._kept.popitem(last=False)
+                self._size_bytes -= len(gone)
+
+    def get(self, name: Any) -> list[Any]:
+        """Items up to that response, which was used just now. ApiError for one that is not kept."""
+        with self._lock:
+            found = self._kept.get(name) if isinstance(name, str) else None
+            if found is None:
+                raise bad(
+                    f"Previous response {name!r} is not here. This server keeps the last {self._most} in memory, until "
+                    "it stops: send the whole conversation as input.",
+                    "previous_response_id", "previous_response_not_found",
+                )  # fmt: skip
+            self._kept.move_to_end(name)
+        return json.loads(found)

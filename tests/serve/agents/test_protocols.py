@@ -1,0 +1,183 @@
+"""What Messages and Responses promise beside a session's traffic, by the clients' own packages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outcore.serve.kept import KeptResponses
+from tests.refused import refused
+from tests.serve.agents.sessions import PATCH, READ
+from tests.serve.running import get, send
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("one_thread")
+HI = [{"role": "user", "content": "Hello"}]
+TOOL = {"name": "Read", "description": "d", "input_schema": READ}
+FREE = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": PATCH}}
+
+
+@pytest.fixture(scope="module")
+def claude(wide):
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=wide.url, api_key="unused", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def responses(openai, wide):
+    return openai.OpenAI(base_url=f"{wide.url}/v1", api_key="unused", max_retries=0, timeout=120).responses
+
+
+def test_a_message_says_why_it_ended_and_what_came_from_the_cache(claude):
+    asked = {"model": "tiny", "max_tokens": 20, "messages": HI, "extra_body": {"temperature": 0, "ignore_eos": True}}
+    first = claude.messages.create(**asked)
+    assert first.stop_reason == "max_tokens" and first.usage.output_tokens == 20 and first.type == "message"
+    again = claude.messages.create(**asked)
+    assert again.content == first.content and again.usage.cache_read_input_tokens > 0
+    total = again.usage.input_tokens + again.usage.cache_read_input_tokens
+    assert total == first.usage.input_tokens == claude.messages.count_tokens(model="tiny", messages=HI).input_tokens
+    with claude.messages.stream(**asked) as stream:
+        assert stream.get_final_message().content[0].text == first.content[0].text
+    stop = first.content[0].text[4:7]
+    stopped = claude.messages.create(**asked, stop_sequences=[stop])
+    assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == stop
+    assert stopped.content[0].text == first.content[0].text.partition(stop)[0]
+
+
+def test_calls_and_their_results_go_round(claude):
+    asked = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
+    said = claude.messages.create(**asked, messages=HI, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    (call,) = said.content
+    assert said.stop_reason == "tool_use" and call.name == "Read" and call.input["path"] in ("a.py", "b.py")
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "3"}],
+        "is_error": False,
+    }
+    talk = [*HI, {"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(**asked | {"max_tokens": 4}, messages=talk).usage.cache_read_input_tokens > 100
+    none = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk, tool_choice={"type": "none"})
+    assert none.stop_reason in ("max_tokens", "end_turn")
+
+
+def test_an_answer_goes_on_from_what_the_client_began(wide):
+    begun = {"model": "tiny", "max_tokens": 5, "messages": [*HI, {"role": "assistant", "content": "The quick"}]}
+    prompt = json.loads(send(wide, "/v1/messages/count_tokens", begun)[1])["input_tokens"]
+    ended = begun | {"messages": [*begun["messages"], {"role": "user", "content": "x"}]}
+    assert prompt < json.loads(send(wide, "/v1/messages/count_tokens", ended)[1])["input_tokens"] - 5
+
+
+def test_thoughts_are_blocks_of_their_own(wide, claude, monkeypatch):
+    """The model's own template is told whether to think; what it thinks comes first and is signed."""
+    form = {"type": "regex", "pattern": "<think>so</think>\n\nYes"}
+    from outcore.serve.protocols import messages
+
+    read = messages._fields_of
+
+    def formed(body):
+        fields, ignored = read(body)
+        return fields | {"response_format": form}, ignored
+
+    monkeypatch.setattr(messages, "_fields_of", formed)
+    asked = {"model": "tiny", "max_tokens": 200, "messages": HI, "thinking": {"type": "adaptive"}}
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream if event.type != "text"]
+        streamed = stream.get_final_message()
+    for said in (claude.messages.create(**asked), streamed):
+        thought, text = said.content
+        assert (thought.type, thought.thinking, text.text) == ("thinking", "so", "Yes") and thought.signature
+    assert kinds.count("content_block_start") == 2 and "signature" in kinds
+
+
+def test_errors_have_the_shape_of_their_api(wide, claude):
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError) as told:
+        claude.messages.create(model="other", max_tokens=5, messages=HI)
+    assert told.value.body["type"] == "error" and told.value.body["error"]["type"] == "not_found_error"
+    status, said = send(
+        wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": "x" * 400_000}
+    )
+    assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
+    assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
+
+
+@pytest.mark.more
+def test_ten_thousand_tools_are_refused(wide, claude):
+    many = [TOOL | {"name": f"tool_{number}"} for number in range(10_000)]
+    status, said = send(wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": many})
+    assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
+    assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
+
+
+def test_a_grammar_that_cannot_be_is_refused_and_others_are_served(wide, responses):
+    odd = FREE | {"format": FREE["format"] | {"definition": "start: nothing"}}
+    status, said = send(wide, "/v1/responses", {"model": "tiny", "input": "Hi", "tools": [odd]})
+    assert status == 400 and json.loads(said)["error"]["message"].startswith("tools: ")
+    assert responses.create(model="tiny", input="Hi", max_output_tokens=3).output
+
+
+def test_keywords_that_no_form_can_hold_are_named(responses):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "name": "f", "parameters": schema, "strict": False}, {"type": "web_search"}]
+    told = responses.with_raw_response.create(model="tiny", input="Hi", tools=tools, max_output_tokens=3)
+    ignored = told.headers["x-outcore-ignored-fields"]
+    assert "uniqueItems" in ignored and "tools.web_search" in ignored
+
+
+def test_a_patch_follows_its_grammar_while_it_is_written(responses):
+    chosen = {"type": "custom", "name": "apply_patch"}
+    asked = {"model": "tiny", "input": "Hi", "tools": [FREE], "tool_choice": chosen, "max_output_tokens": 280}
+    ended = 0
+    for seed in range(4):
+        (item,) = responses.create(**asked, extra_body={"seed": seed}).output
+        assert item.type == "custom_tool_call" and item.input.startswith("*** Begin Patch\n"[: len(item.input)])
+        ended += item.status == "completed"
+        assert item.status != "completed" or item.input.removesuffix("\n").endswith("\n*** End Patch")
+    assert ended
+
+
+def test_names_in_a_namespace_are_the_clients(responses):
+    inner = {"type": "function", "name": "look", "description": "x", "parameters": READ, "strict": True}
+    tools = [{"type": "namespace", "name": "mcp__files", "description": "x", "tools": [inner]}]
+    chosen = {"type": "function", "name": "look", "namespace": "mcp__files"}
+    asked = {"model": "tiny", "input": "Hi", "tools": tools, "tool_choice": chosen, "max_output_tokens": 280}
+    (call,) = responses.create(**asked).output
+    assert (call.type, call.name, call.namespace) == ("function_call", "look", "mcp__files")
+    assert json.loads(call.arguments)["path"] in ("a.py", "b.py")
+
+
+def test_a_response_goes_on_from_another(responses):
+    first = responses.create(model="tiny", input="Hello", max_output_tokens=6)
+    then = responses.create(model="tiny", input="And?", max_output_tokens=6, previous_response_id=first.id)
+    assert then.previous_response_id == first.id and then.usage.input_tokens > first.usage.input_tokens + 8
+    whole = [*HI, *[item.model_dump() for item in first.output], {"role": "user", "content": "And?"}]
+    same = responses.create(model="tiny", input=whole, max_output_tokens=6, store=False)
+    assert same.usage.input_tokens == then.usage.input_tokens
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="is not here"):
+        responses.create(model="tiny", input="And?", previous_response_id=same.id)
+
+
+def test_responses_are_kept_within_limits():
+    kept = KeptResponses(most=3, most_bytes=110)
+    for number in range(4):
+        kept.put(str(number), [number])
+    assert kept.get("1") == [1]
+    kept.put("long", ["x" * 60])
+    kept.put("longer", ["x" * 30])
+    assert kept.get("longer") and kept.get("1") == [1]
+    kept.put("too long", ["x" * 200])
+    assert kept.get("1") == [1], "what is not kept takes no place"
+    for name in ("0", "too long", 3, None):
+        refused(Exception, "is not here", lambda name=name: kept.get(name))
+
+
+def test_the_models_of_every_client_are_one(wide, claude):
+    page = json.loads(get(wide, "/v1/models"))
+    assert [model.id for model in claude.models.list()] == ["tiny"] and page["models"][0]["slug"] == "tiny"
+    assert page["models"][0]["context_window"] == page["data"][0]["max_input_tokens"] == 4096

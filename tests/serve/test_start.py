@@ -1,0 +1,81 @@
+"""`outcore start`: a client is told where the model is, for as long as it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from outcore.config.commands.serving import CLIENTS
+from tests.forked import ROOT
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+AGENT = """#!{python}
+import json, os, sys, urllib.request
+url = os.environ["ANTHROPIC_BASE_URL"]
+body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3, "messages": [{{"role": "user", "content": "Hi"}}]}}
+heads = {{"content-type": "application/json", "x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"]}}
+asked = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), heads)
+said = json.loads(urllib.request.urlopen(asked, timeout=60).read())
+open("told.json", "w").write(json.dumps([sys.argv[1:], said["type"], url]))
+sys.exit(7)
+"""
+
+
+def start(folder, bin_folder, *words, **more):
+    found = {
+        **os.environ,
+        "PATH": f"{bin_folder}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+    command = [sys.executable, "-m", "outcore", "start", *words]
+    return subprocess.run(command, cwd=folder, env=found, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_each_client_is_told_in_its_own_words(name):
+    from outcore.serve.handover.start import client_of
+
+    client = client_of(name, "http://127.0.0.1:9", "the-key", "a/model", 4096)
+    said = " ".join((*client.command, *client.variables.values()))
+    assert client.command[0] == name and "http://127.0.0.1:9" in said and "a/model" in said
+    assert "the-key" in " ".join(client.variables.values()) and "the-key" not in " ".join(client.command)
+    assert client.asks[0] in ("/v1/messages", "/v1/responses", "/v1/chat/completions")
+    if name == "codex":
+        told = tomllib.loads("\n".join(word for word in client.command if "=" in word))
+        assert told["model_providers"]["outcore"]["wire_api"] == "responses" and told["model"] == "a/model"
+    if name == "opencode":
+        config = json.loads(client.variables["OPENCODE_CONFIG_CONTENT"])
+        assert config["provider"]["outcore"]["models"]["a/model"]["limit"]["context"] == 4096
+
+
+@pytest.mark.more
+def test_a_session_ends_with_its_client(tiny_folder, tmp_path):
+    agent = tmp_path / "bin/claude"
+    agent.parent.mkdir()
+    agent.write_text(AGENT.format(python=sys.executable))
+    agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+    words = ["claude", str(tiny_folder[0]), "--device", "cpu", "--ram_gib", "1", "--context", "256"]
+    ended = start(tmp_path, agent.parent, *words, "--", "--print", "hello")
+    assert ended.returncode == 7, ended.stderr
+    told, kind, url = json.loads((tmp_path / "told.json").read_text())
+    assert told == ["--print", "hello"] and kind == "message"
+    import httpx
+
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+@pytest.mark.more
+def test_what_cannot_be_started_is_said(tmp_path):
+    ended = start(tmp_path, tmp_path, "claude", str(tmp_path / "none"), "--device", "cpu")
+    assert ended.returncode == 1 and "ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
+    assert start(tmp_path, tmp_path, "emacs", "model").returncode == 2
