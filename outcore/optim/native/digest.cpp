@@ -10,7 +10,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-__attribute__((target("sse4.2"))) static uint64_t digest(const uint8_t* at, int64_t n_bytes) {
+__attribute__((target("sse4.2,crc32"))) static uint64_t digest(const uint8_t* at, int64_t n_bytes) {
   uint64_t a = 0xffffffffu, b = 0x9e3779b9u, c = 0x7f4a7c15u;
   const uint8_t* end = at + n_bytes;
   for (; end - at >= 24; at += 24) {

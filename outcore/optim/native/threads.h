@@ -106,12 +106,16 @@ class Condition {
 
 // Starts a thread that never handles signals: Python's handlers belong to its main thread. 0 or an errno.
 inline int start_thread(pthread_t* thread, void* (*body)(void*), void* argument) {
+#if defined(_WIN32)  // has no signals that a thread could be chosen for
+  return pthread_create(thread, nullptr, body, argument);
+#else
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int code = pthread_create(thread, nullptr, body, argument);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return code;
+#endif
 }
 
 // Lets the process's other threads go first where there are more of them than cores: those that launch kernels and move
