@@ -39,6 +39,7 @@ SOURCES = (
     "abi.h",
     "lanes.h",
     "compressed.h",
+    "processor.h",
     "threads.h",
     "pool.h",
     "kernels.cpp",
@@ -52,6 +53,8 @@ SOURCES = (
     "products.cpp",
 )
 LIBRARY_NAME = "outcore_optim.dll" if os.name == "nt" else "outcore_optim.so"
+SHIPPED = SOURCE_DIR / LIBRARY_NAME
+"""Where a wheel has the library."""
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
     "-O3",
@@ -106,8 +109,8 @@ def build_extension(
     Without a compiler a library built earlier from the same source and flags is taken. Raises CompilerMissing,
     BuildFailed (both ExtensionUnavailable), or TimeoutError when another process builds for longer than
     `lock_timeout_s`."""
-    if _loads(SOURCE_DIR / LIBRARY_NAME):
-        return SOURCE_DIR / LIBRARY_NAME
+    if compiler is None and _loads(SHIPPED):
+        return SHIPPED
     cache = cache_dir(prefix)
     source_key = _source_key()
     found = find_compiler(compiler)

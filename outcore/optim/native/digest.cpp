@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "processor.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -27,10 +29,7 @@ __attribute__((target("sse4.2,crc32"))) static uint64_t digest(const uint8_t* at
   return high << 32 | low;
 }
 
-static bool is_there() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("sse4.2");
-}
+static bool is_there() { return outcore::processor().sse42; }
 #else
 static uint64_t digest(const uint8_t*, int64_t) { return 0; }
 static bool is_there() { return false; }
