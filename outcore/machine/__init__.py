@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from outcore.machine.build_locks import remove_stale_locks
+from outcore.machine.cards import CARDS, card_by_name
 from outcore.machine.drives import Usage, drive_of, local_drives
 from outcore.machine.gpus import Runner, detect_gpus, run_command
 from outcore.machine.host import (
@@ -48,7 +50,9 @@ def detect_machine(
         ram_available_bytes=ram.available_bytes,
         swap_total_bytes=ram.swap_total_bytes,
         memlock_limit_bytes=memlock_limit_bytes(),
-        gpus=report.gpus,
+        gpus=tuple(
+            replace(gpu, vram_bytes=ram.total_bytes) if gpu.is_integrated else gpu for gpu in report.gpus
+        ),  # it computes on the RAM
         nvlink_domains=report.nvlink_domains,
         other_gpus=report.other_gpus,
         driver_version=report.driver_version,

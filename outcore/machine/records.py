@@ -214,7 +214,11 @@ class Machine:
         if not candidate.is_file():
             candidate = PROFILES_DIR / f"{path_or_name}.json"
         if not candidate.is_file():
-            shipped = ", ".join(sorted(p.stem for p in PROFILES_DIR.glob("*.json"))) or "none"
+            from outcore.machine.cards import machine_of, shipped_profiles
+
+            if (usual := machine_of(str(path_or_name))) is not None:
+                return usual
+            shipped = ", ".join(shipped_profiles())
             raise ValueError(f"no machine profile {str(path_or_name)!r}: give a JSON file or one of: {shipped}")
         try:
             return cls.from_json(candidate.read_text(encoding="utf-8"))
