@@ -1,7 +1,7 @@
 """What this computer is: operating system, CPU, RAM, GPUs, CUDA driver, drives. Standard library only.
 
 `detect_machine()` reads /proc and /sys and asks nvidia-smi (about 0.1 s without a GPU, under 1 s with one);
-`Machine.load("rtx4070-laptop")` gives a shipped profile of a machine that is not here. What cannot be read is None
+`cards.load_machine("rtx4070-laptop")` gives a machine that is not here. What cannot be read is None
 and named in `Machine.notes`; nothing is guessed."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from outcore.machine.build_locks import remove_stale_locks
-from outcore.machine.cards import CARDS, card_by_name
 from outcore.machine.drives import Usage, drive_of, local_drives
 from outcore.machine.gpus import Runner, detect_gpus, run_command
 from outcore.machine.host import (

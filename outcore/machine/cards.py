@@ -132,6 +132,15 @@ def machine_of(name: str) -> Machine | None:
     )  # fmt: skip
 
 
+def load_machine(name: str) -> Machine:
+    """A machine by its profile's file or name. ValueError naming all profiles where there is none."""
+    if Path(name).is_file() or (PROFILES_DIR / f"{name}.json").is_file():
+        return Machine.load(name)
+    if (usual := machine_of(name)) is None:
+        raise ValueError(f"no machine profile {name!r}: give a JSON file or one of: {', '.join(shipped_profiles())}")
+    return usual
+
+
 def shipped_profiles() -> list[str]:
     """Names that `--machine` takes."""
     return sorted({path.stem for path in Path(PROFILES_DIR).glob("*.json")} | {*map(profile_name, CARDS.values())})

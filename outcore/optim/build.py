@@ -39,7 +39,6 @@ SOURCES = (
     "abi.h",
     "lanes.h",
     "compressed.h",
-    "processor.h",
     "threads.h",
     "pool.h",
     "kernels.cpp",
@@ -54,7 +53,7 @@ SOURCES = (
 )
 LIBRARY_NAME = "outcore_optim.dll" if os.name == "nt" else "outcore_optim.so"
 SHIPPED = SOURCE_DIR / LIBRARY_NAME
-"""Where a wheel has the library."""
+"""Path of the library in a wheel."""
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
     "-O3",

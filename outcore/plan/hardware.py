@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
-from outcore.machine import CARDS, Drive, LinkRates, Machine, card_by_name, pcie_gb_per_s
+from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
+from outcore.machine.cards import CARDS, card_by_name
 from outcore.plan import constants as k
 from outcore.sizing.copies import copies_gb_per_s
 from outcore.sizing.states import STATE_FORMATS
@@ -113,7 +114,7 @@ class Hardware:
         return 0.0 if self.is_cpu else layers * self.host_layer_s
 
     def for_answers(self) -> Hardware:
-        """Of a shared memory nearly all as the GPU's: weights that only answer have one copy there and stay."""
+        """Give the GPU nearly all of a shared memory: weights that only answer have one copy there and stay."""
         if not self.is_unified:
             return self
         both = self.vram_bytes + self.ram_bytes

@@ -213,7 +213,7 @@ def test_json_round_trip_and_profiles(tmp_path: Path) -> None:
     laptop = Machine.load("rtx4070-laptop")
     assert laptop.gpus[0].vram_bytes == 8188 * MIB and laptop.drives[0].is_nvme
     assert laptop.links is not None and laptop.links.source == "nominal"
-    refused(ValueError, r"no machine profile 'nope'.*rtx4070-laptop", lambda: Machine.load("nope"))
+    refused(ValueError, r"no machine profile 'nope'", lambda: Machine.load("nope"))
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -11,8 +11,8 @@ import pytest
 
 from outcore.common.files import user_folder
 from outcore.common.quantities import GIB
-from outcore.machine import CARDS, Drive, Gpu, LinkRates, Machine, card_by_name
-from outcore.machine.cards import shipped_profiles
+from outcore.machine import Drive, Gpu, LinkRates, Machine
+from outcore.machine.cards import CARDS, card_by_name, load_machine, shipped_profiles
 from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
@@ -186,14 +186,14 @@ def test_every_shipped_machine_is_complete_and_says_where_its_rates_come_from():
         )
     for card in CARDS.values():
         assert 0 < card.layers_share < 1 and card.source and (card.pcie_gen is None) == (card.kind == "unified")
-    pair, single = Machine.load("2x-rtx3090"), Machine.load("rtx3090")
+    pair, single = load_machine("2x-rtx3090"), load_machine("rtx3090")
     assert len(pair.gpus) == 2 and pair.gpus[0] == single.gpus[0] and Machine.from_dict(pair.to_dict()) == pair
     refused(ProfileError, "one of: a100, gb10, ", lambda: load_hardware("rtx9999"))
 
 
 def test_one_memory_for_gpu_and_cpu_is_counted_once_and_answers_copy_nothing():
     hardware = load_hardware("gb10")
-    pool = Machine.load("gb10").ram_available_bytes
+    pool = load_machine("gb10").ram_available_bytes
     assert hardware.is_unified and hardware.vram_bytes + hardware.ram_bytes == pool
     assert any("share one memory" in note for note in hardware.notes)
     answers = hardware.for_answers()

@@ -8,7 +8,6 @@
 
 #include "abi.h"
 #include "pool.h"
-#include "processor.h"
 #include "threads.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "processor.h"
+#include "threads.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

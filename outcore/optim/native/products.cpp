@@ -21,7 +21,6 @@
 #include <string.h>
 
 #include "abi.h"
-#include "processor.h"
 #include "products.h"
 #include "threads.h"
 

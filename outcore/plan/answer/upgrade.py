@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outcore.common.quantities import GIB, format_gib, format_s
-from outcore.machine import CARDS, card_by_name
+from outcore.machine.cards import CARDS, card_by_name
 from outcore.plan.answer.advice import WORTH_SAYING
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Hardware
