@@ -6,9 +6,9 @@ and named in `Machine.notes`; nothing is guessed."""
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from outcore.machine.build_locks import remove_stale_locks
@@ -50,7 +50,7 @@ def detect_machine(
         swap_total_bytes=ram.swap_total_bytes,
         memlock_limit_bytes=memlock_limit_bytes(),
         gpus=tuple(
-            replace(gpu, vram_bytes=ram.total_bytes) if gpu.is_integrated else gpu for gpu in report.gpus
+            dataclasses.replace(gpu, vram_bytes=ram.total_bytes) if gpu.is_integrated else gpu for gpu in report.gpus
         ),  # it computes on the RAM
         nvlink_domains=report.nvlink_domains,
         other_gpus=report.other_gpus,

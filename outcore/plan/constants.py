@@ -161,8 +161,8 @@ RATED_WRITES_PER_BYTE = 600
 # --- nominal rates, used only when asked for
 
 UNIFIED_VRAM_SHARE, UNIFIED_RAM_SHARE_OF_ANSWERS = 0.25, 0.125
-"""Shares of a memory that GPU and CPU have in common: the GPU's part in training, whose weights and states are at home in RAM, and the
-rest beside a model that answers. Chosen, not measured."""
+"""Shares of a memory that GPU and CPU have in common: the GPU's in training, whose weights and states are at home in
+RAM, and the rest beside a model that answers. Chosen, not measured."""
 NOMINAL_PCIE_SHARE = 0.8
 """Usable of a PCIe link's line rate for copies: 12-13 of 15.75 GB/s at 4.0 x8."""
 NOMINAL_DRIVE_READ_SHARE, NOMINAL_DRIVE_WRITE_SHARE = 0.83, 0.70
