@@ -269,3 +269,8 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
                     ) from None
                 time.sleep(LOCK_POLL_S)
         yield
+
+
+if __name__ == "__main__":  # by the installer, before torch is there
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print(build_extension(sys.argv[1]))
