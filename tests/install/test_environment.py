@@ -93,6 +93,14 @@ def test_made_and_checked(tmp_path: Path) -> None:
     assert execute.commands[-1].endswith("-m pip --version")
 
 
+def test_sudo_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUDO_UID", "1000")
+    with pytest.raises(InstallError, match="without: `python setup.py`"):
+        make_environment(Environment(tmp_path / "v", ""), failing(AssertionError("nothing is made")))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("SUDO_UID", "0")  # a container's root
+
+
 def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "thesis.txt").write_text("mine")
