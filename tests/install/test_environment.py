@@ -11,7 +11,7 @@ from outcore.install.errors import InstallError, from_os_error
 from outcore.install.requirement_set import choose_set
 from outcore.install.shim import write_shim
 from tests.install.fakes import REPOSITORY, FakeExecute, add_package, fake_environment, machine
-from tests.refused import refused
+from tests.refused import failing, refused
 
 CHOSEN = choose_set(machine(), "auto", REPOSITORY)
 
@@ -95,7 +95,7 @@ def test_made_and_checked(tmp_path: Path) -> None:
 
 def test_sudo_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUDO_UID", "1000")
-    with pytest.raises(InstallError, match="without: `python setup.py`"):
+    with pytest.raises(InstallError, match=r"without: `python setup\.py`"):
         make_environment(Environment(tmp_path / "v", ""), failing(AssertionError("nothing is made")))
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("SUDO_UID", "0")  # a container's root
