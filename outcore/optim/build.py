@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from outcore.common.files import built_folder
+from outcore.common.files import built_folder, lock_file
 from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)
@@ -245,12 +245,6 @@ def _run(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path, timeout_s: float) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError as error:
-        raise ExtensionUnavailable(
-            "the CPU optimizer's extension is built on Linux (WSL2 on Windows); elsewhere it runs in torch"
-        ) from error
     deadline_s = time.monotonic() + timeout_s
     try:
         handle = path.open("w")
@@ -259,7 +253,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
     with handle:
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(handle.fileno())
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
