@@ -4,8 +4,8 @@
     python -m build --wheel -C target=windows-amd64   another target's wheel; `TARGETS` names them
 
 zig's compiler brings the C library of every target and links C++'s own statically, so that the wheel runs wherever its
-tag says. A machine that is no target gets a wheel without kernels, which are then compiled at first use. setup.py at the
-root of the repository is the installer and is never executed here."""
+tag says. A machine that is no target gets a wheel without kernels, which are then compiled at first use. setup.py at
+the root of the repository is the installer and is never executed here."""
 
 from __future__ import annotations
 
