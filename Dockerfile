@@ -9,9 +9,9 @@ RUN apt-get update \
 USER outcore
 COPY --chown=outcore . /opt/outcore
 WORKDIR /opt/outcore
-# 1: not ready, as a build without a GPU is for a CUDA set; the container's first `python setup.py --check` tells.
+# 1: not ready, as a build without a GPU is for a CUDA set; the container's first `outcore setup --check` tells.
 RUN python setup.py --set ${SET}; code=$?; [ $code -eq 0 ] || { [ $code -eq 1 ] && [ ${SET} != cpu ]; }
 ENV PATH=/opt/outcore/.venv/bin:$PATH HOME=/work PYTHONDONTWRITEBYTECODE=1
 VOLUME /work
 WORKDIR /work
-CMD ["outcore", "setup", "--check"]
+CMD ["outcore", "--help"]
