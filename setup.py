@@ -34,11 +34,12 @@ def main():
             job.print_plan()
             return job.exit_code
         if not job.options.check:
-            job.install_packages()  # virtual environment, torch first, then all that depends on it
-            job.build_extensions()  # DeepSpeed's C++ extensions, where its engine is asked for
+            job.install_packages()  # virtual environment and what a run needs; the CPU kernels compile meanwhile
+            job.run()  # --run: before all that it does not need
+            job.install_deepspeed()  # its package; its C++ extensions, where its engine is asked for
         job.verify()  # every part used once, for real
         job.report()  # table, logs/setup_report.json, what to fix
-        job.follow_up()  # --test, --run
+        job.follow_up()  # --test
     return job.exit_code
 
 

@@ -7,6 +7,8 @@ the folder above synced last. Errors leave as they come, with their path; `commo
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import json
 import os
 import re
@@ -50,6 +52,46 @@ def fsync_tree(folder: Path) -> None:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+IS_WINDOWS = os.name == "nt"
+LOCKED_AT = 1 << 40
+"""Place of the byte that is locked on Windows, where a locked byte can be neither read nor written."""
+
+
+def lock_file(descriptor: int, *, shared: bool = False) -> None:
+    """Lock an open file until `unlock_file`, its closing or the process's end, without waiting.
+
+    BlockingIOError where another holds it. Windows has no shared locks here: those who ask exclude each other."""
+    if not IS_WINDOWS:
+        import fcntl
+
+        return fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    try:
+        _locking(descriptor, "LK_NBLCK")
+    except OSError as error:
+        if error.errno != errno.EACCES:
+            raise
+        raise BlockingIOError(errno.EAGAIN, "locked by another process") from error
+
+
+def unlock_file(descriptor: int) -> None:
+    """Give a lock back before the file is closed."""
+    if IS_WINDOWS:
+        return _locking(descriptor, "LK_UNLCK")
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _locking(descriptor: int, how: str) -> None:
+    msvcrt: Any = importlib.import_module("msvcrt")
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)
+    os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, getattr(msvcrt, how), 1)
+    finally:
+        os.lseek(descriptor, before, os.SEEK_SET)
 
 
 def nearest_existing(path: Path | str) -> Path:

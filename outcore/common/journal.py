@@ -5,13 +5,14 @@ what follows it was ever told as done."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from outcore.common.files import lock_file
 
 FORMAT = 2
 """Number of the format of the lines, in every header: files of other versions are not taken for torn ones."""
@@ -40,7 +41,7 @@ class LineJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._file.fileno())
             self._read(json.dumps({**header, "format": FORMAT}, sort_keys=True), take)
         except BlockingIOError:
             self._file.close()
@@ -111,7 +112,7 @@ def is_held(path: Path) -> bool:
     """Whether a process has this journal open."""
     try:
         with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(file.fileno(), shared=True)
     except FileNotFoundError:
         return False
     except OSError:

@@ -45,19 +45,20 @@ class DeepSpeedFile:
         return default if value is None else value
 
 
-SHIPPED = Path(__file__).resolve().parents[2] / "deepspeed_config.json"
-"""The repository's."""
+SHIPPED = next(
+    (path for path in (Path(__file__).with_name(NAME), Path(__file__).resolve().parents[2] / NAME) if path.is_file()),
+    Path(NAME),
+)
+"""The defaults that outcore brings: beside this file in a wheel, at the root of a clone."""
 
 
 def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
     """The user's file. ConfigError with file, line and reason when it is not usable."""
     file = Path(path).expanduser()
     if not file.is_file() and str(path) == SHIPPED.name and SHIPPED.is_file():
-        file = SHIPPED  # started from another folder than the repository's
+        file = SHIPPED  # started from any folder
     if not file.is_file():
-        raise ConfigError(
-            f"--deepspeed_config {path}: no such file. The repository ships deepspeed_config.json at its root."
-        )
+        raise ConfigError(f"--deepspeed_config {path}: no such file. Leave the flag out to take outcore's own.")
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
     except ConfigError as error:

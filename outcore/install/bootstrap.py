@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 MINIMUM_PYTHON = (3, 11)
-# What makes an environment outcore's: `python setup.py` installs them all (DeepSpeed has no Windows build).
-NEEDED_MODULES = ("torch", "transformers") if os.name == "nt" else ("torch", "transformers", "deepspeed")
+# What makes an environment outcore's.
+NEEDED_MODULES = ("torch", "transformers")
 
 
 def ensure_environment(script):

@@ -155,6 +155,12 @@ def make_environment(environment: Environment, execute: Execute) -> None:
                 "it holds other files and no pyvenv.cfg",
                 "give another folder with --venv, or empty this one",
             )
+        if os.environ.get("SUDO_UID", "0") != "0":
+            raise InstallError(
+                "the set-up was started by sudo",
+                f"{environment.prefix} and all output would belong to root",
+                "start it without: `python setup.py`; it says where sudo is needed",
+            )
         check_python(f"{sys.version_info[0]}.{sys.version_info[1]}", sys.executable)
         done = execute([sys.executable, "-m", "venv", str(environment.prefix)])
         if done.returncode != 0:

@@ -78,6 +78,7 @@ class InstallJob:
         self.exit_code = EXIT_OK
         self.rows: list[ReportRow] = []
         self.build_results: tuple[BuildResult, ...] = ()
+        self._run_code = EXIT_OK
         self.progress = InstallProgress(sys.stderr if self.options.json else sys.stdout)
         self._detect, self._runner, self._stream, self._call = detect, runner, stream, call
         self._machine: Machine | None = None
@@ -154,10 +155,37 @@ class InstallJob:
             print_plan(plan, self.progress)
 
     def install_packages(self) -> None:
-        """Environment and packages, when anything is missing; the stamp comes last."""
+        """Environment and packages, when anything is missing; without DeepSpeed where a run comes first."""
         for name in OUTPUT_FOLDERS:
             (self.repository / name).mkdir(exist_ok=True)
-        environment, chosen = self.environment, self.chosen
+        self._install(self.chosen.without_deepspeed() if self._runs_first else self.chosen)
+
+    def run(self) -> None:
+        """--run: train. The installation is ready when the run ended well; what is left of it comes after."""
+        if not self.options.run:
+            return
+        if not self._runs_first:
+            self._build_extensions()
+        script = self.repository / "train_model.py"
+        if not script.exists():
+            raise InstallError(f"{script} is not there", "the clone is incomplete", "clone the repository again")
+        self._run_code = self._start([str(script), *self.options.rest])
+
+    def install_deepspeed(self) -> None:
+        """The rest of the packages after a run; extensions where they are asked for or were built before."""
+        if self._runs_first:
+            self._install(self.chosen)
+        if not self.options.run or self._runs_first:
+            self._build_extensions()
+
+    @property
+    def _runs_first(self) -> bool:
+        """Whether a run comes that does not use DeepSpeed."""
+        return self.options.run and not asks_for_deepspeed(self.options)
+
+    def _install(self, chosen: RequirementSet) -> None:
+        """Environment and these packages, when anything is missing; the stamp comes last."""
+        environment = self.environment
         why = environment.needs_install(chosen, self.repository)
         if why is None:
             self.progress.say("packages:    all pinned versions are installed")
@@ -167,8 +195,9 @@ class InstallJob:
         if environment.exists:
             environment.remove_stamp()
         make_environment(environment, self._execute)
-        environ = self._child_environment(for_deepspeed=False)
         log_path = self.repository / "logs" / "setup_packages.log"
+        environ = self._child_environment(for_deepspeed=False)
+        self._compile_kernels(environ)
         install(environment, chosen, self.repository, environ, self._stream, self.progress, log_path)
         unmet = environment.unmet_pins(chosen.pins)
         if unmet:
@@ -180,7 +209,15 @@ class InstallJob:
             )
         environment.write_stamp({"set": chosen.name, "torch": chosen.pins["torch"], "tests": self.options.test})
 
-    def build_extensions(self) -> None:
+    def _compile_kernels(self, environ: Mapping[str, str]) -> None:
+        """Begin with the C++ kernels while packages are fetched. Whoever needs them waits for this builder's lock, and
+        says what is wrong when it failed."""
+        script = self.repository / "outcore" / "optim" / "build.py"
+        command = [str(self.environment.python), "-P", str(script), str(self.environment.prefix)]
+        with (self.repository / "logs" / "setup_kernels.log").open("w", encoding="utf-8") as log, suppress(OSError):
+            subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _build_extensions(self) -> None:
         """DeepSpeed's extensions where its engine is asked for, or was before: a compiler takes minutes for them, and
         our engine uses none."""
         environ = self._child_environment()
@@ -240,19 +277,15 @@ class InstallJob:
             self._say_how_to_start()
 
     def follow_up(self) -> None:
-        """--test, --run; only on a machine that is ready."""
+        """--test; only on a machine that is ready. A run that failed before is the job's exit code."""
+        self.exit_code = self._run_code or self.exit_code
         if self.exit_code != EXIT_OK:
             return
         if self.options.test:
             install_chromium(self.progress.say)
             self.exit_code = self._start(["-m", "pytest", *self._pytest_arguments()])
-        if self.options.run:
-            script = self.repository / "train_model.py"
-            if not script.exists():
-                raise InstallError(f"{script} is not there", "the clone is incomplete", "clone the repository again")
-            self.exit_code = self._start([str(script), *self.options.rest])
-            if self.exit_code == EXIT_OK:
-                self._say_how_to_talk()
+        if self.options.run and self._run_code == EXIT_OK:
+            self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
         """What was asked for. Without a GPU the whole suite, flags alone, runs in a process per core (at most

@@ -1,7 +1,7 @@
 """Packages, installed by uv (by pip where uv cannot be told all that pip is), each failure as one clear error.
 
-The whole output goes to logs/setup_packages.log; people see what is being fetched and for how long. torch is
-installed first, then DeepSpeed against it (its source package asks the installed torch what it is), then the rest."""
+The whole output goes to logs/setup_packages.log; people see what is being fetched and for how long. DeepSpeed comes
+after torch, which its source package asks what it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
 from outcore.install.progress import InstallProgress
-from outcore.install.requirement_set import RequirementSet
+from outcore.install.requirement_set import DEEPSPEED, RequirementSet
 from outcore.install.uv import UV, UvSettings, uv_settings
 
 Stream = Callable[[Sequence[str], Mapping[str, str], Callable[[str], None]], int]
@@ -47,18 +47,16 @@ class Step:
 
 def install_steps(chosen: RequirementSet, repository: Path) -> tuple[Step, ...]:
     """What has to be called, in order."""
-    steps = [Step("build tools", ("-r", str(repository / "requirements" / "build.txt")))]
-    torch_pin = f"torch=={chosen.pins['torch']}"
-    steps.append(Step(torch_pin, (torch_pin,)))
-    if "deepspeed" in chosen.pins:
-        deepspeed_pin = f"deepspeed=={chosen.pins['deepspeed']}"
+    files = [file for file in chosen.files if file.stem != DEEPSPEED]
+    listed = [repository / "requirements" / "build.txt", *files]
+    steps = [Step(" + ".join(file.name for file in files), tuple(a for file in listed for a in ("-r", str(file))))]
+    if DEEPSPEED in chosen.pins:
+        pins = [f"{name}=={chosen.pins[name]}" for name in ("torch", DEEPSPEED)]
         # A source package: without build isolation it sees the pinned torch. Its set-up asks every CUDA builder and
         # fails on a GPU machine without nvcc unless told that it is built for the CPU; the extensions are built later,
         # for whatever accelerator is there, so nothing is lost by it.
         quiet = (("DS_BUILD_OPS", "0"), ("DS_ACCELERATOR", "cpu"))
-        steps.append(Step(deepspeed_pin, ("--no-build-isolation", torch_pin, deepspeed_pin), quiet))
-    files = [argument for file in chosen.files for argument in ("-r", str(file))]
-    steps.append(Step(" + ".join(file.name for file in chosen.files), tuple(files)))
+        steps.append(Step(pins[-1], ("--no-build-isolation", *pins), quiet))
     steps.append(Step("outcore itself (editable)", ("--no-deps", "-e", str(repository))))
     return tuple(steps)
 
@@ -74,7 +72,7 @@ def install(
 ) -> None:
     """Run every step; InstallError at the first that fails. Nothing is stamped here."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("w", encoding="utf-8") as log:
+    with log_path.open("a", encoding="utf-8") as log:
 
         def run(command: Sequence[str], variables: Mapping[str, str], lines: list[str]) -> int:
             def heard(line: str) -> None:

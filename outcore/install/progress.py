@@ -34,12 +34,8 @@ class InstallProgress:
         self._ticker.start()
 
     def detail(self, text: str) -> None:
-        """What the step is busy with; a line per change when this is no terminal."""
-        if text == self._detail:
-            return
+        """What the step is busy with, on a terminal's moving line; files have the steps, logs/ has all of it."""
         self._detail = text
-        if not self._is_terminal:
-            self.say(f"    {text}")
 
     def end(self, ok: bool = True) -> None:
         if self._stop is not None and self._ticker is not None:

@@ -1,13 +1,13 @@
 """Which pinned packages this machine gets, and why: a pure function of the machine (requirements/*.txt hold the pins).
 
 CUDA 13 needs driver 580 and a GPU of compute capability 7.5 (CUDA 13 dropped older ones); CUDA 12 needs driver 525.
-torch is installed first and alone, so that nothing that depends on it can pull another one."""
+DeepSpeed is a file of its own: a first run does not wait for it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.common.quantities import GB
@@ -18,6 +18,8 @@ from outcore.machine import Machine
 # libraries along even where there is no GPU, 5-6 GB unpacked; kvikio brings cupy[ctk], about 2.5 GB more).
 NEEDED_BYTES = {"cpu": 9 * GB, "cuda12": 16 * GB, "cuda13": 16 * GB, "windows": 3 * GB}
 CUDA13_MIN_CAPABILITY = (7, 5)
+DEEPSPEED = "deepspeed"
+"""Name of the package, and of the file with its pin."""
 WSL2_HOWTO = "in PowerShell as administrator: `wsl --install -d Ubuntu-24.04`, restart, then clone and set up inside it"
 
 
@@ -39,6 +41,11 @@ class RequirementSet:
         """DeepSpeed's name of what it will train on."""
         return "cuda" if self.name.startswith("cuda") else "cpu"
 
+    def without_deepspeed(self) -> RequirementSet:
+        """What our own engine needs."""
+        pins = {name: pin for name, pin in self.pins.items() if name != DEEPSPEED}
+        return replace(self, pins=pins, further=tuple(file for file in self.further if file.stem != DEEPSPEED))
+
     @property
     def files(self) -> tuple[Path, ...]:
         return (self.file, *self.further)
@@ -48,7 +55,7 @@ def choose_set(machine: Machine, requested: str, repository: Path, further: Sequ
     """Raises InstallError when the machine cannot use its GPU, or a wanted set cannot work here."""
     name, reason, warnings = _choose(machine, requested)
     folder = repository / "requirements"
-    files = [folder / f"{one}.txt" for one in (name, *further)]
+    files = [folder / f"{one}.txt" for one in (name, *[DEEPSPEED] * (name != "windows"), *further)]
     pins = {package: pin for file in files for package, pin in read_pins(file).items()}
     return RequirementSet(name, reason, files[0], pins, tuple(warnings), tuple(files[1:]))
 

@@ -1,11 +1,12 @@
 """What this computer is: operating system, CPU, RAM, GPUs, CUDA driver, drives. Standard library only.
 
 `detect_machine()` reads /proc and /sys and asks nvidia-smi (about 0.1 s without a GPU, under 1 s with one);
-`Machine.load("rtx4070-laptop")` gives a shipped profile of a machine that is not here. What cannot be read is None
+`cards.load_machine("rtx4070-laptop")` gives a machine that is not here. What cannot be read is None
 and named in `Machine.notes`; nothing is guessed."""
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import sys
 from pathlib import Path
@@ -48,7 +49,9 @@ def detect_machine(
         ram_available_bytes=ram.available_bytes,
         swap_total_bytes=ram.swap_total_bytes,
         memlock_limit_bytes=memlock_limit_bytes(),
-        gpus=report.gpus,
+        gpus=tuple(
+            dataclasses.replace(gpu, vram_bytes=ram.total_bytes) if gpu.is_integrated else gpu for gpu in report.gpus
+        ),  # it computes on the RAM
         nvlink_domains=report.nvlink_domains,
         other_gpus=report.other_gpus,
         driver_version=report.driver_version,

@@ -209,13 +209,12 @@ class Machine:
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> Machine:
-        """A profile by file, or by the name of a shipped one ('rtx4070-laptop'). ValueError when there is none."""
+        """A profile by file, or by the name of a file that is shipped. ValueError when there is none."""
         candidate = Path(path_or_name)
         if not candidate.is_file():
             candidate = PROFILES_DIR / f"{path_or_name}.json"
         if not candidate.is_file():
-            shipped = ", ".join(sorted(p.stem for p in PROFILES_DIR.glob("*.json"))) or "none"
-            raise ValueError(f"no machine profile {str(path_or_name)!r}: give a JSON file or one of: {shipped}")
+            raise ValueError(f"no machine profile {str(path_or_name)!r}: there is no such JSON file")
         try:
             return cls.from_json(candidate.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""Builds the C++ extension with the compiler of the machine, once per source, flags and compiler.
+"""The C++ extension: the one that came with the wheel, else built once per source, flags and compiler of the machine.
 
     python -m outcore.optim
 
-The result is `<cache>/<key of source and flags>-<key of compiler>/outcore_optim.so`, where the cache is
+What is built here is `<cache>/<key of source and flags>-<key of compiler>/outcore_optim.so`, where the cache is
 `<environment>/torch_extensions/outcore_optim`, or ~/.cache/outcore/torch_extensions/outcore_optim for an environment
 that cannot be written. A dozen small files without torch's headers: about 18 s of one core, shared by all cores, once.
 Built aside and renamed into place, under a lock that the kernel frees when its holder dies, so any number of processes
@@ -14,6 +14,7 @@ works on any processor of the architecture, and neither rounding nor NaN are opt
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -29,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outcore.common.deadline import TIMEOUT_S
-from outcore.common.files import built_folder
+from outcore.common.files import built_folder, lock_file
 from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ SOURCES = (
     "product_kernels.cpp",
     "products.cpp",
 )
-LIBRARY_NAME = "outcore_optim.so"
+LIBRARY_NAME = "outcore_optim.dll" if os.name == "nt" else "outcore_optim.so"
+SHIPPED = SOURCE_DIR / LIBRARY_NAME
+"""Path of the library in a wheel."""
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
     "-O3",
@@ -63,7 +66,7 @@ FLAGS = (
     "-fno-math-errno",  # sqrt as an instruction; changes no value
     "-fno-trapping-math",  # both sides of a choice may be computed; changes no value
 )
-LINK_FLAGS = ("-shared", "-pthread")
+LINK_FLAGS = ("-shared", "-pthread", "-s")
 VARIANTS_X86: dict[str, tuple[str, ...]] = {
     "baseline": (),
     "avx2": ("-mavx2",),
@@ -96,7 +99,8 @@ class BuildFailed(ExtensionUnavailable):
 def build_extension(
     prefix: str | Path | None = None, compiler: str | None = None, lock_timeout_s: float = TIMEOUT_S
 ) -> Path:
-    """The built library's path; builds it when this source, these flags and this compiler have not been built yet.
+    """The library's path: the wheel's, where one came along and loads (else that is said), or the one built here, now
+    when this source, these flags and this compiler have not been built yet.
 
     - `prefix`: root of the environment (default: this interpreter's).
     - `compiler`: name or path (default: the first of g++, clang++, c++ on PATH).
@@ -104,6 +108,8 @@ def build_extension(
     Without a compiler a library built earlier from the same source and flags is taken. Raises CompilerMissing,
     BuildFailed (both ExtensionUnavailable), or TimeoutError when another process builds for longer than
     `lock_timeout_s`."""
+    if compiler is None and _loads(SHIPPED):
+        return SHIPPED
     cache = cache_dir(prefix)
     source_key = _source_key()
     found = find_compiler(compiler)
@@ -129,6 +135,18 @@ def build_extension(
     return library
 
 
+def _loads(library: Path) -> bool:
+    """Whether the wheel's library is there and fits this machine; says why where it does not."""
+    if not library.exists():
+        return False
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        logger.warning("the wheel's CPU kernels do not load here (%s): they are compiled instead", error)
+        return False
+    return True
+
+
 def find_compiler(compiler: str | None = None) -> str | None:
     """Full path of the compiler to use, or None."""
     for name in (compiler,) if compiler else COMPILERS:
@@ -148,9 +166,33 @@ def variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
     return VARIANTS_X86 if (machine or platform.machine()).lower() in ("x86_64", "amd64") else VARIANTS_OTHER
 
 
-def product_variants() -> dict[str, tuple[str, ...]]:
+def product_variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
     """`variants` for products of packed weights, which have instructions of their own."""
-    return PRODUCT_VARIANTS_X86 if variants() is VARIANTS_X86 else VARIANTS_OTHER
+    return PRODUCT_VARIANTS_X86 if variants(machine) is VARIANTS_X86 else VARIANTS_OTHER
+
+
+def compile_into(folder: Path, compiler: Sequence[str], system: str, machine: str) -> Path:
+    """Compile the library for `system` ("linux", "windows") and `machine` into a folder that is there; its path."""
+    objects: list[str] = []
+    units = [("kernels.cpp", name, (*flags, f"-DOUTCORE_VARIANT={name}")) for name, flags in variants(machine).items()]
+    units += [
+        ("product_kernels.cpp", f"product_{name}", (*flags, f"-DOUTCORE_VARIANT={name}"))
+        for name, flags in product_variants(machine).items()
+    ]
+    units += [(f"{name}.cpp", name, ()) for name in ("pool", "digest", "api", "products")]
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        compiling = []
+        for source, name, flags in units:
+            objects.append(str(folder / f"{name}.o"))
+            command = [*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]]
+            compiling.append(compilers.submit(_run, command))
+        for done in compiling:
+            done.result()
+    library = folder / ("outcore_optim.dll" if system == "windows" else "outcore_optim.so")
+    _run([*compiler, *LINK_FLAGS, "-o", str(library), *objects])
+    for path in objects:
+        os.unlink(path)
+    return library
 
 
 def _digest(*parts: str) -> str:
@@ -172,24 +214,7 @@ def _build_into(folder: Path, compiler: str) -> None:
     logger.info("building the CPU optimizer with %s (once)", compiler)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        objects: list[str] = []
-        units = [("kernels.cpp", name, (*flags, f"-DOUTCORE_VARIANT={name}")) for name, flags in variants().items()]
-        units += [
-            ("product_kernels.cpp", f"product_{name}", (*flags, f"-DOUTCORE_VARIANT={name}"))
-            for name, flags in product_variants().items()
-        ]
-        units += [(f"{name}.cpp", name, ()) for name in ("pool", "digest", "api", "products")]
-        with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            compiling = []
-            for source, name, flags in units:
-                objects.append(str(aside / f"{name}.o"))
-                command = [compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]]
-                compiling.append(compilers.submit(_run, command))
-            for done in compiling:
-                done.result()
-        _run([compiler, *LINK_FLAGS, "-o", str(aside / LIBRARY_NAME), *objects])
-        for path in objects:
-            os.unlink(path)
+        compile_into(aside, [compiler], platform.system().lower(), platform.machine())
         os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -220,12 +245,6 @@ def _run(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path, timeout_s: float) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError as error:
-        raise ExtensionUnavailable(
-            "the CPU optimizer's extension is built on Linux (WSL2 on Windows); elsewhere it runs in torch"
-        ) from error
     deadline_s = time.monotonic() + timeout_s
     try:
         handle = path.open("w")
@@ -234,7 +253,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
     with handle:
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(handle.fileno())
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
@@ -244,3 +263,8 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
                     ) from None
                 time.sleep(LOCK_POLL_S)
         yield
+
+
+if __name__ == "__main__":  # by the installer, before torch is there
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print(build_extension(sys.argv[1]))

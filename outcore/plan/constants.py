@@ -83,35 +83,6 @@ read. Backward and recomputation three times that, as for the rest of a layer. D
 
 # --- rates
 
-GPU_TFLOPS: Mapping[str, tuple[float, float, str]] = MappingProxyType(
-    {
-        "h200": (989.0, 0.546, "peak: NVIDIA data sheet; share: measured, 0.290 s for 158 TFLOP"),
-        "h100 pcie": (756.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-        "h100": (989.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-        "a100": (312.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-        "l40s": (362.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-        "rtx 6000 ada": (364.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-        "rtx 5090": (209.5, 0.87, "peak: NVIDIA architecture paper, fp32 accumulation; share: assumed as on Ada"),
-        "rtx 4090": (165.2, 0.87, "peak: NVIDIA architecture paper; share: LoHan reports 155.8 TFLOPS on this card"),
-        "rtx 4080": (97.5, 0.87, "peak: NVIDIA architecture paper; share: assumed as on the RTX 4090"),
-        "rtx 4070 laptop": (
-            40.1,
-            0.87,
-            "peak: 36 SM x 512 flop x 2.175 GHz; share: the project's planning figure of 35 TFLOPS, not measured",
-        ),
-        "rtx 3090": (71.0, 0.87, "peak: NVIDIA architecture paper; share: assumed as on the RTX 4090"),
-        "rtx a6000": (154.8, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
-    }
-)
-"""Part of a GPU's name, lower case -> dense bf16 TFLOPS with fp32 accumulation, the share that compiled layers reach,
-and where both come from. A name with "laptop", "ti" or "super" in it is another chip and matches only its own row."""
-GPU_MEMORY_GB_PER_S: Mapping[str, float] = MappingProxyType({
-    "h200": 4800.0, "h100 pcie": 2000.0, "h100": 3350.0, "a100": 1555.0, "l40s": 864.0, "rtx 6000 ada": 960.0,
-    "rtx 5090": 1792.0, "rtx 4090": 1008.0, "rtx 4080": 716.8, "rtx 4070 laptop": 256.0, "rtx 3090": 936.0,
-    "rtx a6000": 768.0,
-})  # fmt: skip
-"""Part of a GPU's name, as above -> GB/s of its memory by NVIDIA's data sheets (of several sizes the slowest). Measured
-copies reach 0.89 of it on an H100 (plan_vs_measured-h100.json)."""
 MATMUL_SHARE = 0.93
 """Share of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in
 0.290 s on a GPU of about 720 TFLOPS, less what passes through its memory."""
@@ -187,6 +158,9 @@ RATED_WRITES_PER_BYTE = 600
 
 # --- nominal rates, used only when asked for
 
+UNIFIED_VRAM_SHARE, UNIFIED_RAM_SHARE_OF_ANSWERS = 0.25, 0.125
+"""Shares of a memory that GPU and CPU have in common: the GPU's in training, whose weights and states are at home in
+RAM, and the rest beside a model that answers. Chosen, not measured."""
 NOMINAL_PCIE_SHARE = 0.8
 """Usable of a PCIe link's line rate for copies: 12-13 of 15.75 GB/s at 4.0 x8."""
 NOMINAL_DRIVE_READ_SHARE, NOMINAL_DRIVE_WRITE_SHARE = 0.83, 0.70

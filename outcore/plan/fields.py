@@ -81,6 +81,8 @@ class OutputFields:
 
     json: bool = setting(False, common=True)
     """The answer as JSON on stdout."""
+    upgrade: bool = setting(False, common=True)
+    """Which purchase (a second drive, RAM, a card) halves the step."""
     png: str | None = setting(None, common=True)
     """File for stacked bars per tier against capacity."""
     paper_png: str | None = None

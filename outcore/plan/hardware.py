@@ -5,18 +5,16 @@ caller allows that. Overrides win over both."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
+from outcore.machine.cards import CARDS, card_by_name
 from outcore.plan import constants as k
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import copies_gb_per_s
 
-Row = TypeVar("Row")
 LINKS = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "ram_gb_per_s")
 """Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
 GPU_LINKS = ("h2d_gb_per_s", "d2h_gb_per_s")
@@ -60,6 +58,8 @@ class Hardware:
     """In which one core launches an eager decoder layer, forward, recomputation and backward."""
     is_cpu: bool = False
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
+    is_unified: bool = False
+    """GPU and CPU share one memory: `vram_bytes` and `ram_bytes` are parts of it."""
     num_gpus: int = 1
     copies_gb_per_s: float | None = None
     """What a lane takes from pageable RAM: measured, or by its threads (`copy_threads`). None: as fast as the link."""
@@ -112,6 +112,14 @@ class Hardware:
     def host_s(self, layers: float) -> float:
         """Seconds of the host for the launches of so many eager layers; none where the CPU computes itself."""
         return 0.0 if self.is_cpu else layers * self.host_layer_s
+
+    def for_answers(self) -> Hardware:
+        """Give the GPU nearly all of a shared memory: weights that only answer have one copy there and stay."""
+        if not self.is_unified:
+            return self
+        both = self.vram_bytes + self.ram_bytes
+        ram_bytes = int(k.UNIFIED_RAM_SHARE_OF_ANSWERS * both)
+        return replace(self, vram_bytes=both - ram_bytes, ram_bytes=ram_bytes)
 
     @property
     def gpu_context_bytes(self) -> int:
@@ -233,6 +241,14 @@ def hardware_of(
         )
     ram_bytes = _bytes_or(overrides.ram_gib, machine.ram_available_bytes)
     gpu_bytes = machine.gpus[0].vram_bytes if machine.gpus else ram_bytes
+    is_unified = any(gpu.is_integrated for gpu in machine.gpus) and overrides.vram_gib is None
+    if is_unified:  # one memory: what the GPU takes, the run no longer has as RAM
+        gpu_bytes = int(k.UNIFIED_VRAM_SHARE * ram_bytes)
+        ram_bytes -= gpu_bytes
+        notes.append(
+            f"GPU and CPU share one memory: {format_gib(gpu_bytes)} of it are planned for the GPU; copies between them "
+            "stay within it"
+        )
     pinned_bytes = k.WSL2_PINNED_BYTES if machine.is_wsl2 else machine.ram_available_bytes // 2
     if machine.is_wsl2 and overrides.pinned_gib is None:
         notes.append(
@@ -256,6 +272,7 @@ def hardware_of(
         optimizer_gparams_per_s=updates,
         host_layer_s=host_layer_s,
         is_cpu=is_cpu,
+        is_unified=is_unified,
         num_gpus=overrides.num_gpus,
         copies_gb_per_s=_copies(machine, rates["ram_gb_per_s"]),
         identity=_identity(machine),
@@ -375,14 +392,14 @@ def _memory(
     if is_cpu:
         return None, "not measured"
     gpu = machine.gpus[0].name if machine.gpus else "the GPU that is added"
-    if (known := row_by_name(k.GPU_MEMORY_GB_PER_S, gpu)) is not None:
-        return known, "nominal: the data sheet's, by the GPU's name"
+    if (card := card_by_name(gpu)) is not None:
+        return card.memory_gb_per_s, "nominal: the data sheet's, by the GPU's name"
     if machine.gpus and not allow_nominal:
         raise ProfileError(
             f"The profile of {name} has no memory rate of {gpu} ({MEMORY}): weights would be read in no time. "
             "Run python gds_optimizer.py on that machine, or add --nominal to plan with the slowest card's."
         )
-    rate = min(k.GPU_MEMORY_GB_PER_S.values())
+    rate = min(card.memory_gb_per_s for card in CARDS.values())
     notes.append(f"the memory rate of {gpu} is not known: planned with the slowest known card's {rate:g} GB/s")
     return rate, "nominal: the slowest known card's"
 
@@ -391,25 +408,10 @@ def _tflops(machine: Machine) -> tuple[float | None, str]:
     if not machine.gpus:
         rate = k.NOMINAL_CPU_TFLOPS_PER_CORE * machine.cpu_cores
         return round(rate, 3), f"{machine.cpu_cores} cores x {k.NOMINAL_CPU_TFLOPS_PER_CORE:g} TFLOPS, nominal"
-    found = tflops_of(machine.gpus[0].name)
-    if found is None:
+    if (card := card_by_name(machine.gpus[0].name)) is None:
         return None, "not known"
-    peak, share, source = found
-    return round(peak * share, 1), f"{peak:g} TFLOPS x {share:g} ({source})"
-
-
-def tflops_of(gpu_name: str) -> tuple[float, float, str] | None:
-    """(peak dense bf16 TFLOPS, share that compiled layers reach, source) of a GPU by its name, or None."""
-    return row_by_name(k.GPU_TFLOPS, gpu_name)
-
-
-def row_by_name(table: Mapping[str, Row], gpu_name: str) -> Row | None:
-    """The row of a GPU in a table by parts of names; None where it is not there."""
-    name = gpu_name.lower()
-    for key, row in sorted(table.items(), key=lambda item: -len(item[0])):
-        if re.search(rf"\b{re.escape(key)}(?! ?(super|ti\b|laptop))", name):
-            return row
-    return None
+    words = f"{card.peak_tflops:g} TFLOPS x {card.layers_share:g} ({card.source})"
+    return round(card.peak_tflops * card.layers_share, 1), words
 
 
 def _bytes_or(gib: float | None, otherwise: int) -> int:

@@ -3,6 +3,7 @@
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
     outcore plan --infer llama-70b --aim throughput
+    outcore plan --model llama-8b --machine rtx3090 --upgrade     (what to buy)
     outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,7 @@ from outcore.model import named_config, resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, check_undecided, command, kept, notes
 from outcore.plan.answer.gpus import beside_one
+from outcore.plan.answer.upgrade import Upgrade, upgrade_lines, upgrades
 from outcore.plan.answer.whole import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
@@ -87,19 +89,26 @@ class Asked:
     """The command that makes the plan a run."""
     whole: WholeRun | None = None
     """Length of the whole run; None where nobody said it."""
+    upgrades: tuple[Upgrade, ...] | None = None
+    """Purchases and what they gain; None where nobody asked."""
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print it."""
         from outcore.plan.answer.show import show
 
         show(self.answer, self.advice, self.hardware, run_it=self.command, whole=self.whole, file=file)
+        if self.upgrades is not None:
+            print("\n".join(upgrade_lines(self.upgrades)), file=file)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         from outcore.plan.answer.show import to_json
 
         whole = None if self.whole is None else self.whole.to_dict()
-        return to_json(self.answer, self.advice, self.hardware) | {"command": self.command, "run": whole}
+        told = {"command": self.command, "run": whole}
+        if self.upgrades is not None:
+            told["upgrades"] = [asdict(one) | {"is_enough": one.is_enough} for one in self.upgrades]
+        return to_json(self.answer, self.advice, self.hardware) | told
 
 
 def answer_to(args: PlanConfig) -> Asked:
@@ -123,7 +132,8 @@ def answer_to(args: PlanConfig) -> Asked:
     model, has_adapters = _name(_model_of(args) or ""), args.lora_r > 0
     said = Said(model, dataset, args.nvme_offload_path, args.trust_remote_code, kept(args), has_adapters)
     hardware = replace(hardware, notes=(*hardware.notes, *notes(request, said)))
-    return Asked(answer, advice, hardware, command(answer.plan, request, said), whole_run(args, answer.plan))
+    bought = upgrades(shape, request, hardware, answer.plan) if args.upgrade else None
+    return Asked(answer, advice, hardware, command(answer.plan, request, said), whole_run(args, answer.plan), bought)
 
 
 def _plan(args: PlanConfig) -> int:
@@ -191,7 +201,7 @@ class AskedAnswers:
 
 def answers_to(args: PlanConfig) -> AskedAnswers:
     """The plan of answers by its flags. DoesNotFit, and ValueError for what cannot be planned."""
-    hardware, shape = _hardware(args), _shape(args)
+    hardware, shape = _hardware(args).for_answers(), _shape(args)
     published, ends = _published(args)
     shape = replace(shape, packed_ends=ends)
     asked: dict[str, Any] = {

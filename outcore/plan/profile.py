@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outcore.common.files import newest, user_folder
 from outcore.machine import Machine, detect_machine
+from outcore.machine.cards import load_machine
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
 
 MEASURED_PROFILE = user_folder() / "machine_profile.json"
@@ -33,7 +34,7 @@ def load_hardware(
         ProfileError: see the module docstring."""
     if machine is not None:
         try:
-            profile = Machine.load(machine)
+            profile = load_machine(machine)
         except ValueError as error:
             raise ProfileError(f"--machine: {error}") from error
         except OSError as error:

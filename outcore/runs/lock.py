@@ -7,7 +7,6 @@ behind, free. Children that a run forks do not hold its lock. Cost: a file or th
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from outcore.common.files import IS_WINDOWS, lock_file, unlock_file
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """What `flock` says on file systems without locks (some network mounts)."""
@@ -42,7 +43,8 @@ class RunLock:
         """Folders that were made for the lock, innermost first: those still empty at the end are removed again."""
         holder = weakref.ref(self)
         # An inherited descriptor would keep the lock held for as long as a forked child lives.
-        os.register_at_fork(after_in_child=lambda: (lock := holder()) is not None and lock._forget())
+        if hasattr(os, "register_at_fork"):  # Windows has no fork
+            os.register_at_fork(after_in_child=lambda: (lock := holder()) is not None and lock._forget())
 
     @classmethod
     def take(cls, run_name: str, parents: Iterable[Path], say: Callable[[str], None] = print) -> RunLock:
@@ -58,7 +60,7 @@ class RunLock:
 
     def _take_one(self, path: Path, say: Callable[[str], None]) -> None:
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 _lock(descriptor)
             except BlockingIOError:
@@ -78,7 +80,8 @@ class RunLock:
         holder = {"pid": os.getpid(), "host": platform.node(), "since_s": time.time()}
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, json.dumps(holder).encode())
         except OSError as error:  # the lock holds without a name as well, and whoever needs the space says what to do
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(error.errno, error.strerror, str(path)) from error
@@ -86,6 +89,11 @@ class RunLock:
     def release(self) -> None:
         """Free the run and remove the lock's files. Again: does nothing."""
         for path, descriptor in self._held.items():
+            if IS_WINDOWS:  # which removes no file that is open; one that another opened meanwhile stays
+                os.close(descriptor)
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                continue
             path.unlink(missing_ok=True)  # while it is locked: whoever opened it before sees that it is gone
             os.close(descriptor)
         self._held.clear()
@@ -105,10 +113,10 @@ def _lock(descriptor: int) -> None:
     until_s = time.monotonic() + ASKED_S
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock_file(descriptor)
         except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # beside those who ask, not beside a holder
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            lock_file(descriptor, shared=True)  # beside those who ask, not beside a holder
+            unlock_file(descriptor)
             if time.monotonic() > until_s:
                 raise
             time.sleep(0.001)
@@ -122,11 +130,11 @@ def lock_path(parent: Path, run_name: str) -> Path:
 def holder_of(path: Path) -> dict[str, Any] | None:
     """Who holds a lock's file: pid, host and since_s ({} while the holder is writing them); None: nobody."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(descriptor, shared=True)
         return None
     except BlockingIOError:
         return _read(descriptor)
@@ -150,7 +158,7 @@ def in_use_words(run_name: str, path: Path) -> str:
 
 def _read_path(path: Path) -> dict[str, object]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return {}
     try:
@@ -161,7 +169,8 @@ def _read_path(path: Path) -> dict[str, object]:
 
 def _read(descriptor: int) -> dict[str, object]:
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        holder = json.loads(os.read(descriptor, 4096))
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) and {"pid", "host"} <= holder.keys() else {}

@@ -10,7 +10,7 @@ from outcore.install.environment import Environment, check_python, find_environm
 from outcore.install.errors import InstallError, from_os_error
 from outcore.install.requirement_set import choose_set
 from tests.install.fakes import REPOSITORY, FakeExecute, add_package, fake_environment, machine
-from tests.refused import refused
+from tests.refused import failing, refused
 
 CHOSEN = choose_set(machine(), "auto", REPOSITORY)
 
@@ -83,6 +83,14 @@ def test_venv_that_cannot_be_made(tmp_path: Path, output: str, why: str, fix: st
     with pytest.raises(InstallError) as caught:
         make_environment(Environment(tmp_path / "v", ""), FakeExecute(venv=(1, output)))
     assert why in caught.value.why and fix in caught.value.fix
+
+
+def test_sudo_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUDO_UID", "1000")
+    with pytest.raises(InstallError, match=r"without: `python setup\.py`"):
+        make_environment(Environment(tmp_path / "v", ""), failing(AssertionError("nothing is made")))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("SUDO_UID", "0")  # a container's root
 
 
 def test_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

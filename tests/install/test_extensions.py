@@ -133,7 +133,7 @@ def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path, mo
     reasons = {r.name: r.reason for r in results}
     assert "fatal error: nothing.h" in reasons["pin_memory"] and "libaio" in reasons["async_io"]
     text = out.getvalue()
-    assert "2 of 3 files" in text and "removed the lock" in text and "async_io: not built" in text
+    assert "removed the lock" in text and "async_io: not built" in text
     assert "PinMemory" not in text and "fatal error" in (tmp_path / "logs/build.log").read_text()
 
 

@@ -44,7 +44,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def installed(repository: Path, name: str = "cpu", tests: bool = False) -> None:
     """`.venv` as a complete set-up leaves it."""
-    pins = read_pins(repository / "requirements" / f"{name}.txt")
+    pins = read_pins(repository / "requirements" / f"{name}.txt") | read_pins(repository / "requirements/deepspeed.txt")
     if tests:
         pins |= read_pins(repository / "requirements" / "test.txt")
     environment = fake_environment(repository / ".venv", pins)
@@ -68,7 +68,8 @@ def run(job: InstallJob) -> int:
             return job.exit_code
         if not job.options.check:
             job.install_packages()
-            job.build_extensions()
+            job.run()
+            job.install_deepspeed()
         job.verify()
         job.report()
         job.follow_up()
@@ -103,12 +104,12 @@ def test_first_run_installs_and_stamps_last(repository: Path) -> None:
 
     def last_pip() -> None:
         stamps.append(environment.stamp_path.exists())
-        for name, version in read_pins(repository / "requirements/cpu.txt").items():
+        for name, version in {**read_pins(repository / "requirements/cpu.txt"), "deepspeed": "0.19.8"}.items():
             add_package(environment, name, version)
 
-    stream = FakeStream(*[(0, "")] * 5, last_pip, (0, ""))
+    stream = FakeStream(*[(0, "")] * 3, last_pip, (0, ""))
     assert run(make_job(repository, stream=stream)) == 0
-    assert len(stream.commands) == 7 and stamps == [False]
+    assert len(stream.commands) == 5 and stamps == [False]
     assert environment.read_stamp() == {"set": "cpu", "torch": "2.13.0", "tests": False}
 
 
@@ -283,9 +284,33 @@ def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str
     assert run(make_job(repository, "--run", call=calls)) == 0
     out = capsys.readouterr().out
     assert "to make sense" in out and out.rstrip().endswith("-m outcore.cli chat final_model/tiny")
+    calls.code = 7
+    assert run(make_job(repository, "--run", call=calls)) == 7 and saved(repository)["ok"]
+    assert "chat" not in capsys.readouterr().out
     (repository / "train_model.py").unlink()
     assert run(make_job(repository, "--run", call=calls)) == 3
     assert "clone is incomplete" in capsys.readouterr().out
+
+
+def test_a_first_run_waits_for_what_it_needs_alone(repository: Path) -> None:
+    """DeepSpeed, of which the default run uses nothing, and the verification come after it."""
+    environment, order = fake_environment(repository / ".venv"), []
+
+    class Started(FakeStream):
+        def __call__(self, command, *rest):
+            order.append("deepspeed" if "deepspeed==0.19.8" in command else "packages")
+            pins = read_pins(repository / "requirements/cpu.txt") | (
+                {} if order[-1] == "packages" else {"deepspeed": "0.19.8"}
+            )
+            for name, version in pins.items():
+                add_package(environment, name, version)
+            add_package(environment, "outcore", "0.1.0", repository.resolve().as_uri())
+            return super().__call__(command, *rest)
+
+    call = Calls()
+    job = make_job(repository, "--run", stream=Started(), call=lambda *a, **k: order.append("run") or call(*a, **k))
+    assert run(job) == 0
+    assert order.index("run") < order.index("deepspeed") and "packages" in order[: order.index("run")]
 
 
 @pytest.mark.parametrize(("flags", "builds"), [

@@ -28,10 +28,10 @@ def ranges(name: str | None = None) -> dict[str, Requirement]:
 
 @pytest.mark.parametrize(
     ("file", "extras"),
-    [("cpu", ["deepspeed"]), ("cuda12", ["deepspeed", "cuda12"]), ("cuda13", ["deepspeed", "cuda13"]), ("windows", [])],
+    [("cpu", []), ("cuda12", ["cuda12"]), ("cuda13", ["cuda13"]), ("windows", []), ("deepspeed", ["deepspeed"])],
 )
 def test_each_pinned_set_is_what_pip_install_may_choose(file: str, extras: list[str]) -> None:
-    wanted = ranges()
+    wanted = {} if file == "deepspeed" else ranges()
     for extra in extras:
         wanted |= ranges(extra)
     pins = read_pins(REPOSITORY / "requirements" / f"{file}.txt")

@@ -75,19 +75,20 @@ def test_driver_without_tool_is_told() -> None:
 
 def test_tests_add_their_pins() -> None:
     chosen = choose(machine(), further=["test"])
-    assert "pytest" in chosen.pins and [f.name for f in chosen.files] == ["cpu.txt", "test.txt"]
-    assert [f.name for f in choose(machine()).files] == ["cpu.txt"]
+    assert "pytest" in chosen.pins and [f.name for f in chosen.files] == ["cpu.txt", "deepspeed.txt", "test.txt"]
+    first = chosen.without_deepspeed()
+    assert [f.name for f in first.files] == ["cpu.txt", "test.txt"] and set(chosen.pins) - set(first.pins) == {
+        "deepspeed"
+    }
 
 
 def test_the_shipped_files_agree() -> None:
     folder = REPOSITORY / "requirements"
     base = read_pins(folder / "base.txt")
-    for name in ("cpu", "cuda12", "cuda13"):
+    for name in ("cpu", "cuda12", "cuda13", "windows"):
         assert base.items() <= read_pins(folder / f"{name}.txt").items()
-    windows = read_pins(folder / "windows.txt")
-    assert all(windows[name] == version for name, version in base.items() if name in windows)
-    assert set(base) - set(windows) == {"deepspeed"}
-    assert read_pins(REPOSITORY / "requirements.txt") == read_pins(folder / "cuda12.txt")
+    everything = read_pins(folder / "cuda12.txt") | read_pins(folder / "deepspeed.txt")
+    assert read_pins(REPOSITORY / "requirements.txt") == everything
     assert set(read_pins(folder / "build.txt")) == {"setuptools", "wheel"}
 
 

@@ -58,6 +58,18 @@ def test_built_once_per_source_flags_and_compiler(tmp_path, monkeypatch):
     assert [path.name for path in library.parent.iterdir()] == [LIBRARY_NAME]
 
 
+def test_the_wheels_library_is_taken_and_where_it_does_not_load_that_is_said(tmp_path, monkeypatch, caplog):
+    made = build_extension()
+    monkeypatch.setattr(build_module, "SHIPPED", made)
+    assert build_extension(tmp_path) == made and not list(tmp_path.iterdir())
+    damaged = tmp_path / LIBRARY_NAME
+    damaged.write_text("for another system")
+    monkeypatch.setattr(build_module, "SHIPPED", damaged)
+    with caplog.at_level(logging.WARNING):
+        assert build_extension() == made
+    assert "do not load here" in caplog.text
+
+
 def test_several_builders_at_once_build_once(tmp_path):
     compiler = fake_compiler(tmp_path, "sleep 0.02")
     found: list[Path] = []

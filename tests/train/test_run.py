@@ -35,7 +35,7 @@ corpus, shared, straight, straight_by, in_the_repository = fixtures
 def test_a_run_leaves_what_it_promises(straight_by: Callable[[str], Path], engine: str) -> None:
     straight = straight_by(engine)
     lines = metrics(straight)
-    assert lines[0]["event"] == "header" and lines[0]["versions"]["deepspeed"] and lines[0]["model"]["total_params"]
+    assert lines[0]["event"] == "header" and lines[0]["versions"]["transformers"] and lines[0]["model"]["total_params"]
     assert lines[0]["plan"]["engine"] == engine == engine_of(straight)["name"]
     steps = [line for line in lines if "event" not in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]

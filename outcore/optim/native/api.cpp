@@ -21,11 +21,8 @@ extern const Kernels kernels_avx512;
 
 static int32_t best_variant() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();  // the queries ask the processor and whether the system saves its wide registers
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return kAvx512;
-  if (__builtin_cpu_supports("avx2")) return kAvx2;
+  if (processor().avx512) return kAvx512;
+  if (processor().avx2) return kAvx2;
 #endif
   return kBaseline;
 }

@@ -7,10 +7,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "threads.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-__attribute__((target("sse4.2"))) static uint64_t digest(const uint8_t* at, int64_t n_bytes) {
+__attribute__((target("sse4.2,crc32"))) static uint64_t digest(const uint8_t* at, int64_t n_bytes) {
   uint64_t a = 0xffffffffu, b = 0x9e3779b9u, c = 0x7f4a7c15u;
   const uint8_t* end = at + n_bytes;
   for (; end - at >= 24; at += 24) {
@@ -27,10 +29,7 @@ __attribute__((target("sse4.2"))) static uint64_t digest(const uint8_t* at, int6
   return high << 32 | low;
 }
 
-static bool is_there() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("sse4.2");
-}
+static bool is_there() { return outcore::processor().sse42; }
 #else
 static uint64_t digest(const uint8_t*, int64_t) { return 0; }
 static bool is_there() { return false; }

@@ -3,6 +3,7 @@
 // Arithmetic is that of the compiler's vector types, element by element in IEEE single precision. Intrinsics only where
 // these have none (square roots) or where compilers take element after element (numbers of 8 and 16 bits).
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 #if defined(__SSE2__)
 #include <immintrin.h>

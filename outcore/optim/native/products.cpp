@@ -33,24 +33,12 @@ extern const ProductKernels product_avx2, product_avxvnni, product_avx512vnni;
 #endif
 enum ProductVariant : int32_t { kPlain = 0, kWithAvx2 = 1, kWithAvxVnni = 2, kWithAvx512Vnni = 3 };
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-static bool has_avx_vnni() {  // leaf 7.1 eax bit 4; __builtin_cpu_supports knows it from g++ 13 on
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
-}
-#endif
-
 static int32_t product_variants() {  // one bit for each that this processor has
   int32_t found = 1 << kPlain;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
-  found |= 1 << kWithAvx2;
-  if (has_avx_vnni()) found |= 1 << kWithAvxVnni;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-    found |= 1 << kWithAvx512Vnni;
+  if (processor().avx2_fma) found |= 1 << kWithAvx2;
+  if (processor().avx_vnni) found |= 1 << kWithAvxVnni;
+  if (processor().avx512_vnni) found |= 1 << kWithAvx512Vnni;
 #endif
   return found;
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from outcore.common.classes import Closing
+from outcore.common.files import lock_file
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.storage import BlockFile, PosixEngine, StorageError, aligned_bytes
 
@@ -169,14 +170,8 @@ def _free_bytes(directory: Path) -> int:
 
 def _lock(fd: int) -> bool:
     """Takes an exclusive lock without waiting; it dies with the process. True when it was free."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
+        lock_file(fd)
+    except BlockingIOError:
+        return False
     return True

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements" / "vllm.txt"
+REQUIREMENTS = Path(__file__).with_name("vllm.txt")
 STAMP = "outcore-vllm.txt"
 LAST_LINES = 8
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import errno as errno_module
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.files import lock_file
 from outcore.common.quantities import format_gb
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError, StoreInUse
@@ -25,19 +25,13 @@ class DirectoryLock:
 
     def __init__(self, directory: Path, *, exclusive: bool) -> None:
         self.path = directory / LOCK_NAME
-        try:
-            import fcntl
-        except ImportError as error:
-            reason = f"file locks are not available on {sys.platform}: use Linux or WSL2"
-            raise StorageError("lock of the store", path=self.path, reason=reason) from error
-        how = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
         while True:
             try:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError as error:
                 raise StorageError("lock of the store", path=self.path, errno=error.errno) from error
             try:
-                fcntl.flock(self._fd, how)
+                lock_file(self._fd, shared=not exclusive)
                 # A store deleted meanwhile took this lock file's name with it: then lock the new file of that name.
                 if os.fstat(self._fd).st_nlink:
                     return

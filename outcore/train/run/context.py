@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -200,11 +201,9 @@ class RunContext:
 
     def _header(self, engine: Engine, sampler: Sampler, end_tokens: list[int]) -> dict[str, Any]:
         """Line 0 of metrics.jsonl."""
-        import deepspeed
-        import transformers
-
-        versions = {"outcore": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-        versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
+        versions = {"outcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        for name in ("transformers", *["deepspeed"] * (self.decided.name == "deepspeed")):
+            versions[name] = version(name)
         return {
             "run": self.folder.name,
             "versions": versions,
