@@ -5,4 +5,6 @@
 The boundary is the decoder's list of layers (and a vision tower's): what lies between the layers and around them stays
 transformers' own, and so do losses, heads and trainers."""
 
+from outcore.hf.adamw import StreamedAdamW, optimizer
+from outcore.hf.by_name import OutcoreConfig, OutcoreQuantizer
 from outcore.hf.stream import stream

@@ -81,6 +81,9 @@ class Elsewhere(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal("pickle")
 
+    def untyped_storage(self) -> Any:
+        raise self.refusal("save")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = next(one for one in args if isinstance(one, cls))

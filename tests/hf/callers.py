@@ -107,7 +107,7 @@ def arguments(kind: type, folder: Path, steps: int, **more: Any) -> Any:
 
 
 def _trl(name: str, data: Callable[[], Dataset], **more: Any) -> Callable[..., Any]:
-    def make(model: Any, folder: Path, steps: int, reference: Any = None, **args: Any) -> Any:
+    def make(model: Any, folder: Path, steps: int, reference: Any = None, peft: Any = None, **args: Any) -> Any:
         import trl
 
         trainer = getattr(trl, f"{name}Trainer", None) or getattr(
@@ -120,6 +120,7 @@ def _trl(name: str, data: Callable[[], Dataset], **more: Any) -> Callable[..., A
             args=arguments(kind, folder, steps, **more | args),
             train_dataset=data(),
             processing_class=tokenizer(),
+            peft_config=peft,
             **given,
         )
 
@@ -168,7 +169,8 @@ def trained(
         torch.manual_seed(7)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    weights = trainer.model.state_dict().items()
+    return losses, {name: tensor.clone() for name, tensor in weights if type(tensor) is torch.Tensor}
 
 
 def assert_same(plain: Any, streamed: Any) -> None:

@@ -1,0 +1,66 @@
+"""`from_pretrained(name, quantization_config=OutcoreConfig(...))`: streaming by a plain argument, in any program.
+
+transformers has a register of quantizers, which see a model before and after its weights are loaded. Ours streams it
+after. Nothing then tells a streamed model from a plain one, so that it is trained and saved like that; where its base
+is packed it stays marked as quantized, as trainers want to know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from outcore.hf.ground import StreamOptions
+from outcore.hf.stream import stream
+
+
+@register_quantization_config("outcore")
+class OutcoreConfig(QuantizationConfigMixin):
+    """How `from_pretrained` is to stream a model; arguments as for `stream`, `base` its `quantize`."""
+
+    def __init__(
+        self,
+        vram_gib: float | None = None,
+        ram_gib: float | None = None,
+        nvme: str | list[str] | None = None,
+        base: str | None = None,
+        **others: Any,
+    ) -> None:
+        others.pop("quant_method", None)
+        if others:
+            raise ValueError(f"OutcoreConfig takes vram_gib, ram_gib, nvme and base, not {', '.join(sorted(others))}")
+        self.quant_method: Any = "outcore"
+        self.vram_gib, self.ram_gib, self.nvme, self.base = vram_gib, ram_gib, nvme, base
+        StreamOptions(vram_gib, ram_gib, nvme, base)  # wrong ones are found before anything is loaded
+
+
+@register_quantizer("outcore")
+class OutcoreQuantizer(HfQuantizer):
+    """Streams a model once its weights are loaded, into RAM."""
+
+    def update_device_map(self, device_map: Any) -> None:
+        """Load into RAM: "auto", which many programs ask for, is what streaming does."""
+        if device_map not in (None, "auto"):
+            raise ValueError(
+                f"device_map={device_map!r}: with OutcoreConfig outcore places the weights itself; leave device_map out"
+            )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config = self.quantization_config
+        stream(model, vram_gib=config.vram_gib, ram_gib=config.ram_gib, nvme=config.nvme, quantize=config.base)
+        if config.base is None:
+            self.remove_quantization_config(model)
+            for module in model.modules():
+                if hasattr(module, "config"):
+                    module.config._is_quantized = False
+        return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        """Packed weights cannot be saved; adapters are, by peft."""
+        return False
