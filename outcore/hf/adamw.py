@@ -119,13 +119,13 @@ class StreamedAdamW(torch.optim.Optimizer):
             return 1.0
         tickets = [self._pool.submit_sumsq(number, number, [grad]) for number, grad in enumerate(grads)]
         found = [self._pool.wait(ticket).stats for ticket in tickets]
-        self.grad_norm = sum(stats.sumsq for stats in found if stats is not None) ** 0.5
-        if not self.grad_norm < float("inf"):
+        self.grad_norm = norm = sum(stats.sumsq for stats in found if stats is not None) ** 0.5
+        if not norm < float("inf"):
             raise RuntimeError(
-                "a gradient is not finite, so there is no norm to clip by; nothing was updated. Lower the learning rate, "
-                "or look at the data of this step"
+                "a gradient is not finite, so there is no norm to clip by; nothing was updated. Lower the learning "
+                "rate, or look at the data of this step"
             )
-        return min(1.0, self._max_grad_norm / self.grad_norm) if self.grad_norm > 0 else 1.0
+        return min(1.0, self._max_grad_norm / norm) if norm > 0 else 1.0
 
     def _state_of(self, p: nn.Parameter) -> dict[str, Any]:
         """Step and place of a parameter; its masters anew where somebody else has changed it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -48,7 +48,7 @@ class OutcoreQuantizer(HfQuantizer):
             )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        config = self.quantization_config
+        config: Any = self.quantization_config
         stream(model, vram_gib=config.vram_gib, ram_gib=config.ram_gib, nvme=config.nvme, quantize=config.base)
         if config.base is None:
             self.remove_quantization_config(model)
@@ -58,9 +58,9 @@ class OutcoreQuantizer(HfQuantizer):
         return model
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> Any:
         return True
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> Any:
         """Packed weights cannot be saved; adapters are, by peft."""
         return False

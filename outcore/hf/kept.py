@@ -27,7 +27,7 @@ class HiddenHome:
         if self._coming is None:
             self._going.wait()
             out = torch.empty(self._shape, dtype=self._dtype, device=self._ground.device)
-            self._coming = out, self._ground.upload.submit_host(self._ram, out, label="hidden states")
+            self._coming = out, self._ground.upload.submit_host(self._ram, out, label="hidden states", aside=True)
 
     def take(self) -> torch.Tensor:
         """The hidden states on the device; they stay in RAM for another backward as long as the graph lives."""

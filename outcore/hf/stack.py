@@ -91,6 +91,8 @@ class LayerStack:
         """Device memory for what a layer computes. None: nobody limits it."""
         if (budget := self.streaming.ground.budget_bytes) is None:
             return None
+        if not self._arrivals:
+            self._settle_for_good()
         return max(0, budget - self.streaming.ends_bytes - self.device_bytes) // 2
 
     def sends_away(self, n_bytes: int, layer: int) -> bool:
@@ -209,9 +211,8 @@ class LayerStack:
     def _begin(self, index: int, going: int, *, is_settled: bool = False) -> None:
         if self._going:
             self._abort(None)
-        with torch.inference_mode(False):
-            if not is_settled:
-                self.settle()
+        if not is_settled:
+            self._settle_for_good()
         ahead = range(index, len(self.layers) if going == UP else -1, going)
         self._uses = {}
         for group, arrival in self._arrivals.items():
@@ -219,6 +220,11 @@ class LayerStack:
             self._uses[group] = {layer: at for at, layer in enumerate(layers)}
             arrival.begin([self._parts[layer, group] for layer in layers])
         self._going, self._next = going, index
+
+    def _settle_for_good(self) -> None:
+        """Settle, also where a caller is in inference mode: what is made there could not be differentiated later."""
+        with torch.inference_mode(False):
+            self.settle()
 
     def _end(self) -> None:
         """A pass is over: whoever changes weights from here on changes what nobody reads any more."""

@@ -43,10 +43,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny(family: str = "llama", *, labels: int = 0, lora: bool = False, dropout: float = 0.0) -> Any:
+def tiny(family: str = "llama", *, labels: int = 0, lora: bool = False, dropout: float = 0.0, **fields: Any) -> Any:
     """A random model, the same for the same arguments; with `labels` one that classifies."""
     config = shrink_config(transformers.AutoConfig.for_model(family))
     config.vocab_size = len(tokenizer())
+    for name, value in fields.items():
+        setattr(config, name, value)
     config.pad_token_id, config.eos_token_id, config.bos_token_id = 1, 2, 3
     torch.manual_seed(0)
     if labels:
