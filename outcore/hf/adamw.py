@@ -28,7 +28,7 @@ from outcore.sizing.streaming import CHUNK_NUMEL
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """See `optimizer`."""
+    """AdamW whose states live in RAM; made by `optimizer`."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], states: str, max_grad_norm: float | None

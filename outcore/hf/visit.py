@@ -8,10 +8,12 @@ way to RAM while the GPU's thread goes on with the layer below. Both are nodes l
 are added up, hooks run and `torch.autograd.grad` works as in the plain model.
 
 Dropout draws in the second computation what it drew in the first. What transformers records inside of a layer (a
-router's logits) is an output of the node like the rest."""
+router's logits), and what a layer writes into a mapping for others to read (shared keys), are outputs of the node like
+the rest."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +42,11 @@ class LayerVisit:
     ) -> None:
         self.stack, self.index, self._run = stack, index, run
         self._names, self._num_args = list(kwargs), len(args)
-        self._leaves, self._form = tree_flatten((*args, *kwargs.values()), is_leaf=_is_whole)
+        values = (*args, *kwargs.values())
+        self._ledgers = {at: value for at, value in enumerate(values) if isinstance(value, MutableMapping)}
+        """Mappings by place in the call: layers write there for others to read."""
+        contents = tuple(tuple(ledger.items()) for ledger in self._ledgers.values())
+        self._leaves, self._form = tree_flatten((values, contents), is_leaf=_is_whole)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._given = [at for at, leaf in enumerate(self._leaves) if _is_float(leaf) and leaf.requires_grad]
         """Places of what wants a gradient among the leaves."""
@@ -120,7 +126,7 @@ class LayerVisit:
                         x[at].requires_grad_()
                     again = [x.get(at, leaf) for at, leaf in enumerate(self._leaves)]
                     with torch.enable_grad():
-                        outputs, _ = self._compute(again, cut)
+                        outputs, *_ = self._compute(again, cut)
                     of_these = self._grads_of(grads, outputs, starts)
                     pairs = [(y, dy) for y, dy in zip(outputs, of_these, strict=True) if dy is not None]
                     pairs = [(y, dy) for y, dy in pairs if y.requires_grad]
@@ -143,39 +149,53 @@ class LayerVisit:
 
     # ------------------------------------------------------------------ computing
 
-    def _compute(self, leaves: Sequence[Any], cut: slice) -> tuple[list[torch.Tensor], list[Any]]:
-        """(tensors that the layer returns for these rows, recorded ones last; the form of it all)."""
+    def _compute(self, leaves: Sequence[Any], cut: slice) -> tuple[list[torch.Tensor], list[Any], TreeSpec]:
+        """(tensors that the layer gives for these rows, the leaves of it all with None in their places, its form): what
+        it returns, what is recorded inside, and what it writes into mappings."""
         some = [self._rows.of(leaf, cut) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        values = tree_unflatten(some, self._form)
+        values, contents = tree_unflatten(some, self._form)
+        values, own = list(values), list[MutableMapping[Any, Any]]()
+        for (at, ledger), items in zip(self._ledgers.items(), contents, strict=True):
+            values[at] = copy.copy(ledger)
+            values[at].clear()  # others may have written since
+            values[at].update(items)
+            own.append(values[at])
         kwargs = dict(zip(self._names, values[self._num_args :], strict=True))
         with _recording(self._recorded) as recorded:
             result = self._run(*values[: self._num_args], **kwargs)
-        returned, form = tree_flatten(result, is_leaf=lambda value: isinstance(value, Cache))
-        tensors = [leaf for leaf in returned if isinstance(leaf, torch.Tensor)]
-        counts = {key: len(found) for key, found in recorded.items()}
-        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in returned]
-        return [*tensors, *(tensor for found in recorded.values() for tensor in found)], [others, form, counts]
+        given = [dict(items) for items in contents]
+        written = [
+            [(key, value) for key, value in ledger.items() if key not in before or before[key] is not value]
+            for ledger, before in zip(own, given, strict=True)
+        ]
+        found, form = tree_flatten((result, recorded, written), is_leaf=lambda value: isinstance(value, Cache))
+        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        return tensors, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in found], form
 
-    def _joined(self, results: list[tuple[list[torch.Tensor], list[Any]]]) -> list[torch.Tensor]:
+    def _joined(self, results: list[tuple[list[torch.Tensor], list[Any], TreeSpec]]) -> list[torch.Tensor]:
         """The cuts' results as those of the whole batch."""
-        self._shape: tuple[list[tuple[Any] | None], TreeSpec, dict[str, int]] = tuple(results[0][1])  # type: ignore[assignment]
+        tensors, *form = results[0]
+        self._result_form: Any = form
         if len(results) == 1:
-            return results[0][0]
-        if any(tensor.ndim == 0 for tensor in results[0][0]):
+            return tensors
+        if any(tensor.ndim == 0 for tensor in tensors):
             raise RuntimeError(
                 f"{self.stack.path}.{self.index} returns a number for the whole batch, which does not fit on the "
                 "device at once: lower the batch size"
             )
-        return [torch.cat(parts) for parts in zip(*(tensors for tensors, _ in results), strict=True)]
+        return [torch.cat(parts) for parts in zip(*(of_cut for of_cut, *_ in results), strict=True)]
 
     def _returned(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the caller gets; what was recorded inside goes where transformers looks for it."""
-        others, form, counts = self._shape
+        """What the caller gets; what the layer gave besides goes where it belongs."""
+        others, form = self._result_form
         ahead = iter(tensors)
-        result = tree_unflatten([next(ahead) if other is None else other[0] for other in others], form)
+        filled = [next(ahead) if other is None else other[0] for other in others]
+        result, recorded, written = tree_unflatten(filled, form)
         collector = output_capturing._active_collector.get() or {}
-        for key, count in counts.items():
-            collector[key].extend(next(ahead) for _ in range(count))
+        for key, found in recorded.items():
+            collector[key].extend(found)
+        for ledger, items in zip(self._ledgers.values(), written, strict=True):
+            ledger.update(items)
         return result
 
     def _grads_of(
@@ -247,13 +267,11 @@ class LayerVisit:
                     )
                 if self.layer.training:
                     self._leaves[at] = None
-            elif isinstance(leaf, (MutableMapping, list)):
-                values = leaf.values() if isinstance(leaf, MutableMapping) else leaf
-                if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
-                    raise RuntimeError(
-                        f"{name} gets tensors with gradient in a {type(leaf).__name__}, where streaming does not "
-                        "follow them: this model cannot be streamed in training"
-                    )
+            elif isinstance(leaf, list) and any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaf):
+                raise RuntimeError(
+                    f"{name} gets tensors with gradient in a list, where streaming does not follow them: this model "
+                    "cannot be streamed in training"
+                )
 
 
 class _Layer(torch.autograd.Function):
