@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("states",),
     ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide", "hf"),
     ("plan", "monitor"),
-    ("train", "performance", "infer", "serve"),
+    ("train", "performance", "infer", "serve", "integrations"),
     ("evaluate", "ui"),
     ("cli",),
     ("__main__",),

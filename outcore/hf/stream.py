@@ -64,6 +64,8 @@ def stream(
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
             become_streamed(layer, stack, index)
+    for module in model.modules():
+        module.__dict__.pop("hf_device_map", None)  # it has been all on one device, and a trainer goes by it
     model.to(device)
     if quantize is not None:
         for stack in stacks:
