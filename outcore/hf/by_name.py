@@ -6,14 +6,19 @@ is packed it stays marked as quantized, as trainers want to know it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from outcore.formats import PackedSpec, PackedTensor
 from outcore.hf.ground import StreamOptions
-from outcore.hf.stream import stream
+from outcore.hf.homes import Elsewhere
+from outcore.hf.stream import packed_on_arrival, stream
 
 
 @register_quantization_config("outcore")
@@ -38,7 +43,20 @@ class OutcoreConfig(QuantizationConfigMixin):
 
 @register_quantizer("outcore")
 class OutcoreQuantizer(HfQuantizer):
-    """Streams a model once its weights are loaded, into RAM."""
+    """Streams a model once its weights are loaded, into RAM; a base that is to be packed is packed as it comes."""
+
+    _packed: Mapping[str, PackedSpec] = MappingProxyType({})
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if (base := vars(self.quantization_config)["base"]) is not None:
+            self._packed = packed_on_arrival(model, base)
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self._packed
+
+    def get_quantize_ops(self) -> Any:
+        return _Pack(self._packed)
 
     def update_device_map(self, device_map: Any) -> None:
         """Load into RAM: "auto", which many programs ask for, is what streaming does."""
@@ -64,3 +82,19 @@ class OutcoreQuantizer(HfQuantizer):
     def is_serializable(self) -> Any:
         """Packed weights cannot be saved; adapters are, by peft."""
         return False
+
+
+class _Pack(ConversionOps):
+    """Packs what transformers has read of a checkpoint."""
+
+    def __init__(self, packed: Mapping[str, PackedSpec]) -> None:
+        self._packed = packed
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {
+            name: Elsewhere.of(PackedTensor(self._packed[name], self._packed[name].pack(value)), value.dtype)
+            for name, value in values.items()
+        }

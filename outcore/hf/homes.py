@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from outcore.common.quantities import GIB, round_up
 from outcore.flow.parts import Part
 from outcore.flow.weights import Scratch, WeightHomes
+from outcore.formats import PackedTensor
 from outcore.machine import available_ram_bytes
 from outcore.sizing.streaming import STAGING_BYTES
 from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime, MappedSlab, PinRefused, refusal_is_harmless
@@ -59,12 +60,22 @@ class Elsewhere(torch.Tensor):
     """Stands for a frozen weight that is packed or lies on a drive: it has a shape, and no values to read or change."""
 
     why: str
+    packed: PackedTensor | None
+    """Values, until a home has taken them."""
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, why: str) -> Elsewhere:
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, why: str, packed: PackedTensor | None = None
+    ) -> Elsewhere:
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
-        made.why = why
+        made.why, made.packed = why, packed
         return made
+
+    @classmethod
+    def of(cls, packed: PackedTensor, dtype: torch.dtype) -> torch.nn.Parameter:
+        """A frozen parameter of a packed weight that has no home yet."""
+        made = cls(packed.spec.value_shape, dtype, f"packed in {packed.spec.format.name}", packed)
+        return torch.nn.Parameter(made, requires_grad=False)
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -88,7 +99,7 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = next(one for one in args if isinstance(one, cls))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(given.shape, given.dtype, given.why)
+            return cls(given.shape, given.dtype, given.why, given.packed)
         raise given.refusal(str(func).removeprefix("aten.").partition(".")[0])
 
 
@@ -107,6 +118,21 @@ class Owned(NamedTuple):
         return id(self.parameter), at, self.parameter.dtype, self.parameter.shape, places
 
 
+class _Packed:
+    """A part's weights that come packed (a `WeightFeed`)."""
+
+    def __init__(self, part: Part) -> None:
+        named = zip(part.layout.slots, part.parameters, strict=True)
+        self._values = {slot.name: p.packed for slot, p in named if isinstance(p, Elsewhere) and p.packed is not None}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._values)
+
+    def groups(self) -> Iterator[dict[str, Any]]:
+        yield dict(self._values)
+
+
 class SlabHome:
     """The home of one part. Its parameters are views of it, or, frozen and packed or on a drive, `Elsewhere`."""
 
@@ -116,7 +142,10 @@ class SlabHome:
         self.part = part
         numel = part.layout.home_numel
         cut = numel if scratch is None else int(numel * ram_share) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._homes = WeightHomes([part], memory, {part.index: cut}, scratch, kind=f"weights-{part.index}")
+        feed = _Packed(part)
+        self._homes = WeightHomes(
+            [part], memory, {part.index: cut}, scratch, feed if feed.names else None, kind=f"weights-{part.index}"
+        )
         self._homes.adopt()
         self.ram, self.rest = self._homes.ram(part), self._homes.rest(part)
         data = self.ram.view(torch.uint8).numpy()

@@ -168,7 +168,9 @@ class LayerStack:
 
     def _make(self, key: tuple[int, Group], named: list[Owned]) -> None:
         index, (_, is_packed, stays) = key
-        if elsewhere := [owned.name for owned in named if isinstance(owned.parameter, Elsewhere)]:
+        if elsewhere := [
+            one.name for one in named if isinstance(one.parameter, Elsewhere) and not one.parameter.packed
+        ]:
             raise RuntimeError(
                 f"{self.path}.{index}: {elsewhere[0]} is packed or on a drive and cannot become trainable, change its "
                 "type or move to another module; load the model again as it is to be"

@@ -13,7 +13,9 @@ from torch import nn
 from outcore.common.quantities import format_gib
 from outcore.flow import StreamUnsupported
 from outcore.flow.parts import module_lists, packing_rule
+from outcore.formats import PackedSpec
 from outcore.hf.ground import Streaming, StreamOptions, device_of
+from outcore.hf.homes import Elsewhere
 from outcore.hf.layer import become_streamed, is_streamed
 from outcore.hf.stack import LayerStack, owned_by
 
@@ -41,7 +43,7 @@ def stream(
     device = device_of(None)
     lists = find_lists(model, device)
     streaming = Streaming(options, device)
-    if quantize is not None and all(p.requires_grad for p in model.parameters() if p.is_floating_point()):
+    if quantize is not None and all(p.requires_grad for p in model.parameters() if not isinstance(p, Elsewhere)):
         model.requires_grad_(False)
     if quantize is not None:
         rule = packing_rule(quantize, {})
@@ -75,6 +77,7 @@ def stream(
 
 def find_lists(model: nn.Module, device: torch.device) -> dict[str, list[nn.Module]]:
     """The lists of layers by path. StreamUnsupported when there is none, or the model is in no state to be streamed."""
+    found = lists_that_own(model)
     if any(is_streamed(module) for module in model.modules()):
         raise StreamUnsupported("it is streamed already: call stream once, or load the model again")
     if (method := getattr(model, "quantization_method", None)) not in (None, "outcore"):
@@ -85,16 +88,6 @@ def find_lists(model: nn.Module, device: torch.device) -> dict[str, list[nn.Modu
         raise StreamUnsupported(
             "it streams in one process only, and this is one of several: start it without a launcher"
         )
-    named = {id(p): 0 for p in model.parameters()}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                named[id(p)] += 1
-    found = {
-        path: list(layers)
-        for path, layers in module_lists(model).items()
-        if all(next(layer.children(), None) is not None for layer in layers) and not _shares(layers, named)
-    }
     if not found:
         raise StreamUnsupported(f"{type(model).__name__} has no list of layers that own their weights")
     if replaced := [path for path, layers in found.items() if any("forward" in layer.__dict__ for layer in layers)]:
@@ -102,6 +95,31 @@ def find_lists(model: nn.Module, device: torch.device) -> dict[str, list[nn.Modu
             f"somebody has replaced the forward of {replaced[0]}, as accelerate's device_map does: load the model "
             "without it"
         )
+    return found
+
+
+def lists_that_own(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The outermost lists of modules with parts of their own, whose parameters are nobody else's, by path."""
+    named = {id(p): 0 for p in model.parameters()}
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                named[id(p)] += 1
+    return {
+        path: list(layers)
+        for path, layers in module_lists(model).items()
+        if all(next(layer.children(), None) is not None for layer in layers) and not _shares(layers, named)
+    }
+
+
+def packed_on_arrival(model: nn.Module, quantize: str) -> dict[str, PackedSpec]:
+    """How the layers' matrices will be packed, by name, of a model whose weights have not been loaded."""
+    rule, found = packing_rule(quantize, {}), dict[str, PackedSpec]()
+    for ones in _layers(lists_that_own(model)):
+        for one in ones:
+            frozen = nn.Parameter(one.parameter.detach(), requires_grad=False)
+            if (spec := rule(one.name, frozen, one.places)) is not None:
+                found[one.name] = spec
     return found
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import outcore.hf
 from outcore.formats import PackedSpec, packed_format
-from outcore.hf import OutcoreConfig
+from outcore.hf import OutcoreConfig, OutcoreQuantizer
 from tests.hf.callers import TRAINERS, assert_same, tiny, tokenizer, trained, with_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,3 +114,34 @@ def test_a_packed_base_says_what_it_cannot_do(folder: Path, tmp_path: Path) -> N
             do()
     with pytest.raises(RuntimeError, match="frozen weights are packed in nf4"):
         model.load_state_dict({name: torch.zeros(p.shape) for name, p in model.named_parameters()}, strict=False)
+
+
+def test_a_base_is_packed_as_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix of the layers is ever held expanded, and the bits are those of packing the loaded model."""
+    config = OutcoreConfig(base="nf4")
+    seen: list[int] = []
+    own = PackedSpec.pack
+    monkeypatch.setattr(PackedSpec, "pack", lambda spec, value: (seen.append(_layers_bytes()), own(spec, value))[1])
+    models: list[Any] = []
+    before = OutcoreQuantizer._process_model_before_weight_loading
+
+    def watch(self: Any, model: Any, **kwargs: Any) -> Any:
+        models.append(model)
+        return before(self, model, **kwargs)
+
+    def _layers_bytes() -> int:
+        (model,) = models
+        matrices = [m.weight for layer in model.model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+        fit = [p for p in matrices if p.shape[-1] % 64 == 0]
+        return sum(p.nbytes for p in fit if type(p) is nn.Parameter and not p.is_meta)
+
+    monkeypatch.setattr(OutcoreQuantizer, "_process_model_before_weight_loading", watch)
+    by_name = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert len(seen) > 5 and set(seen) == {0}
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    at_once = outcore.hf.stream(AutoModelForCausalLM.from_pretrained(folder), quantize="nf4")
+    ids = torch.arange(24).view(2, 12) + 4
+    assert torch.equal(by_name(input_ids=ids).logits, at_once(input_ids=ids).logits)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(by_name(input_ids=ids).logits, plain(input_ids=ids).logits)
