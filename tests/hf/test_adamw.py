@@ -85,6 +85,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         outcore.hf.optimizer(model.requires_grad_(False))
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(
     ("which", "lora", "own"), [("trainer", False, True), ("trainer", False, False), ("dpo", True, False)]
 )

@@ -150,6 +150,7 @@ ADDED_UP_OTHERWISE = ("t5", "whisper", "gemma3n_text")
 """Several layers use one tensor, each of them several times: their gradients are added up in another order."""
 
 
+@pytest.mark.more(after=8)
 @pytest.mark.parametrize("which", CASES)
 def test_gradients_are_those_of_the_plain_model(which: str) -> None:
     found = []

@@ -31,6 +31,7 @@ def is_streamed(model: Any) -> bool:
     return any(type(module).forward.__module__.startswith("outcore.hf") for module in model.modules())
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("which", ["sft", "dpo"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_trl_given_a_path_streams_and_leaves_the_same_bits(

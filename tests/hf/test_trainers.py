@@ -8,9 +8,14 @@ import outcore.hf
 from tests.hf.callers import FAMILIES, TRAINERS, assert_same, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = [(which, FAMILIES[at % 3], lora) for at, which in enumerate(TRAINERS) for lora in (False, True)]
+CASES = [
+    (which, FAMILIES[at % 3], (at % 2 == 0) == is_first)
+    for is_first in (True, False)
+    for at, which in enumerate(TRAINERS)
+]
 
 
+@pytest.mark.more(after=7)
 @pytest.mark.parametrize(("which", "family", "lora"), CASES)
 def test_weights_are_those_of_the_plain_model(which: str, family: str, lora: bool, tmp_path: Path) -> None:
     plain = trained(which, family, tmp_path / "plain", lora=lora)

@@ -272,16 +272,19 @@ def test_a_batch_cut_into_rows_gives_the_same_gradients_with_less_room() -> None
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_frozen_weights_on_a_drive_train_the_same(tmp_path: Path) -> None:
-    plain = trained("sft", "llama", tmp_path / "plain", lora=True)
-    for name, how in {"all": {}, "half": {"ram_gib": 1e-4}, "packed": {"quantize": None}}.items():
-        found = trained(
-            "sft", "llama", tmp_path / name, lora=True,
-            prepare=lambda model, how=how, name=name: outcore.hf.stream(model, nvme=tmp_path / f"drive-{name}", **how),
-        )  # fmt: skip
-        kept = {key: tensor for key, tensor in plain[1].items() if key in found[1]}
-        assert len(kept) < len(plain[1])
-        assert_same((plain[0], kept), found)
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_frozen_weights_on_a_drive_train_the_same(quantize: str | None, tmp_path: Path) -> None:
+    losses, wanted = trained(
+        "sft", "llama", tmp_path / "ram", lora=True, prepare=lambda model: outcore.hf.stream(model, quantize=quantize)
+    )
+    drive = tmp_path / "drive"
+    found = trained(
+        "sft", "llama", tmp_path / "out", lora=True,
+        prepare=lambda model: outcore.hf.stream(model, nvme=drive, ram_gib=1e-4, quantize=quantize),
+    )  # fmt: skip
+    kept = {key: tensor for key, tensor in wanted.items() if key in found[1]}
+    assert len(kept) < len(wanted), "frozen weights have no values in RAM"
+    assert_same((losses, kept), found)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -357,6 +360,7 @@ def test_two_threads_at_once_are_refused() -> None:
     thread.join()
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile_leaves_layers_to_their_visits() -> None:
     plain, streamed = tiny().train(), torch.compile(outcore.hf.stream(tiny().train()), backend="eager")
