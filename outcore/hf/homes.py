@@ -113,9 +113,8 @@ class Owned(NamedTuple):
     @property
     def mark(self) -> tuple[Any, ...]:
         """What changes when the parameter is another one, or has other memory, or is held by another module."""
-        at = 0 if isinstance(self.parameter, Elsewhere) else self.parameter.data_ptr()
-        places = tuple((id(module), attribute) for module, attribute in self.places)
-        return id(self.parameter), at, self.parameter.dtype, self.parameter.shape, places
+        p, places = self.parameter, tuple((id(module), attribute) for module, attribute in self.places)
+        return id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), places
 
 
 class _Packed:

@@ -61,6 +61,8 @@ class LayerStack:
         self._source, self._parts = HomeSource(), dict[tuple[int, Group], Part]()
         self._arrivals, self._uses = dict[Group, WeightPrefetcher](), dict[Group, dict[int, int]]()
         self._numbers = itertools.count()
+        self._seen: list[list[tuple[Any, ...]]] = []
+        """What the layers were when they were last looked through."""
         self._going = 0
         """UP or DOWN in a pass."""
         self._next = -1
@@ -136,6 +138,8 @@ class LayerStack:
 
     def settle(self) -> None:
         """Give homes to what has none, or got other memory since."""
+        if self._seen == [_look(layer) for layer in self.layers]:
+            return
         found: dict[tuple[int, Group], list[Owned]] = {}
         seen = dict[int, int]()
         for index, layer in enumerate(self.layers):
@@ -153,6 +157,7 @@ class LayerStack:
             self._make(key, found[key])
         if made or gone:
             self._open_arrivals()
+        self._seen = [_look(layer) for layer in self.layers]
 
     # ------------------------------------------------------------------ parts
 
@@ -237,6 +242,17 @@ class LayerStack:
         self._going = 0
         for arrival in self._arrivals.values():
             arrival.abort(None if error is None else after(error))
+
+
+def _look(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """What changes when a layer gets other parameters, or a parameter other memory. Quick: before every pass."""
+    found, modules = [], [layer]
+    for module in modules:
+        modules += [child for child in module._modules.values() if child is not None]
+        for p in module._parameters.values():
+            if p is not None:
+                found.append((id(module), id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), p.requires_grad))
+    return found
 
 
 def owned_by(layer: nn.Module, path: str, index: int) -> list[Owned]:

@@ -104,6 +104,8 @@ def _averaged(model: Any) -> None:
     for name, p in model.named_parameters():
         if "layers.1" in name:
             p.data = p.data * 0.9
+        if "q_proj.weight" in name and p.shape[0] == p.shape[1]:
+            p.data = p.data.t()  # the same memory
 
 
 def _replaced(model: Any) -> None:
