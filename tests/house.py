@@ -21,9 +21,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "apart"),
     ("flow", "runs"),
     ("states",),
-    ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide"),
+    ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide", "hf"),
     ("plan", "monitor"),
-    ("train", "performance", "infer", "serve"),
+    ("train", "performance", "infer", "serve", "integrations"),
     ("evaluate", "ui"),
     ("api",),
     ("cli",),
@@ -52,7 +52,7 @@ BESIDE = {"install": 3, "probe": 3}
 OPEN = ("common", "sizing", "engine.base", "engine.decide", "api")
 """Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
 DOORED = (
-    *("model", "config", "checkpoint", "data", "runs", "evaluate"),
+    *("model", "config", "checkpoint", "data", "runs", "evaluate", "hf"),
     *("flow", "formats", "infer", "serve", "states", "sizing"),
 )
 """Rooms whose files are imported from outside through an `__init__` only."""

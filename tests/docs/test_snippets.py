@@ -60,6 +60,11 @@ def inference(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
     run_snippet("inference.md", {"final_model/my-run": str(tiny)})
 
 
+def own_code(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    run_snippet("from_your_own_code.md", {"Qwen/Qwen3-8B": str(tiny), '"my_model"': f'"{tmp_path}/my_model"'})
+    assert (tmp_path / "my_model/model.safetensors").is_file()
+
+
 def models(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
     import torch
     from torch.nn import functional
@@ -100,7 +105,8 @@ def serving(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
 
 RUN: dict[str, Callable[[Path, Path, ExitStack], None]] = {
     "deepspeed_config.md": infinity, "inference.md": inference, "models.md": models, "monitoring.md": monitoring,
-    "planning.md": planning, "python_api.md": python_api, "runs.md": runs, "serving.md": serving,
+    "planning.md": planning, "python_api.md": python_api, "from_your_own_code.md": own_code, "runs.md": runs,
+    "serving.md": serving,
 }  # fmt: skip
 
 

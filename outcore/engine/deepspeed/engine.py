@@ -29,7 +29,7 @@ from outcore.engine.base import (
     check_optimizer,
 )
 from outcore.engine.deepspeed.state import FAMILIES, open_state
-from outcore.flow.parts import DeviceBatch, packing_known
+from outcore.flow.parts import DeviceBatch
 from outcore.flow.trace import PhaseClock
 from outcore.model import LoadedModel
 from outcore.model.facts import named_checkpoint_parameters, persistent_buffers
@@ -135,7 +135,7 @@ class DeepSpeedEngine:
     def _forward(self, batch: MicroBatch, total: float) -> Any:
         if not isinstance(batch, DeviceBatch):
             return self.ds(batch, total)
-        with packing_known(batch.is_packed, batch.borders):
+        with batch.packing_known():
             return self.ds(dict(batch), total)
 
     @torch.no_grad()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from outcore.flow.parts import ModelParts, tensors_in
+from outcore.flow.parts import ModelParts
 from outcore.model.forward import Batch, forward_inputs
 
 
@@ -22,15 +23,17 @@ def why_not_by_hidden_states(units: ModelParts, batch: Batch) -> str:
 
         def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any, index: int = index) -> None:
             given = {**dict(enumerate(args)), **kwargs}
-            names = [name for name, value in given.items() if any(id(t) in returned for t in tensors_in(value))]
+            names = [name for name, value in given.items() if any(id(t) in returned for t in tree_leaves(value))]
             if names:
                 without = {name: None if name in names else value for name, value in given.items()}
                 places = [without.pop(place) for place in range(len(args))]
                 if _differs(lambda: module.forward(*places, **without), output):
-                    giver, _ = next(returned[id(t)] for t in tensors_in(given[names[0]]) if id(t) in returned)
+                    giver, _ = next(returned[id(t)] for t in tree_leaves(given[names[0]]) if id(t) in returned)
                     found.append(f"layer {index} uses what layer {giver} returned beside them ({names[0]})")
             if not isinstance(output, torch.Tensor):
-                returned.update({id(tensor): (index, tensor) for tensor in tensors_in(list(output[1:]))})
+                returned.update(
+                    {id(t): (index, t) for t in tree_leaves(list(output[1:])) if isinstance(t, torch.Tensor)}
+                )
 
         hooks.append(layer.register_forward_hook(after, with_kwargs=True))
     try:

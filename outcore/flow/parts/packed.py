@@ -27,7 +27,7 @@ STACKED_DIMS = 3
 
 def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
     """The rule for this model; `as_published`: what its checkpoint packs, and nothing else."""
-    return _rule(None if as_published else loaded.quantize, loaded.packed)
+    return packing_rule(None if as_published else loaded.quantize, loaded.packed)
 
 
 def cpu_specs(part: Part) -> list[PackedSpec | None]:
@@ -45,7 +45,8 @@ def _cpu_spec(part: Part, slot: Slot, owners: Sequence[Owner]) -> PackedSpec | N
     return spec if any(is_linear) and is_table and PackedProducts.can(spec) else None
 
 
-def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
+def packing_rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
+    """Frozen matrices as `packed` has them by name, and with `quantize` the others that fit its blocks."""
     wanted = None if quantize is None else packed_format(quantize)
 
     def packing(name: str, parameter: nn.Parameter, owners: Sequence[Owner]) -> PackedSpec | None:

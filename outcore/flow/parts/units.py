@@ -16,7 +16,7 @@ these instead of masks."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,10 @@ class DeviceBatch(dict[str, torch.Tensor]):
         self.borders = None if borders is None else borders.to(device, non_blocking=True)
         """On the device; None when not packed, or when documents are so short that masks serve better."""
         super().__init__({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
+
+    def packing_known(self) -> AbstractContextManager[None]:
+        """Within this context transformers and packed attention take for granted what is known of it."""
+        return packing_known(self.is_packed, self.borders)
 
 
 @contextmanager
@@ -135,9 +139,14 @@ class ModelParts:
         return self.head is self.embed
 
     @property
+    def ends(self) -> list[Part]:
+        """Embedding and head, one part where they are tied."""
+        return [self.embed] if self.tied else [self.embed, self.head]
+
+    @property
     def all(self) -> list[Part]:
         """Every unit once, in order of need; experts that are parts of their own behind the others."""
-        return [self.embed, *self.layer_units, *([] if self.tied else [self.head]), *self.expert_units.values()]
+        return [self.embed, *self.layer_units, *self.ends[1:], *self.expert_units.values()]
 
     @property
     def lowest_trained(self) -> int | None:

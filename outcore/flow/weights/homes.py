@@ -36,7 +36,7 @@ class WeightHomes:
     be None where that is all; `feed`: values of parameters that the model does not hold itself (loaded lazily);
     `lengths`: parameters that start as the norms of another's rows, as `dora_lengths` tells them. `owned`: indices of
     units whose values this process writes (None: all), because the memory of the others is shared with a process that
-    does.
+    does. `kind`: name of the store on NVMe.
 
     EngineError when the drives have no room."""
 
@@ -50,6 +50,7 @@ class WeightHomes:
         *,
         lengths: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
         owned: frozenset[int] | None = None,
+        kind: str = KIND,
     ) -> None:
         self._units = list(units)
         self._cuts = cuts
@@ -60,7 +61,7 @@ class WeightHomes:
         self.store: TensorStore | None = None
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
-            self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
+            self.store = scratch.store(kind, [_spec(unit, cuts[unit.index]) for unit in spilled])
         self._memory, self._feed, self._lengths, self._owned = memory, feed, lengths, owned
         self._ram: dict[int, torch.Tensor] = {}
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}

@@ -23,13 +23,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from outcore.common.deadline import Deadline
 from outcore.common.errors import EngineError
-from outcore.flow.parts import ModelParts, Part
+from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.source import WeightSource
@@ -90,6 +90,17 @@ RESIDENT = -1
 """In place of a kind of buffer: the part needs none."""
 
 
+class PartsInOrder(Protocol):
+    """A model as parts (`ModelParts`), or some of its layers, which have neither embedding nor head among them."""
+
+    @property
+    def all(self) -> Sequence[Part]: ...
+    @property
+    def layer_units(self) -> Sequence[Part]: ...
+    @property
+    def ends(self) -> Sequence[Part]: ...
+
+
 class WeightPrefetcher:
     """The `WeightArrival` of parts that come in whole.
 
@@ -100,7 +111,7 @@ class WeightPrefetcher:
 
     def __init__(
         self,
-        units: ModelParts,
+        units: PartsInOrder,
         source: WeightSource,
         lane: UploadLane,
         num_layer_buffers: int = 3,
@@ -114,14 +125,14 @@ class WeightPrefetcher:
         whole = {unit.index: unit for unit in units.all if unit.index not in skip}
         layers = [unit.layout.home_bytes for unit in units.layer_units if unit.index in whole]
         layer_bytes = max(layers, default=0)
-        ends_bytes = max((u.layout.home_bytes for u in (units.embed, units.head) if u.index in whole), default=0)
+        ends_bytes = max((u.layout.home_bytes for u in units.ends if u.index in whole), default=0)
         counts = [max(1, min(num_layer_buffers, len(layers))), 1]
         self._buffers = [
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
         ]
         self._expansion = Expansion(whole.values(), lane.device) if expansion is None else expansion
-        self._ends = {id(units.embed), id(units.head)}
+        self._ends = {id(unit) for unit in units.ends}
         self._source, self._lane, self._drive_lane, self._resident = source, lane, drive_lane, resident
         self._stays: dict[int, torch.Tensor] = {}
         """Uses of parts that are on the device for good."""

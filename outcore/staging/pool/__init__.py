@@ -1,7 +1,7 @@
 """Pinned memory: the pool that owns it, leases of exact sizes, and homes in it or beside it."""
 
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
-from outcore.staging.pool.cuda_runtime import CudaRuntime, load_libcudart
+from outcore.staging.pool.cuda_runtime import CudaRuntime, PinRefused, load_libcudart
 from outcore.staging.pool.host_memory import HomeMemory, HostMemory, pageable
 from outcore.staging.pool.lease import Lease, LeaseError
 from outcore.staging.pool.mapped import SmallCopies, device_view

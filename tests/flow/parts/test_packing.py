@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from outcore.flow.parts import DeviceBatch, discover_units, packing_known
-from outcore.flow.parts.units import QUESTION, document_numbers
+from outcore.flow.parts import DeviceBatch, discover_units
+from outcore.flow.parts.units import QUESTION, document_numbers, packing_known
 from tests.flow.models import packed_batch, plain_batch, tiny_loaded
 from tests.refused import failing, refused
 

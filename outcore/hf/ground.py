@@ -1,0 +1,126 @@
+"""What the streamed lists of one model share: the device, memory for homes, and the lanes between both."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import GIB, MIB
+from outcore.flow import let_segments_grow
+from outcore.flow.weights import Scratch
+from outcore.formats import QUANTIZE_CHOICES
+from outcore.hf.homes import LastingMemory
+from outcore.sizing.streaming import NUM_SLOTS, PAGEABLE_SLOTS, SLOT_BYTES
+from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
+
+FREE_SHARE = 0.9
+"""Share of the device's free memory that is used where no `vram_gib` is told."""
+CPU_SLOT_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How a model is streamed. ValueError for what cannot be."""
+
+    vram_gib: float | None = None
+    """Device memory for all of it at most; None: what is free."""
+    ram_gib: float | None = None
+    """With `nvme`: RAM for the layers' frozen weights at most; None: none of them stays in RAM."""
+    nvme: str | Path | Sequence[str | Path] | None = None
+    """A folder on a drive, or one on each of several, where frozen weights of the layers lie."""
+    quantize: str | None = None
+    """nf4 or int8: frozen matrices of the layers are packed so."""
+
+    def __post_init__(self) -> None:
+        for name in ("vram_gib", "ram_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0 (GiB), got {value}")
+        if self.ram_gib is not None and self.nvme is None:
+            raise ValueError("ram_gib limits the weights in RAM, and the rest needs a place: give nvme, a folder")
+        if self.quantize not in (None, *QUANTIZE_CHOICES):
+            raise ValueError(f"quantize must be {' or '.join(QUANTIZE_CHOICES)}, got {self.quantize!r}")
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders on drives."""
+        if self.nvme is None:
+            return []
+        return [Path(path) for path in ([self.nvme] if isinstance(self.nvme, (str, Path)) else self.nvme)]
+
+
+class Streaming:
+    """How one model is streamed. What its lists share is opened by the first pass, and anew in a copy or a pickle."""
+
+    def __init__(self, options: StreamOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.ends_bytes = 0
+        """What stays on the device for good."""
+        self.layers_bytes = 0
+        """All layers' weights at home."""
+        self._ground: Ground | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ground": None}
+
+    @property
+    def ground(self) -> Ground:
+        """Memory and lanes."""
+        if self._ground is None:
+            self._ground = Ground(self.options, self.device, self.layers_bytes)
+        return self._ground
+
+
+class Ground:
+    """Lanes and memory of one streamed model, open until nobody streams over it any more."""
+
+    def __init__(self, options: StreamOptions, device: torch.device, layers_bytes: int) -> None:
+        self.device = device
+        let_segments_grow(device)
+        opened = ExitStack()
+        weakref.finalize(self, opened.close)
+        is_cpu, has_drive = device.type == "cpu", bool(options.folders)
+        slots = LaneSettings(CPU_SLOT_BYTES if is_cpu else SLOT_BYTES, NUM_SLOTS if is_cpu else PAGEABLE_SLOTS)
+        num_lanes = 3 if has_drive else 2
+        pool = opened.enter_context(PinnedPool(num_lanes * slots.num_slots * slots.slot_bytes, device=device))
+        self.upload = opened.enter_context(UploadLane(pool, None, device, slots))
+        self.download = opened.enter_context(DownloadLane(pool, None, device, slots))
+        self.scratch: Scratch | None = None
+        self.drive: UploadLane | None = None
+        if has_drive:
+            self.scratch = opened.enter_context(Scratch(options.folders))
+            self.drive = opened.enter_context(UploadLane(pool, None, device, slots, owner="weights from NVMe"))
+        self.ram_share = min(1.0, (options.ram_gib or 0) * GIB / max(1, layers_bytes))
+        """What RAM has of each layer's weights whose rest lies on a drive."""
+        self.memory = LastingMemory(device)
+        self.budget_bytes = _budget(options, device)
+        self._rooms: dict[int, list[torch.Tensor]] = {}
+
+    def take_room(self, n_bytes: int) -> torch.Tensor:
+        """RAM for hidden states, uint8: what `give_room` got back, or new."""
+        free = self._rooms.get(n_bytes)
+        return free.pop() if free else self.memory.take(n_bytes, "hidden states")
+
+    def give_room(self, room: torch.Tensor) -> None:
+        """Nobody uses it any more."""
+        self._rooms.setdefault(len(room), []).append(room)
+
+
+def _budget(options: StreamOptions, device: torch.device) -> int | None:
+    """Device memory for the model, its activations included. None: nobody limits it (a CPU without `vram_gib`)."""
+    told = None if options.vram_gib is None else int(options.vram_gib * GIB)
+    if device.type == "cpu":
+        return told
+    free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    return int(free_bytes * FREE_SHARE) if told is None else min(told, free_bytes)
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Choose where a model is computed: on the GPU if there is one."""
+    return whole_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

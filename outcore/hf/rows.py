@@ -1,0 +1,60 @@
+"""How many rows of a batch a layer computes at a time, and cutting its arguments into them.
+
+A layer that is computed again holds far more than its input. Where the device's budget has no room for a whole batch it
+is computed row after row within one visit, so that the weights still cross once. The estimate is a pure function of
+shapes: the same run cuts in the same way, also after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+SAVED_FACTOR = 2
+"""Inputs and outputs of the linear layers, and as much for what lies between them (measured on no machine yet)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch in cuts. `batch` None: it cannot be cut, or need not be."""
+
+    batch: int | None
+    per_cut: int
+
+    @property
+    def cuts(self) -> list[slice]:
+        if self.batch is None:
+            return [slice(None)]
+        return [slice(start, start + self.per_cut) for start in range(0, self.batch, self.per_cut)]
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Whether each cut gets some rows of this tensor, rather than all of it."""
+        return self.batch is not None and tensor.ndim > 1 and tensor.shape[0] == self.batch
+
+    def of(self, tensor: torch.Tensor, cut: slice) -> torch.Tensor:
+        return tensor[cut] if self.is_cut(tensor) else tensor
+
+
+WHOLE = Rows(None, 0)
+
+
+def rows_of(layer: nn.Module, tensors: Sequence[torch.Tensor], room_bytes: int | None) -> Rows:
+    """Cuts of the first tensor, [B, T, H], and of what goes along with it. `room_bytes` None: there is room enough."""
+    hidden = tensors[0] if tensors else None
+    if room_bytes is None or hidden is None or hidden.ndim != 3 or hidden.shape[0] == 1:
+        return WHOLE
+    batch, length = hidden.shape[:2]
+    if batch == length or any(batch in tensor.shape[1:2] for tensor in tensors if tensor.ndim > 1):
+        return WHOLE  # it does not show which dimension counts the rows
+    per_cut = max(1, room_bytes // max(1, length * token_bytes(layer, hidden)))
+    return WHOLE if per_cut >= batch else Rows(batch, per_cut)
+
+
+def token_bytes(layer: nn.Module, hidden: torch.Tensor) -> int:
+    """Device memory that one token of a layer takes while it is differentiated, estimated from its matrices."""
+    features = sum(m.in_features + m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
+    stacked = (p for p in layer.parameters() if p.ndim == 3)
+    features += sum(sum(p.shape[1:]) for p in stacked)
+    return SAVED_FACTOR * features * hidden.element_size() + 8 * 4 * hidden.shape[-1]

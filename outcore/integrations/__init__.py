@@ -1,0 +1,1 @@
+"""Other programs' doors: a plugin for each, imported by that program alone."""
