@@ -139,9 +139,10 @@ def _fetches(file: Path, seen: set[Path]) -> bool:
             imported |= {one.name.partition(".")[0] for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Call) and any(one.arg == "trust_remote_code" for one in node.keywords):
-            if not ast.unparse(node.func).endswith("load_dataset"):  # there it has no effect since datasets 4
-                return True
+        # load_dataset has nothing to trust since datasets 4
+        is_call = isinstance(node, ast.Call) and not ast.unparse(node.func).endswith("load_dataset")
+        if is_call and any(one.arg == "trust_remote_code" for one in node.keywords):
+            return True
     return "evaluate" in imported or any(_fetches(file.with_name(f"{name}.py"), seen) for name in imported)
 
 
