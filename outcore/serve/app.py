@@ -20,7 +20,7 @@ from outcore.common.quantities import counted
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
 from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
-from outcore.serve.gate import Guard, KeyCheck, Keys
+from outcore.serve.gate import Guard, KeyCheck, Keys, let_go
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
@@ -126,7 +126,8 @@ def add_gate(app: FastAPI, settings: ServeSettings, refused: Callable[[int], obj
     """Let in who may come in: first by the guard, then with a key where keys were given."""
     if settings.api_keys:
         app.add_middleware(KeyCheck, keys=Keys(settings.api_keys), refused=refused)
-    app.add_middleware(Guard, hosts=(settings.host.lower(), *settings.allowed_hosts), refused=refused)
+    hosts = (settings.host.lower(), *settings.allowed_hosts)
+    app.add_middleware(Guard, hosts=hosts, refused=refused, most_bytes=settings.max_body_bytes)
 
 
 def _add_plain(app: FastAPI, service: Service) -> None:
@@ -168,6 +169,7 @@ async def _understood(http: HttpRequest, service: Service, understand: Callable[
         return await while_connected(http, work, lambda: service.is_stopping)
     finally:
         service.leave_place()
+        let_go(http.scope)
 
 
 def _add_answers(

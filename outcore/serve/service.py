@@ -34,6 +34,8 @@ MAX_FAILURES = 3
 """Passes that fail in a row after which the server says that it is not well."""
 TRIED_AGAIN_S = 30.0
 """A server that is not well takes requests again so long after its last failure; a pass that succeeds makes it well."""
+READ_TOKENS = 1 << 19
+"""Texts up to so many tokens are read whole, also where the context is shorter."""
 IDLE_S = 0.5
 
 
@@ -189,7 +191,7 @@ class Service:
         self.opened, self.settings = opened, settings
         self.name = settings.name or opened.found.words
         tokenizer, ends = opened.found.tokenizer, opened.engine.speech.end_tokens
-        self.reading = Reading(Bench(tokenizer, sorted(ends)))
+        self.reading = Reading(Bench(tokenizer, sorted(ends), max(self.max_context, READ_TOKENS)))
         self.prompts = Prompts(tokenizer, self.reading.ask)
         self.grammars = Grammars(tokenizer, ends, self.reading.ask)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())

@@ -133,17 +133,15 @@ def _fetches(file: Path, seen: set[Path]) -> bool:
     if file in seen or not file.is_file():
         return False
     seen.add(file)
-    imported: set[str] = set()
+    imported, trusts = set[str](), False
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.module):
             imported |= {one.name.partition(".")[0] for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.partition(".")[0])
-        # load_dataset has nothing to trust since datasets 4
-        is_call = isinstance(node, ast.Call) and not ast.unparse(node.func).endswith("load_dataset")
-        if is_call and any(one.arg == "trust_remote_code" for one in node.keywords):
-            return True
-    return "evaluate" in imported or any(_fetches(file.with_name(f"{name}.py"), seen) for name in imported)
+        elif isinstance(node, ast.Call) and "trust_remote_code" in [one.arg for one in node.keywords]:
+            trusts |= not ast.unparse(node.func).endswith("load_dataset")  # which runs no code since datasets 4
+    return trusts or "evaluate" in imported or any(_fetches(file.with_name(f"{name}.py"), seen) for name in imported)
 
 
 def _own(name: str) -> Any:

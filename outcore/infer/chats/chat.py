@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outcore.apart import too_long_code
 from outcore.infer.chats.forced import Forced, forced_of
 from outcore.infer.chats.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, takes_tools
 from outcore.infer.requests import Prompts
@@ -60,7 +61,7 @@ class Chat:
         try:
             self._prompt, self.ids = prompts.of_chat(messages, tools, self.goes_on, **more)
         except (ValueError, TypeError) as error:
-            raise ChatError(str(error), "messages") from error
+            raise ChatError(str(error), "messages", too_long_code(error)) from error
         self._tools, self._template = tools, getattr(prompts.tokenizer, "response_template", None)
         self._marks = marks_of(prompts.tokenizer, with_tools=bool(tools))
         self._begins_in: Mode = "reasoning" if self._prompt.rstrip().endswith("<think>") else "content"
