@@ -13,7 +13,7 @@ from outcore.common.quantities import MIB
 from outcore.serve.errors import ApiError
 
 MOST_BYTES = 16 * MIB
-"""Of one body, unless told."""
+"""Length of one body at most, unless told."""
 AT_ONCE = 8
 """So many of the longest bodies fit at a time."""
 SHORT_BYTES = 1 << 16

@@ -69,7 +69,7 @@ class ChatPanel:
                     with gr.Row(elem_classes="oc-actions"):
                         self.again = gr.Button("Answer again", elem_id="again")
                     self.links = gr.HTML()
-        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt]
+        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt, self.text]
         self._wire()
 
     def _wire(self) -> None:
@@ -98,21 +98,21 @@ class ChatPanel:
         try:
             names = self._names()
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 4
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 5
         name = names[0][1] if names else None
         return gr.update(choices=names, value=name), *self.show(name)[1:]
 
     def show(self, name: str | None) -> tuple[Any, ...]:
         """A conversation as it is kept."""
         if not name:
-            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False)
+            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False), gr.skip()
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False)
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False), gr.skip()
         last = one["messages"][-1] if one["messages"] else {}
         whole = messages_of(one["messages"]), costs_of(last), self._links(name), one["system"]
-        return gr.skip(), *whole, *buttons(one["is_under_way"])
+        return gr.skip(), *whole, *buttons(one["is_under_way"]), one.get("draft") or gr.skip()
 
     def follow(self, name: str | None) -> Iterator[tuple[Any, ...]]:
         """Draw the answer that is being written in a conversation, if any: a page that was loaded anew goes on."""
@@ -134,11 +134,14 @@ class ChatPanel:
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         told = self._told(settings)
-        chosen = name or self.client.post("conversations", **told)["id"]
+        chosen = name or self._unused(told)
         if name:
             self.client.patch("conversations", name, **told)
-        for drawn in self._drawn(chosen, self.client.events("conversations", chosen, "answer", **what)):
-            yield *drawn[:2], "" if "text" in what else gr.skip(), *drawn[3:]
+        for chat, costs, draft, *rest in self._drawn(
+            chosen, self.client.events("conversations", chosen, "answer", **what)
+        ):
+            text = "" if "text" in what and not isinstance(draft, str) else draft
+            yield chat, costs, text, *rest
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         """What the page shows at each event of an answer."""
@@ -152,15 +155,16 @@ class ChatPanel:
                 kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
             if not is_last and time.monotonic() - drawn_s < DRAW_EVERY_S:
                 continue
-            drawn_s = time.monotonic()
+            drawn_s, draft = time.monotonic(), gr.skip()
             if event["event"] == "error":
+                draft = event.get("draft", draft)
                 kept = self.client.get("conversations", name)["messages"]
                 chat, costs = messages_of(kept), draw.said(event["message"], "bad")
             else:
                 message = event["message"] if is_last else event
                 chat = messages_of([*kept, {"role": "assistant", "is_under_way": not is_last, **message}])
                 costs = costs_of(message) if is_last else ""
-            yield chat, costs, gr.skip(), names, *buttons(not is_last)
+            yield chat, costs, draft, names, *buttons(not is_last)
 
     def _stop(self, name: str | None) -> None:
         if name:  # the answer's last event then draws the rest
@@ -170,8 +174,15 @@ class ChatPanel:
         return gr.update(choices=self._names(words))
 
     def _new(self, *settings: Any) -> tuple[Any, ...]:
-        name = self.client.post("conversations", **self._told(settings))["id"]
+        name = self._unused(self._told(settings))
         return gr.update(choices=self._names(), value=name), *self.show(name)[1:]
+
+    def _unused(self, told: dict[str, Any]) -> str:
+        """A conversation in which nothing was said: one that is there, or a new one."""
+        for one in self.client.get("conversations")["data"]:
+            if not one["turns"] and not one["title"]:
+                return self.client.patch("conversations", one["id"], **told)["id"]
+        return self.client.post("conversations", **told)["id"]
 
     def _delete(self, name: str | None) -> tuple[Any, ...]:
         if not name:
@@ -213,10 +224,13 @@ def _message(index: int, one: dict[str, Any]) -> str:
     if one["role"] == "user":
         body = f'<div class="text">{draw.text(content)}</div><button type="button" class="oc-edit">Edit</button>'
     else:
+        left_out = one.get("left_out")
+        words = f"The first {left_out} messages were left out: with them the model's context is too short."
+        note = draw.paragraph(words, "note") if left_out else ""
         reasoning = draw.markdown(one.get("reasoning") or "")
         waits = draw.paragraph(one.get("message") or "Writing ...", "dim") if one.get("is_under_way") else ""
         folded = f"<details><summary>Reasoning</summary>{reasoning}</details>" if reasoning else ""
-        body = f'<div class="md">{folded}{draw.markdown(content)}{waits}</div>'
+        body = f'<div class="md">{note}{folded}{draw.markdown(content)}{waits}</div>'
     return f'<article class="{draw.text(one["role"])}" data-index="{index}">{body}{draw.copy_button(content)}</article>'
 
 
