@@ -152,7 +152,7 @@ class ChatPanel:
             names = gr.skip() if kept and not is_last else gr.update(choices=self._names(), value=name)
             if not kept:  # the user's message is kept now; the answer that is being written may be, too
                 kept = self.client.get("conversations", name)["messages"]
-                kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
+                kept = kept[:-1] if kept and kept[-1]["role"] == "assistant" else kept
             if not is_last and time.monotonic() - drawn_s < DRAW_EVERY_S:
                 continue
             drawn_s, draft = time.monotonic(), gr.skip()
