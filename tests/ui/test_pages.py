@@ -289,6 +289,7 @@ def test_a_file_that_is_uploaded_can_be_trained_on(page, here, tmp_path):
         page.locator("#start_upload").locator("..").locator("input[type=file]").first.set_input_files(tmp_path / name)
         until(lambda said=said: page.locator("#start_data input, #start_data textarea").first.input_value() == said)
     tab(page, "Train")
+    page.locator("button.label-wrap", has_text="Data").first.click()
     (tmp_path / "mine.jsonl").write_text('{"text": "another"}\n')
     page.locator("#upload").locator("..").locator("input[type=file]").first.set_input_files(tmp_path / "mine.jsonl")
     until(lambda: page.locator("#field_dataset textarea").input_value() == "uploads/mine-2.jsonl")
