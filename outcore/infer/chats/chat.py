@@ -74,9 +74,7 @@ class Chat:
                 self.forced = forced_of(choice, tools, is_one=self._most_calls == 1, begins_in_thought=opened)
         except ValueError as error:
             raise ChatError(str(error), "tool_choice") from error
-        self._form = fields.get("response_format")
-        if self.forced and (self._form or {"type": "text"}) != {"type": "text"}:
-            raise ChatError("tool_choice forces a call: leave response_format out.", "response_format")
+        self._form = fields.get("response_format")  # of an answer that is no call, as clients send both
 
     @property
     def form(self) -> tuple[Any, str]:

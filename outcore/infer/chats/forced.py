@@ -11,6 +11,8 @@ from outcore.infer.chats.parsing import MARKS
 
 Forced = dict[str, Any]
 """A form, as `response_format` has it."""
+COMBINED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties"})
+"""Parts of a schema by which it may have more properties than it names itself."""
 THOUGHT = f"/[^<]*/ {json.dumps(MARKS['reasoning'][1])} /\\n{{0,2}}/ "
 """What is thought before the call where the prompt has begun a thought; without "<", so that its end is its end."""
 
@@ -40,6 +42,8 @@ def _call(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or {"type": "object"}
     if not isinstance(schema, Mapping):
         raise ValueError(f"parameters of {function['name']!r} must be a JSON schema.")
+    if "properties" in schema and not COMBINED & schema.keys():  # a call names the arguments that a function has
+        schema = {"additionalProperties": False, **schema}
     begin, end = MARKS["tool"]
     opening = f'{begin}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
     written = json.dumps({**schema, "x-guidance": dict(JSON_OPTIONS)})

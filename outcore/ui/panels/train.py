@@ -112,7 +112,9 @@ class TrainPanel:
     def _field(self, row: dict[str, Any]) -> None:
         self.parts[row["name"]] = self._component(row)
         if row["name"] == "dataset":
-            upload_button(self.notice, self.parts["dataset"], lambda said, path: f"{said}\n{path}".strip(), "upload")
+            usual = "\n".join(row["default"])
+            upload_button(self.notice, self.parts["dataset"],
+                          lambda said, path: path if said in ("", usual) else f"{said}\n{path}", "upload")  # fmt: skip
 
     def _component(self, row: dict[str, Any]) -> Any:
         name, default, kind = row["name"], row["default"], row["kind"]
