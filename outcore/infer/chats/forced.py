@@ -43,7 +43,7 @@ def _call(function: Mapping[str, Any]) -> str:
     if not isinstance(schema, Mapping):
         raise ValueError(f"parameters of {function['name']!r} must be a JSON schema.")
     if "properties" in schema and not COMBINED & schema.keys():  # a call names the arguments that a function has
-        schema = {"additionalProperties": False, **schema}
+        schema = {"type": "object", "additionalProperties": False, **schema}
     begin, end = MARKS["tool"]
     opening = f'{begin}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
     written = json.dumps({**schema, "x-guidance": dict(JSON_OPTIONS)})
