@@ -62,7 +62,6 @@ def attack_on(url: str, paths: list[str], reads: str, **body: Any) -> str:
     return PAGE.format(url=url, paths=json.dumps(paths), reads=reads, body=json.dumps(body))
 
 
-
 class Panels:
     """The routes on a real port. `seen`: (method, path, status) of each answer."""
 

@@ -188,7 +188,10 @@ class Conversations:
                     self._keep(one["id"], one["before"], draft=draft)
             finally:  # told when it is kept: who reads it may ask on at once
                 del self._running[one["id"]]
-                running.tell("error", message=error, **({"draft": draft} if draft else {})) if error else running.tell("done", message=said)
+                if error:
+                    running.tell("error", message=error, **({"draft": draft} if draft else {}))
+                else:
+                    running.tell("done", message=said)
 
     @property
     def _folder(self):

@@ -25,8 +25,9 @@ SAMPLING = (
     ("seed", "same seed, same text"),
 )
 EMPTY = draw.said("Load a model, then ask something.", "dim")
-DRAW_EVERY_S = 0.2
-"""A page that draws every word of a fast model has no time left for the button that stops it."""
+DRAW_EVERY_S, DRAWN_CHARS = 0.2, 2000
+"""A page that draws every word of a fast model has no time left for the button that stops it; an answer of more letters
+than these is drawn so much more seldom."""
 
 
 class ChatPanel:
@@ -153,7 +154,8 @@ class ChatPanel:
             if not kept:  # the user's message is kept now; the answer that is being written may be, too
                 kept = self.client.get("conversations", name)["messages"]
                 kept = kept[:-1] if kept and kept[-1]["role"] == "assistant" else kept
-            if not is_last and time.monotonic() - drawn_s < DRAW_EVERY_S:
+            every_s = DRAW_EVERY_S * max(1.0, len(event.get("content", "")) / DRAWN_CHARS)
+            if not is_last and time.monotonic() - drawn_s < every_s:
                 continue
             drawn_s, draft = time.monotonic(), gr.skip()
             if event["event"] == "error":

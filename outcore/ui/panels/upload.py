@@ -28,7 +28,7 @@ def keep(sent: str) -> str:
     """Path of a file that a browser sent, kept by its own name, or with a number where that name is another file's."""
     source = Path(sent)
     try:
-        FOLDER.mkdir(exist_ok=True)
+        FOLDER.mkdir(0o700, exist_ok=True)
         for number in count(1):
             path = FOLDER / (source.name if number == 1 else f"{source.stem}-{number}{source.suffix}")
             if not path.exists():
