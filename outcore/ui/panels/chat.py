@@ -134,15 +134,21 @@ class ChatPanel:
         yield from self._answer(name, {"text": edited.value, "at": edited.index}, settings)
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        told = self._told(settings)
-        chosen = name or self._unused(told)
-        if name:
-            self.client.patch("conversations", name, **told)
-        for chat, costs, draft, *rest in self._drawn(
-            chosen, self.client.events("conversations", chosen, "answer", **what)
-        ):
-            text = "" if "text" in what and not isinstance(draft, str) else draft
-            yield chat, costs, text, *rest
+        still = (gr.skip(),) * (len(self.drawn) - 2)
+        yield *still, *buttons(True)  # at once: the answer may be long in coming, or soon over
+        try:
+            told = self._told(settings)
+            chosen = name or self._unused(told)
+            if name:
+                self.client.patch("conversations", name, **told)
+            for chat, costs, draft, *rest in self._drawn(
+                chosen, self.client.events("conversations", chosen, "answer", **what)
+            ):
+                text = "" if "text" in what and not isinstance(draft, str) else draft
+                yield chat, costs, text, *rest
+        except ClientError:
+            yield *still, *buttons(False)
+            raise
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         """What the page shows at each event of an answer."""
