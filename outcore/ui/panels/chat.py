@@ -28,6 +28,8 @@ EMPTY = draw.said("Load a model, then ask something.", "dim")
 DRAW_EVERY_S, DRAWN_CHARS = 0.2, 2000
 """A page that draws every word of a fast model has no time left for the button that stops it; an answer of more letters
 than these is drawn so much more seldom."""
+STOP_WITHIN_S = 3.0
+"""How long a Stop waits for an answer that was asked for and has not begun."""
 
 
 class ChatPanel:
@@ -134,20 +136,20 @@ class ChatPanel:
         yield from self._answer(name, {"text": edited.value, "at": edited.index}, settings)
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        still = (gr.skip(),) * (len(self.drawn) - 2)
-        yield *still, *buttons(True)  # at once: the answer may be long in coming, or soon over
+        told = self._told(settings)
+        chosen = name or self._unused(told)
+        if name:
+            self.client.patch("conversations", name, **told)
+        named = gr.skip() if name else gr.update(choices=self._names(), value=chosen)
+        yield *[gr.skip()] * 3, named, *buttons(True)  # at once: an answer may be long in coming
         try:
-            told = self._told(settings)
-            chosen = name or self._unused(told)
-            if name:
-                self.client.patch("conversations", name, **told)
             for chat, costs, draft, *rest in self._drawn(
                 chosen, self.client.events("conversations", chosen, "answer", **what)
             ):
                 text = "" if "text" in what and not isinstance(draft, str) else draft
                 yield chat, costs, text, *rest
         except ClientError:
-            yield *still, *buttons(False)
+            yield *[gr.skip()] * 4, *buttons(False)
             raise
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -175,8 +177,11 @@ class ChatPanel:
             yield chat, costs, draft, names, *buttons(not is_last)
 
     def _stop(self, name: str | None) -> None:
-        if name:  # the answer's last event then draws the rest
-            self.client.delete("conversations", name, "answer")
+        until_s = time.monotonic() + STOP_WITHIN_S  # what was just asked for may not have begun
+        while name and not self.client.delete("conversations", name, "answer")["stopped"]:
+            if time.monotonic() > until_s:
+                return
+            time.sleep(DRAW_EVERY_S)  # the answer's last event then draws the rest
 
     def _found(self, words: str) -> Any:
         return gr.update(choices=self._names(words))
