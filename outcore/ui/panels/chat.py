@@ -77,7 +77,7 @@ class ChatPanel:
 
     def _wire(self) -> None:
         settings = [self.system, *self.sampling.values()]
-        self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt]
+        self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt, self.links]
         answers = [
             self.notice.on(triggers, work, [self.chosen, *inputs, *settings], self.drawn)
             for triggers, work, inputs in (
@@ -141,7 +141,7 @@ class ChatPanel:
         if name:
             self.client.patch("conversations", name, **told)
         named = gr.skip() if name else gr.update(choices=self._names(), value=chosen)
-        yield *[gr.skip()] * 3, named, *buttons(True)  # at once: an answer may be long in coming
+        yield *[gr.skip()] * 3, named, *buttons(True), self._links(chosen)  # at once: an answer may be long in coming
         try:
             for chat, costs, draft, *rest in self._drawn(
                 chosen, self.client.events("conversations", chosen, "answer", **what)
@@ -149,7 +149,7 @@ class ChatPanel:
                 text = "" if "text" in what and not isinstance(draft, str) else draft
                 yield chat, costs, text, *rest
         except ClientError:
-            yield *[gr.skip()] * 4, *buttons(False)
+            yield *[gr.skip()] * 4, *buttons(False), gr.skip()
             raise
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -174,7 +174,7 @@ class ChatPanel:
                 message = event["message"] if is_last else event
                 chat = messages_of([*kept, {"role": "assistant", "is_under_way": not is_last, **message}])
                 costs = costs_of(message) if is_last else ""
-            yield chat, costs, draft, names, *buttons(not is_last)
+            yield chat, costs, draft, names, *buttons(not is_last), gr.skip()
 
     def _stop(self, name: str | None) -> None:
         until_s = time.monotonic() + STOP_WITHIN_S  # what was just asked for may not have begun
