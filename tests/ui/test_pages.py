@@ -294,7 +294,7 @@ def test_a_file_that_is_uploaded_can_be_trained_on(page, here, tmp_path):
     page.locator("#upload").locator("..").locator("input[type=file]").first.set_input_files(tmp_path / "mine.jsonl")
     until(lambda: page.locator("#field_dataset textarea").input_value() == "uploads/mine-2.jsonl")
     asked = {"fields": {"preset": "tiny", "dataset": ["uploads/mine-2.jsonl"]}}
-    assert "another" in here.http.post("/v1/data/preview", json=asked).text
+    assert "mine-2.jsonl: 1 document" in here.http.post("/v1/data/preview", json=asked).text
 
 
 def test_a_stopped_run_is_among_the_models(page, here):
