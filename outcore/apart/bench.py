@@ -21,21 +21,33 @@ JSON_OPTIONS = MappingProxyType({"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?
 else for ever. oneOf is read as anyOf: no form can tell that two do not fit."""
 TRIED_TOKENS = 64
 """Tokens that a form is tried with: what it cannot go on from shows in the first few."""
+PIECE_CHARS = 1 << 16
+"""Longer texts are read in such pieces first, until it is known that they are too long: what a tokenizer makes of
+15 MB takes 20 s."""
+CUT_TOKENS = 64
+"""Tokens that a cut between two pieces may add."""
+TOO_LONG = "tokens, more than is read here"
+"""Words of the refusal of such a text."""
 MASK_S = 0.25
 """Seconds that a token may take, because everyone's answers wait for it; twice that for the first, which learns."""
 
 
 class Bench:
-    """Works for one model. Every method raises ValueError, in words, for what cannot be."""
+    """Works for one model. Every method raises ValueError, in words, for what cannot be. `most_tokens`: longer texts
+    are refused, without reading them whole."""
 
-    def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = (), most_tokens: int | None = None) -> None:
         ensure_chat_template(tokenizer)
-        self.tokenizer, self._ends = tokenizer, list(end_tokens)
+        self.tokenizer, self._ends, self._most_tokens = tokenizer, list(end_tokens), most_tokens
         self._encoder: ChatEncoder | None = None
         self._for_forms: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bench, (self.tokenizer, self._ends)  # what was learned of a template is no thing to send
+        return Bench, (
+            self.tokenizer,
+            self._ends,
+            self._most_tokens,
+        )  # what was learned of a template is no thing to send
 
     def ask(self, name: str, *args: Any, limit_s: float | None = None) -> Any:
         """Call a method by its name, here, where no limit of time is kept."""
@@ -51,8 +63,8 @@ class Bench:
         if self._encoder is None:
             self._encoder = ChatEncoder(self.tokenizer, train_on_all=True)
         example = ChatExample(read, tools or None, variables=variables)
-        text = _encodable(self._encoder.template(example).prompt(example, goes_on=goes_on))
-        return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = self._encoder.template(example).prompt(example, goes_on=goes_on)
+        return text, self._ids(text, False)
 
     def pairs(self, first: str, seconds: Sequence[str]) -> list[list[int]]:
         """Tokens of one text with each of the others behind it, as the tokenizer joins two."""
@@ -60,7 +72,17 @@ class Bench:
 
     def texts(self, texts: Sequence[str], with_special: bool) -> list[list[int]]:
         """Tokens of each text. `with_special`: what the tokenizer puts before and behind it, too."""
-        return [list(self.tokenizer(_encodable(text), add_special_tokens=with_special)["input_ids"]) for text in texts]
+        return [self._ids(text, with_special) for text in texts]
+
+    def _ids(self, text: str, with_special: bool) -> list[int]:
+        _encodable(text)
+        found, most = 0, self._most_tokens
+        for start in range(0, len(text), PIECE_CHARS) if most and len(text) > PIECE_CHARS else ():
+            piece = text[start : start + PIECE_CHARS]
+            found += len(self.tokenizer(piece, add_special_tokens=False)["input_ids"]) - CUT_TOKENS
+            if most and found > most:
+                raise ValueError(f"The text has more than {most:,} {TOO_LONG}. Shorten it.")
+        return list(self.tokenizer(text, add_special_tokens=with_special)["input_ids"])
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special ones, too."""
@@ -109,6 +131,11 @@ def _drawn(mask: bytes, draw: random.Random) -> int:
     return (at if behind else 0) + (found & -found).bit_length() - 1
 
 
+def too_long_code(error: Exception) -> str | None:
+    """OpenAI's code for a text of more tokens than are read; None for other errors."""
+    return "context_length_exceeded" if TOO_LONG in str(error) else None
+
+
 def first_line(error: str) -> str:
     """What went wrong, without the state that llguidance adds."""
     return error.strip().splitlines()[0] if error.strip() else "no answer can have it"
@@ -148,10 +175,9 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
-def _encodable(text: str) -> str:
-    """The text; ValueError for what no tokenizer takes, as a terminal's or a command line's odd bytes become."""
+def _encodable(text: str) -> None:
+    """ValueError for what no tokenizer takes, as a terminal's or a command line's odd bytes become."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("the text holds bytes that are no UTF-8, or half of a letter (a lone surrogate).") from None
-    return text

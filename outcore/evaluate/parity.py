@@ -168,8 +168,9 @@ def run_reference(reference: Reference, settings: EvaluationSettings, *, widened
 
 def timed_suite(lm: Any, settings: EvaluationSettings) -> Answers:
     """What any model of the harness says."""
-    from outcore.evaluate.harness import run_suite
+    from outcore.evaluate.harness import load_tasks, run_suite
 
+    tasks = load_tasks(settings, trust_remote_code=True)  # the command has loaded them before, or refused them
     clock = _Clock(lm)
     scores: list[Record] = []
     samples: list[Record] = []
@@ -178,7 +179,7 @@ def timed_suite(lm: Any, settings: EvaluationSettings) -> Answers:
         scores.extend(of_task)
         samples.extend(documents)
 
-    run_suite(lm, settings, lambda name, number: None, scored)
+    run_suite(lm, settings, lambda name, number: None, scored, tasks)
     return scores, samples, clock.seconds
 
 

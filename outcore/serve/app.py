@@ -20,7 +20,7 @@ from outcore.common.quantities import counted
 from outcore.serve import completions, plain
 from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
 from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
-from outcore.serve.gate import Guard, KeyCheck, Keys
+from outcore.serve.gate import Guard, KeyCheck, Keys, let_go
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.protocols import PROTOCOLS, count_tokens
 from outcore.serve.service import Service
@@ -130,7 +130,8 @@ def add_gate(app: FastAPI, settings: ServeSettings, refused: Callable[[int], obj
     """Let in who may come in: first by the guard, then with a key where keys were given."""
     if settings.api_keys:
         app.add_middleware(KeyCheck, keys=Keys(settings.api_keys), refused=refused)
-    app.add_middleware(Guard, hosts=(settings.host.lower(), *settings.allowed_hosts), refused=refused)
+    hosts = (settings.host.lower(), *settings.allowed_hosts)
+    app.add_middleware(Guard, hosts=hosts, refused=refused, most_bytes=settings.max_body_bytes)
 
 
 def _add_plain(app: FastAPI, service: Service) -> None:
@@ -176,6 +177,7 @@ async def _understood(http: HttpRequest, service: Service, understand: Callable[
         return await while_connected(http, work, lambda: service.is_stopping)
     finally:
         service.leave_place()
+        let_go(http.scope)
 
 
 def _add_answers(

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from outcore.apart import too_long_code
 from outcore.infer import Answer, Piece, Request
 from outcore.infer.commands import CompletionLogprobs
 from outcore.infer.passes import TokenScore
@@ -72,7 +73,7 @@ def texts_of(given: Any, field: str, service: Service) -> list[tuple[int, ...]]:
     try:
         of_texts = iter(service.prompts.of_texts([item for item in given if isinstance(item, str)]))
     except ValueError as error:
-        raise bad(str(error), field) from error
+        raise bad(str(error), field, too_long_code(error)) from error
     return [next(of_texts) if isinstance(item, str) else tuple(item) for item in given]
 
 

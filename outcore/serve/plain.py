@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from outcore.apart import too_long_code
 from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError
 from outcore.serve.body import sorted_out
 from outcore.serve.completions import texts_of
@@ -82,7 +83,7 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     except ChatError as error:
         raise bad(str(error), error.field, error.code) from error
     except ValueError as error:
-        raise bad(str(error), "prompt") from error
+        raise bad(str(error), "prompt", too_long_code(error)) from error
     return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
 
 

@@ -31,6 +31,8 @@ from outcore.serve.under_way import UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
 
 logger = logging.getLogger(__name__)
+READ_TOKENS = 1 << 19
+"""Texts up to so many tokens are read whole, also where the context is shorter."""
 
 
 class Inbox:
@@ -173,7 +175,7 @@ class Service:
         self.opened, self.settings = opened, settings
         self.name = settings.name or opened.found.words
         tokenizer, ends = opened.found.tokenizer, opened.engine.speech.end_tokens
-        self.reading = Reading(Bench(tokenizer, sorted(ends)))
+        self.reading = Reading(Bench(tokenizer, sorted(ends), max(self.max_context, READ_TOKENS)))
         self.prompts = Prompts(tokenizer, self.reading.ask)
         self.grammars = Grammars(tokenizer, ends, self.reading.ask)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())

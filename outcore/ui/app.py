@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from outcore.serve.additions import FILES, FORM, Guard, add_errors
+from outcore.serve.additions import FILES, FORM, MOST_BYTES, Guard, add_errors
 from outcore.ui.api import PanelsApi, table
 from outcore.ui.client import Client
 from outcore.ui.settings import UiSettings
@@ -57,5 +57,6 @@ def _mount_panels(app: FastAPI, settings: UiSettings) -> None:
         ssr_mode=False,
         show_error=True,
         theme=theme(),
+        max_file_size=MOST_BYTES,
         head=HEAD,
     )

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from outcore.evaluate.lm_eval import main
-from outcore.evaluate.settings import EvaluationSettings
+from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from tests.forked import ROOT
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -53,6 +53,42 @@ def test_examples_are_as_many_as_said_but_for_a_task_that_takes_none(monkeypatch
     settings = EvaluationSettings(("t",), num_fewshot=said)
     run_suite(None, settings, lambda *_: None, lambda *_: None, {"t": {"tasks": tasks}})
     assert [task.config["num_fewshot"] for task in tasks.values()] == taken
+
+
+SCORES = "metric_list:\n  - metric: "
+FOREIGN = {
+    "unsafe": ("unsafe_code: true\n", "runs the Python that the model writes", True),
+    "hub_metric": (f"{SCORES}acc\n    hf_evaluate: true\n", "its metric 'acc' is a script", False),
+    "unknown_metric": (f"{SCORES}code_eval\n", "its metric 'code_eval' is a script", False),
+    "imports": (f"{SCORES}!function uses.score\n", "uses.py beside it loads a script", False),
+    "beside": ("process_results: !function near.score\n", "near.py beside it loads a script", False),
+    "trusts": ("doc_to_text: !function trusts.text\n", "trusts.py beside it loads a script", False),
+}
+
+
+@pytest.mark.parametrize("way", ["itself", "in a group", "by its tag"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tasks_that_run_strangers_code_are_refused_before_theirs_is_imported(tmp_path, monkeypatch, name, way):
+    """humaneval imported its metric's script before the harness looked whether it may."""
+    from outcore.evaluate.harness import load_tasks
+
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: manager(**{**given, "include_defaults": False}))
+    ran = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    more, words, is_never_loaded = FOREIGN[name]
+    (tmp_path / "uses.py").write_text(f"{ran}import evaluate\n")
+    (tmp_path / "near.py").write_text(f"{ran}from uses import score\n")
+    (tmp_path / "trusts.py").write_text(f"{ran}X.from_pretrained('x', trust_remote_code=True)\n")
+    (tmp_path / "t.yaml").write_text(f"task: {name}\ntag: tagged\ndataset_path: json\n{more}")
+    (tmp_path / "g.yaml").write_text(f"group: whole\ntask:\n  - group: inner\n    task: [{name}]\n")
+    settings = EvaluationSettings(
+        ({"itself": name, "in a group": "whole", "by its tag": "tagged"}[way],), include_path=str(tmp_path)
+    )
+    with pytest.raises(EvaluationError, match=words):
+        load_tasks(settings)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(EvaluationError, match=words if is_never_loaded else "cannot be loaded"):
+        load_tasks(settings, trust_remote_code=True)
 
 
 @pytest.mark.more

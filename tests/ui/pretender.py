@@ -43,7 +43,11 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if sum(len(m["content"]) for m in body["messages"]) > CONTEXT:
+        count = sum(len(m["content"]) for m in body["messages"])
+        if self.path == "/tokenize":
+            self._send(200, json.dumps({"count": count, "max_model_len": CONTEXT}).encode())
+            return
+        if count > CONTEXT:
             error = {"message": f"The prompt has too many tokens, and the context is {CONTEXT}. Shorten it."}
             self._send(400, json.dumps({"error": error}).encode())
             return

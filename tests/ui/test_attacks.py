@@ -1,50 +1,65 @@
-"""A page of another site in a real browser, against the panels' routes: nothing that it sends comes in, and signing in
-works all the same."""
+"""A page of another site in a real browser, against the panels' routes and the model's: nothing that it sends comes in,
+and signing in works all the same."""
 
 import http.server
+import json
 import threading
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from outcore.serve import listen
+from outcore.evaluate.commands.serve import with_evaluations
+from outcore.serve import ServeSettings, listen
 from outcore.serve.additions import Server
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.app import create_app
 from outcore.ui.settings import UiSettings
-from tests.serve.running import until
+from tests.infer.models import save_tiny_model
+from tests.serve.gate.test_routes import task_in
+from tests.serve.running import Running, until
 
 pytestmark = [
     pytest.mark.more,
     pytest.mark.skipif(find_spec("gradio") is None, reason="the panels' packages are not installed"),
 ]
 TOKEN = "a-long-enough-token"
-PAGE = """<!doctype html><title>evil</title><img src="{url}/v1/runs"><iframe src="{url}/health" name="framed"></iframe>
-<form id="form" method="post" enctype="text/plain" action="{url}/v1/conversations" target="framed">
-<input name='{{"title": "by a form", "x' value='": 1}}'></form>
-<form id="plain" method="post" action="{url}/v1/conversations" target="framed"></form>
+PAGE = """<!doctype html><title>evil</title><img src="{url}{reads}"><iframe src="{url}/health" name="framed"></iframe>
+<form id="form" method="post" enctype="text/plain" target="framed">
+<input name='{{"title": "by a form", "x' value='": 1}}'></form><form id="plain" method="post" target="framed"></form>
 <script>
-const body = JSON.stringify({{title: "by a page"}}), url = "{url}/v1/conversations";
-async function tried(more) {{
+const body = JSON.stringify({body}), paths = {paths};
+async function tried(url, more) {{
   try {{ const {{type, status}} = await fetch(url, {{method: "POST", body, ...more}}); return type + " " + status; }}
   catch (error) {{ return "failed"; }}
 }}
 window.attack = async () => {{
   const said = [];
-  for (const type of ["text/plain", "application/x-www-form-urlencoded", "application/json"])
-    for (const mode of ["no-cors", "cors"])
-      said.push(await tried({{mode, headers: {{"Content-Type": type}}, credentials: "include"}}));
-  navigator.sendBeacon(url, new Blob([body], {{type: "text/plain"}}));
-  try {{ said.push((await fetch("{url}/v1/runs")).status); }} catch (error) {{ said.push("failed"); }}
-  document.getElementById("form").submit();
-  document.getElementById("plain").submit();
-  await new Promise(done => setTimeout(done, 500));
+  for (const url of paths.map(path => "{url}" + path)) {{
+    for (const type of ["text/plain", "application/x-www-form-urlencoded", "application/json"])
+      for (const mode of ["no-cors", "cors"])
+        said.push(await tried(url, {{mode, headers: {{"Content-Type": type}}, credentials: "include"}}));
+    navigator.sendBeacon(url, new Blob([body], {{type: "text/plain"}}));
+    for (const name of ["form", "plain"]) {{
+      document.getElementById(name).action = url;
+      document.getElementById(name).submit();
+      await new Promise(done => setTimeout(done, 250));
+    }}
+  }}
+  try {{ said.push((await fetch("{url}{reads}")).status); }} catch (error) {{ said.push("failed"); }}
   return said;
 }};
 </script>"""
+OF_THE_MODEL = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/v1/files",
+                "/v1/batches", "/v1/evaluations"]  # fmt: skip
+
+
+def attack_on(url: str, paths: list[str], reads: str, **body: Any) -> str:
+    """A page that sends this body to each of these paths, in every way that a browser knows."""
+    return PAGE.format(url=url, paths=json.dumps(paths), reads=reads, body=json.dumps(body))
 
 
 class Panels:
@@ -121,13 +136,38 @@ def test_a_page_of_another_site_gets_nothing_in(chromium, started, tokens):
         page.goto(f"{panels.url}/?token={TOKEN}")
     panels.seen.clear()
     for name in ("127.0.0.1", "localhost"):  # another port of the same name is another site's page, too
-        with site(PAGE.format(url=panels.url)) as evil:
+        with site(attack_on(panels.url, ["/v1/conversations"], "/v1/runs", title="by a page")) as evil:
             page.goto(evil.replace("localhost", name))
             said = page.evaluate("window.attack()")
             assert all(one in ("failed", "opaque 0") for one in said), said
     assert panels.seen and {status for _, _, status in panels.seen} == {403}, panels.seen
     assert panels.api.conversations.all() == []
     context.close()
+
+
+def test_a_page_of_another_site_asks_no_model_and_runs_no_task(chromium, tmp_path, monkeypatch):
+    """A task's file of Python ran by `fetch` with mode no-cors."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "tiny")
+    mark = task_in(tmp_path / "evil")
+    served = Running(tmp_path / "tiny", ServeSettings(logs=tmp_path / "logs" / "serve"), with_evaluations)
+    refused = served.service.metrics.refused
+    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "max_tokens": 1, "limit": 1}
+    body |= {"tasks": ["evil_t"], "include_path": str(mark.parent)}
+    page = chromium.new_page()
+    try:
+        with site(attack_on(served.url, OF_THE_MODEL, "/v1/models", **body)) as evil:
+            page.goto(evil)
+            said = page.evaluate("window.attack()")
+        assert len(said) == 6 * len(OF_THE_MODEL) + 1 and all(one in ("failed", "opaque 0") for one in said), said
+        turned_away = {status: count._value.get() for (status,), count in refused._metrics.items()}
+        assert turned_away.keys() == {"403"} and turned_away["403"] > len(said), turned_away
+        assert served.service.opened.engine.counts.passes == 0 and not mark.exists()
+        assert not list((tmp_path / "logs" / "serve" / "files").iterdir())
+    finally:
+        page.close()
+        served.stop()
 
 
 def test_a_name_that_was_turned_to_this_machine_gets_nothing(chromium, started, tmp_path):

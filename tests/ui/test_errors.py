@@ -471,7 +471,28 @@ def test_huge_input(client):
     answer = client.post(path, json={"text": "x" * 100_000}).text
     assert "The prompt has too many tokens" in answer
     assert "longer than 4194304 bytes" in words_of(client.post(path, json={"text": "x" * (5 << 20)}), 413)
-    assert client.post(path, json={"text": "short", "at": 0}).text.count("piece") > 1  # the long one is replaced
+    kept = client.get(f"/v1/conversations/{one['id']}").json()
+    assert kept["messages"] == [] and len(kept["draft"]) == 100_000, "refused questions piled up"
+    assert client.post(path, json={"text": "short"}).text.count("piece") > 1
+    kept = client.get(f"/v1/conversations/{one['id']}").json()
+    assert len(kept["messages"]) == 2 and "draft" not in kept
+    client.post(path, json={"text": "x" * 100_000, "at": 0})
+    assert client.get(f"/v1/conversations/{one['id']}").json()["messages"] == kept["messages"], "the tail was lost"
+
+
+def test_a_conversation_longer_than_the_context_goes_on_without_its_oldest_messages(client):
+    """Every question after it was refused, and there was no way on."""
+    loaded(client.request)
+    one = client.post("/v1/conversations", json={"system": "Be kind.", "sampling": {"max_tokens": 100}}).json()
+    path, left_out = f"/v1/conversations/{one['id']}", []
+    for number in range(12):
+        said = client.post(f"{path}/answer", json={"text": f"say {number} " + "x" * 180}).text
+        done = json.loads(said.strip().splitlines()[-1].removeprefix("data: "))
+        assert done["event"] == "done" and done["message"]["content"].startswith(f"{number} "), said
+        left_out.append(done["message"]["left_out"])
+    assert left_out[:4] == [0] * 4 and 0 < left_out[-1] % 2 + left_out[-1] < 24
+    assert len(set(left_out)) < 5, "half of the context is freed at a time, so that prompts begin alike"
+    assert len(client.get(path).json()["messages"]) == 24, "all stay in view"
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from outcore.checkpoint.folders import MANIFEST
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
 from outcore.ui.app import create_app
@@ -265,6 +266,86 @@ def test_three_ways_begin(page, here):
     page.locator("#message textarea").wait_for()
     page.locator("#model_state", has_text="quick is loaded").wait_for()
     assert page.locator("#model input").input_value() == "quick"
+
+
+def test_what_is_missing_is_said_where_it_is_asked(page, here):
+    tab(page, "Start")
+    page.locator("#start_teach").click()
+    page.locator("#notice", has_text="Name both first").wait_for()
+    assert page.locator("#start_teach").is_visible(), "it went on to train `tiny`"
+    page.locator("#start_fits").click()
+    page.locator("#start_forecast", has_text="tokens/s").wait_for()
+    page.locator("#start_asked input").fill("/no/such")
+    page.keyboard.press("Enter")
+    page.locator("#start_fits").click()
+    page.locator("#notice", has_text="--allowed_folder /no/such").wait_for()
+    assert "tokens/s" not in page.locator("#start_forecast").inner_text(), "the forecast of another model"
+
+
+def test_a_file_that_is_uploaded_can_be_trained_on(page, here, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"text": "mine"}\n')
+    tab(page, "Start")
+    for name, said in (("mine.jsonl", "uploads/mine.jsonl"), ("mine.jsonl", "uploads/mine.jsonl")):
+        page.locator("#start_upload").locator("..").locator("input[type=file]").first.set_input_files(tmp_path / name)
+        until(lambda said=said: page.locator("#start_data input, #start_data textarea").first.input_value() == said)
+    tab(page, "Train")
+    page.locator("button.label-wrap", has_text="Data").first.click()
+    (tmp_path / "mine.jsonl").write_text('{"text": "another"}\n')
+    page.locator("#upload").locator("..").locator("input[type=file]").first.set_input_files(tmp_path / "mine.jsonl")
+    until(lambda: page.locator("#field_dataset textarea").input_value() == "uploads/mine-2.jsonl")
+    asked = {"fields": {"preset": "tiny", "dataset": ["uploads/mine-2.jsonl"]}}
+    assert "mine-2.jsonl: 1 document" in here.http.post("/v1/data/preview", json=asked).text
+
+
+def test_a_stopped_run_is_among_the_models(page, here):
+    step = here.folder / "checkpoints" / "one" / "step-00000005"
+    step.mkdir(parents=True)
+    (step / MANIFEST).write_text("{}")
+    assert here.http.get("/v1/runs").json()["data"][0]["model"] == "checkpoints/one"
+    tab(page, "Train")
+    tab(page, "Start")
+    page.locator("#start_model input").click()
+    page.get_by_role("option", name="checkpoints/one").wait_for()
+
+
+def test_a_refused_message_comes_back_into_its_box_also_after_a_reload(page, here):
+    load(here)
+    forget(here)
+    opened(page, here)
+    box = page.locator("#message textarea")
+    ask(page, "x" * 3000)
+    page.locator("#timings", has_text="too many tokens").wait_for()
+    until(lambda: box.input_value() == "x" * 3000)
+    opened(page, here)
+    until(lambda: box.input_value() == "x" * 3000)
+    assert page.locator("#chat article").count() == 0
+    ask(page, "say short", 3)
+    page.locator("#chat article.assistant", has_text="short").wait_for()
+    for _ in range(9):
+        ask(page, "say " + "y" * 190)
+        page.locator("#send").wait_for()
+        page.locator("#timings", has_text="tokens").wait_for()
+    page.locator("#chat", has_text="messages were left out").wait_for()
+
+
+def test_new_makes_no_second_empty_conversation(page, here):
+    load(here)
+    forget(here)
+    page.goto(here.url)
+    for _ in range(3):
+        page.get_by_role("tab", name="Chat", exact=True).first.click()
+        page.locator("#new_conversation").click()
+    page.locator("#conversation label").first.wait_for()
+    page.wait_for_timeout(500)
+    assert len(here.http.get("/v1/conversations").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/run/x"])
+def test_the_panels_own_routes_take_no_longer_bodies_either(here, path):
+    kind = "multipart/form-data; boundary=x" if path.endswith("upload") else "application/json"
+    begin = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n'
+    pieces = (begin if number == 0 else b" " * (1 << 20) for number in range(20))
+    assert here.http.post(path, content=pieces, headers={"Content-Type": kind}).status_code == 413
 
 
 def test_forecast_and_start_are_in_view_on_a_phone_and_recipes_fill_the_form(chromium, here):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -236,6 +237,19 @@ def test_deleting_asks_first():
     panel.client = client
     shown, question = panel._ask("one")
     assert shown["visible"] and "Delete one (finished" in question and not asked
+
+
+@pytest.mark.parametrize("words", [
+    "|" + "a|" * 5000 + "\n|" + "-|" * 5000 + "\n" + "|a|\n" * 2000,  # short rows are filled up: 6 s
+    "|" + "a|" * 200 + "\n|" + "-|" * 200 + "\n" + "|a|\n" * 7000, "[" * 400_000, "*a " * 200_000,
+], ids=["rows", "columns", "brackets", "stars"])  # fmt: skip
+def test_an_answer_is_drawn_in_a_moment_whatever_stands_in_it(words):
+    from outcore.ui.panels.draw import markdown
+
+    began_s = time.thread_time()
+    assert words[:20] in markdown(words).replace("<p>", "")
+    assert time.thread_time() - began_s < 1
+    assert "<td>2</td>" in markdown("|a|b|\n|-|-|\n|1|2|"), "ordinary tables stay"
 
 
 def test_reasoning_is_folded_and_costs_are_said():

@@ -62,7 +62,7 @@ def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
         args.compile = "off"  # the operations that the other backend runs; fused ones keep more digits between them
     from outcore.evaluate.harness import load_tasks, only_score  # imports the harness
 
-    tasks = load_tasks(settings)  # before the weights: a wrong name is told at once
+    tasks = load_tasks(settings, trust_remote_code=args.trust_remote_code)  # before the weights: a wrong name is told
     infer = settings_of(args, deterministic=True)
     opened = open_engine(args.model, infer.for_scoring() if only_score(tasks) else infer, say)
     try:

@@ -136,6 +136,8 @@ class CallGrammar:
             self._rules.append(f"{rule}: {head} %lark {{\n{raw}\n}}")
         elif self._style.pairs is None:
             whole = schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+            if "properties" in schema and not (JOINED | {"patternProperties"}) & schema.keys():
+                whole = {"additionalProperties": False, **whole}  # a call names the arguments that a function has
             self._rules.append(f"{rule}: {head} {_json(whole)}")
         else:
             self._rules.append(f"{rule}: {head} {self._pairs(rule, name, schema, self._style.pairs)}")

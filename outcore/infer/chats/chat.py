@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outcore.apart import too_long_code
 from outcore.infer.chats.calls import AskedCalls, CallGrammar, Form, asked_of
 from outcore.infer.chats.parsing import AnswerParser, Parsed, Reads, TemplateParser, takes_tools
 from outcore.infer.chats.style import hidden_of, specials_of, style_of, thought_of
@@ -62,7 +63,7 @@ class Chat:
         try:
             self._prompt, self.ids = prompts.of_chat(messages, tools, self.goes_on, **more)
         except (ValueError, TypeError) as error:
-            raise ChatError(str(error), "messages") from error
+            raise ChatError(str(error), "messages", too_long_code(error)) from error
         self._tools, self._template = tools, getattr(prompts.tokenizer, "response_template", None)
         self._form = fields.get("response_format")
         self._called: Form | None = None
@@ -88,9 +89,8 @@ class Chat:
             frozenset(function["name"] for function in functions if "grammar" in function),
             {function["name"]: _properties_of(function) for function in functions},
         )  # fmt: skip
-        has_form = (self._form or {"type": "text"}) != {"type": "text"}
-        if asked.is_forced and has_form:
-            raise ChatError("tool_choice forces a call: leave response_format out.", "response_format")
+        # A form is of an answer that is no call: clients send both.
+        has_form = not asked.is_forced and (self._form or {"type": "text"}) != {"type": "text"}
         if style is not None and not has_form and (self._template is None or asked.is_forced):
             self._called = CallGrammar(style, specials_of(tokenizer), thought, in_thought=in_thought).form(asked)
         said = "".join((*(thought or ()), *((style.open, style.next, style.close) if style else ())))

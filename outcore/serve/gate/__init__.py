@@ -1,5 +1,6 @@
-"""Who may come in to a server, and how far: names, origins, kinds of bodies, keys, folders, connections."""
+"""Who may come in to a server, and how far: names, origins, bodies, keys, folders, connections."""
 
+from outcore.serve.gate.bodies import MOST_BYTES, let_go
 from outcore.serve.gate.connections import Connection
 from outcore.serve.gate.folders import check_folder
 from outcore.serve.gate.guard import FILES, FORM, Guard, refusal

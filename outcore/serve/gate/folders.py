@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,9 +20,10 @@ def check_folder(text: str, allowed: Iterable[Path], param: str) -> None:
         path = Path(text).expanduser().resolve()
         is_inside = any(path.is_relative_to(folder.expanduser().resolve()) for folder in allowed)
     except (OSError, RuntimeError, ValueError):  # a loop of links, nobody's home, a NUL
-        is_inside = False
+        path, is_inside = Path("DIR"), False
     if not is_inside or _OF_WINDOWS.match(text):
+        folder = shlex.quote(str(path.parent if path.suffix else path))  # by its name: what is there is not told
         raise ApiError(
             403, f"{param} {text!r} lies in no folder that requests may name here. Whoever starts this server allows "
-            "one with --allowed_folder DIR.", param=param, code="folder_not_allowed",
+            f"it with --allowed_folder {folder}.", param=param, code="folder_not_allowed",
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """Which requests come in: those that ask for this server by its own name, that no page of another site sent, and whose
-body is of the kind that is read. Everything that answers over HTTP stands behind it, with a key or without."""
+body is of the kind and length that is read. Everything that answers over HTTP stands behind it, with a key or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outcore.serve.errors import ApiError
+from outcore.serve.gate.bodies import LET_GO, MOST_BYTES, Bodies, Body
 from outcore.serve.settings import is_loopback, name_of
 
 JSON = "application/json"
@@ -21,7 +22,8 @@ ANYWHERE = frozenset({"0.0.0.0", "::"})
 
 class Guard:
     """ASGI middleware around everything. `hosts`: names of this server beside the address that a client reached.
-    `kinds`: method and path -> the kind of body taken there, if not JSON. `refused`: told each refusal's status."""
+    `kinds`: method and path -> the kind of body taken there, if not JSON. `refused`: told each refusal's status.
+    `most_bytes`: of a body."""
 
     def __init__(
         self,
@@ -29,10 +31,12 @@ class Guard:
         hosts: Iterable[str] = (),
         kinds: Mapping[str, str] | None = None,
         refused: Callable[[int], object] = lambda status: None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self.app, self._refused = app, refused
         self._hosts = frozenset(hosts) - ANYWHERE
         self._kinds = kinds or {FILES: FORM}
+        self._bodies = Bodies(most_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # nothing here speaks it
@@ -45,7 +49,21 @@ class Guard:
             self._refused(error.status)
             await refusal(error)(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            await (self._with_body if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(self._bodies, receive, send)
+        scope[LET_GO] = body.let_go
+        try:
+            await self.app(scope, body.receive, body.send)
+        except Exception:
+            if body.refused is None:  # else it is what the application says of a body that broke off
+                raise
+        finally:
+            body.let_go()
+        if body.refused is not None:
+            self._refused(body.refused.status)
+            await refusal(body.refused)(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """ApiError for a request that may not come in."""
@@ -66,6 +84,7 @@ class Guard:
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
             wanted = self._kinds.get(f"{scope['method']} {scope['path']}", JSON)
             # JSON alone: a page of another site cannot send it without asking first, and nobody answers that
+            self._bodies.check(headers.get("content-length", ""))
             if {kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")} != {wanted}:
                 raise ApiError(415, f"Content-Type must be {wanted} here (curl: -H 'Content-Type: {wanted}').")
 

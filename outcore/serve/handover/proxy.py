@@ -19,6 +19,7 @@ from outcore.common.quantities import counted
 from outcore.serve.app import ClosedEvents, add_errors, add_gate, while_connected
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, stops
+from outcore.serve.gate import let_go
 from outcore.serve.handover.process import ServerProcess
 from outcore.serve.settings import ServeSettings
 from outcore.serve.watch import Records, RequestMetrics
@@ -149,6 +150,7 @@ class Forwarder:
         if body.get("stream") and path != "/v1/responses":  # tokens are counted by the engine; told where asked for
             sent = body | {"stream_options": {**(body.get("stream_options") or {}), "include_usage": True}}
         self.num_under_way += 1
+        let_go(http.scope)  # an engine of its own answers, so that many may be long
         is_streaming = False
         try:
             response = await while_connected(http, self.send("POST", path, sent), self._stopping.is_set)

@@ -23,6 +23,8 @@ _ID = re.compile(r"^chat-[0-9a-f]{12}$")
 SAVE_EVERY_S = 2.0
 UNDER_WAY = "An answer is being written in this conversation: stop it first."
 TITLE_CHARS = 60
+ANSWER_TOKENS = 512
+"""Room for an answer that is kept free in the context, but no more than a quarter of it."""
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "max_tokens", "seed", "stop",
@@ -60,8 +62,9 @@ class Running:
 
 
 class Conversations:
-    """Conversations kept on disk. A conversation: id, title, system, sampling, messages; a message: role, content,
-    and of an answer reasoning, finish, timings, model."""
+    """Conversations kept on disk. A conversation: id, title, system, sampling, messages, draft (what was asked last,
+    where it was refused); a message: role, content, and of an answer reasoning, finish, timings, model, left_out (so
+    many of the oldest messages were not sent)."""
 
     def __init__(self, place: Place, host: ModelHost) -> None:
         self.place, self.host = place, host
@@ -107,8 +110,7 @@ class Conversations:
     def export(self, name: str, form: str) -> tuple[str, str]:
         """(text, media type): json as chat data that can be trained on, or Markdown."""
         one = self.get(name)
-        system = [{"role": "system", "content": one["system"]}] if one["system"] else []
-        messages = system + [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
+        messages = _sent(one)
         if form == "json":
             return json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "application/json"
         if form != "md":
@@ -149,9 +151,10 @@ class Conversations:
         began_s = saved_s = time.monotonic()
         said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "finish": "cancelled"}
         times: dict[str, Any] = {"first_s": None, "usage": {}, "pieces": 0}
-        messages, error = list(one["messages"]), ""
+        messages, error, draft = list(one["messages"]), "", ""
         try:
-            async for chunk in self._chunks(one, running):
+            said["left_out"] = await self._left_out(one, running)
+            async for chunk in self._chunks(one, said["left_out"], running):
                 if "error" in chunk:
                     said["finish"], error = "error", chunk["error"]["message"]
                     break
@@ -164,7 +167,7 @@ class Conversations:
                     if delta.get("content") or delta.get("reasoning_content"):
                         times["first_s"] = times["first_s"] or time.monotonic() - began_s
                         times["pieces"] += 1
-                        running.tell("piece", content=said["content"], reasoning=said["reasoning"])
+                        running.tell("piece", **{name: said[name] for name in ("content", "reasoning", "left_out")})
                 if time.monotonic() - saved_s > SAVE_EVERY_S:
                     saved_s = time.monotonic()
                     self._keep(one["id"], [*messages, said])
@@ -180,9 +183,15 @@ class Conversations:
                     said["model"] = self.host.state().get("model")
                 if said["content"] or said["reasoning"]:
                     self._keep(one["id"], [*messages, said])
+                elif error:  # nothing was answered: as it was before, with what was asked as a draft
+                    draft = one["asked"]
+                    self._keep(one["id"], one["before"], draft=draft)
             finally:  # told when it is kept: who reads it may ask on at once
                 del self._running[one["id"]]
-                running.tell("error", message=error) if error else running.tell("done", message=said)
+                if error:
+                    running.tell("error", message=error, **({"draft": draft} if draft else {}))
+                else:
+                    running.tell("done", message=said)
 
     @property
     def _folder(self):
@@ -194,12 +203,13 @@ class Conversations:
         with suppress(StillLoading):  # then the answer waits
             self.host.address()
         messages, text, at = one["messages"], body.get("text"), body.get("at")
+        before = {"before": list(messages), "asked": text}
         if body.get("regenerate"):
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             if not messages:
                 raise bad("There is nothing to answer again.", "regenerate")
-            return self._save(one)
+            return self._save(one) | before | {"asked": one.get("draft", "")}
         if not isinstance(text, str) or not text.strip():
             raise bad("text must say something.", "text")
         if at is not None:
@@ -208,16 +218,17 @@ class Conversations:
             del messages[at:]
         messages.append({"role": "user", "content": text})
         one["title"] = one["title"] or " ".join(text.split())[:TITLE_CHARS]
-        return self._save(one)
+        return self._save(one | {"draft": ""}) | before
 
-    def _keep(self, name: str, messages: list[dict[str, Any]]) -> None:
+    def _keep(self, name: str, messages: list[dict[str, Any]], **more: str) -> None:
         """Write what an answer said so far; settings that changed meanwhile stay, a conversation removed stays so."""
         with self._lock:
             if one := read_object(self._folder / f"{name}.json"):
-                self._save(one | {"messages": messages})
+                self._save(one | {"messages": messages} | more)
 
     def _save(self, one: dict[str, Any]) -> dict[str, Any]:
-        one = {key: value for key, value in one.items() if key != "is_under_way"} | {"changed_at": time.time()}
+        one = {k: v for k, v in one.items() if k != "is_under_way" and (k, v) != ("draft", "")}
+        one |= {"changed_at": time.time()}
         write_json(self._folder / f"{one['id']}.json", one)
         return one
 
@@ -230,10 +241,39 @@ class Conversations:
                 running.tell("waiting", message=f"{error} The answer follows by itself.")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _chunks(self, one: Mapping[str, Any], running: Running) -> AsyncGenerator[dict[str, Any], None]:
-        system = [{"role": "system", "content": one["system"]}] if one["system"] else []
-        said = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
-        body = {"messages": system + said, "stream": True, "stream_options": {"include_usage": True}, **one["sampling"]}
+    async def _left_out(self, one: Mapping[str, Any], running: Running) -> int:
+        """How many of the oldest messages are not sent, so that the rest and an answer are within the context. Where
+        it must grow, half of the context becomes free: the next questions then begin alike, and cost less."""
+        turns = [index for index, message in enumerate(one["messages"]) if message["role"] == "user"]
+        with suppress(httpx.HTTPError, ValueError, ApiError):  # told by the answer itself
+            base, headers = await self._address(running)
+
+            async def fits(left_out: int, share: float = 1.0) -> bool:
+                body = {"messages": _sent(one, left_out)}
+                answer = await self._client.post(f"{base}/tokenize", json=body, headers=headers)
+                found = answer.json()
+                if answer.status_code != 200:  # too long even to be counted, or it counts nothing
+                    return (found.get("error") or {}).get("code") != "context_length_exceeded"
+                most = found["max_model_len"]
+                room = one["sampling"].get("max_tokens") or min(ANSWER_TOKENS, most // 4)
+                return found["count"] + room <= share * most
+
+            before = max((message.get("left_out", 0) for message in one["messages"]), default=0)
+            for left_out in dict.fromkeys((0, before)):
+                if await fits(left_out):
+                    return left_out
+            low, high = 0, len(turns) - 1
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if await fits(turns[middle], 0.5) else (middle + 1, high)
+            return turns[high]
+        return 0
+
+    async def _chunks(
+        self, one: Mapping[str, Any], left_out: int, running: Running
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        body = {"messages": _sent(one, left_out), "stream": True, "stream_options": {"include_usage": True}}
+        body |= one["sampling"]
         broken, is_whole = "The model's server broke off; what it wrote is kept.", False
         try:
             base, headers = await self._address(running)
@@ -251,6 +291,12 @@ class Conversations:
             broken = str(error) if isinstance(error, ApiError) else broken
         if not is_whole:
             yield {"error": {"message": broken}}
+
+
+def _sent(one: Mapping[str, Any], left_out: int = 0) -> list[dict[str, str]]:
+    """A conversation as a model reads it, without so many of its oldest messages."""
+    system = [{"role": "system", "content": one["system"]}] if one["system"] else []
+    return system + [{"role": m["role"], "content": m["content"]} for m in one["messages"][left_out:]]
 
 
 def _words(one: Mapping[str, Any]) -> str:

@@ -118,7 +118,7 @@ class ModelHost:
         """(base address, headers) of the model's server. ApiError with what to do while there is none."""
         note = self._note
         if note["state"] == "ready" and not self._is_alive():
-            self._failed(note, "the model's process was ended from outside")
+            self._failed(note, self._end_of(self._child, note))
         if note["state"] == "ready":
             return f"http://127.0.0.1:{note['port']}", {"Authorization": f"Bearer {note['key']}"}
         if note["state"] == "loading":
@@ -192,10 +192,15 @@ class ModelHost:
         while child.exit_code is None and self._note is note:
             time.sleep(LOOK_EVERY_S)
         if self._note is note and note["state"] in ("loading", "ready"):
-            code = child.exit_code or 0
-            was = "while it was loaded" if note["state"] == "loading" else "while it served"
-            words = f"killed by {signal.Signals(-code).name} {was}" if code < 0 else complaint_of(self._log)
-            self._failed(note, words)
+            self._failed(note, self._end_of(child, note))
+
+    def _end_of(self, child: Child | None, note: Mapping[str, Any]) -> str:
+        """Why a model's process ended."""
+        if child is None:  # adopted: its end is nobody's to read
+            return "the model's process was ended from outside"
+        code = child.exit_code or 0
+        was = "while it was loaded" if note["state"] == "loading" else "while it served"
+        return f"killed by {signal.Signals(-code).name} {was}" if code < 0 else complaint_of(self._log)
 
     def _failed(self, note: dict[str, Any], words: str) -> None:
         note |= {"state": "failed", "message": words}

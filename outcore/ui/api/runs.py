@@ -173,8 +173,14 @@ class Runs:
             "loss": loss,
             "size_bytes": run.size_bytes,
             "changed_at": run.changed_s,
-            "model": str(run.folder.export) if run.folder.export.is_dir() else None,
+            "model": self._model_of(run),
         }
+
+    def _model_of(self, run: RunState) -> str | None:
+        """What answers of this run: its finished model, else its newest checkpoint; None before the first."""
+        if run.folder.export.is_dir():
+            return str(run.folder.export)
+        return str(run.folder.checkpoints) if list_checkpoints(run.folder.checkpoints) else None
 
     def _empty_row(self, job: Mapping[str, Any]) -> dict[str, Any]:
         return {

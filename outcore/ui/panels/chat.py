@@ -25,8 +25,11 @@ SAMPLING = (
     ("seed", "same seed, same text"),
 )
 EMPTY = draw.said("Load a model, then ask something.", "dim")
-DRAW_EVERY_S = 0.2
-"""A page that draws every word of a fast model has no time left for the button that stops it."""
+DRAW_EVERY_S, DRAWN_CHARS = 0.2, 2000
+"""A page that draws every word of a fast model has no time left for the button that stops it; an answer of more letters
+than these is drawn so much more seldom."""
+STOP_WITHIN_S = 3.0
+"""How long a Stop waits for an answer that was asked for and has not begun."""
 
 
 class ChatPanel:
@@ -69,12 +72,12 @@ class ChatPanel:
                     with gr.Row(elem_classes="oc-actions"):
                         self.again = gr.Button("Answer again", elem_id="again")
                     self.links = gr.HTML()
-        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt]
+        self.opened = [self.chosen, self.chat, self.costs, self.links, self.system, self.send, self.halt, self.text]
         self._wire()
 
     def _wire(self) -> None:
         settings = [self.system, *self.sampling.values()]
-        self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt]
+        self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt, self.links]
         answers = [
             self.notice.on(triggers, work, [self.chosen, *inputs, *settings], self.drawn)
             for triggers, work, inputs in (
@@ -98,21 +101,21 @@ class ChatPanel:
         try:
             names = self._names()
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 4
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), *[gr.skip()] * 5
         name = names[0][1] if names else None
         return gr.update(choices=names, value=name), *self.show(name)[1:]
 
     def show(self, name: str | None) -> tuple[Any, ...]:
         """A conversation as it is kept."""
         if not name:
-            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False)
+            return gr.skip(), EMPTY, "", "", gr.skip(), *buttons(False), gr.skip()
         try:
             one = self.client.get("conversations", name)
         except ClientError as error:
-            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False)
+            return gr.skip(), EMPTY, draw.said(str(error), "bad"), "", gr.skip(), *buttons(False), gr.skip()
         last = one["messages"][-1] if one["messages"] else {}
         whole = messages_of(one["messages"]), costs_of(last), self._links(name), one["system"]
-        return gr.skip(), *whole, *buttons(one["is_under_way"])
+        return gr.skip(), *whole, *buttons(one["is_under_way"]), one.get("draft") or gr.skip()
 
     def follow(self, name: str | None) -> Iterator[tuple[Any, ...]]:
         """Draw the answer that is being written in a conversation, if any: a page that was loaded anew goes on."""
@@ -134,11 +137,20 @@ class ChatPanel:
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         told = self._told(settings)
-        chosen = name or self.client.post("conversations", **told)["id"]
+        chosen = name or self._unused(told)
         if name:
             self.client.patch("conversations", name, **told)
-        for drawn in self._drawn(chosen, self.client.events("conversations", chosen, "answer", **what)):
-            yield *drawn[:2], "" if "text" in what else gr.skip(), *drawn[3:]
+        named = gr.skip() if name else gr.update(choices=self._names(), value=chosen)
+        yield *[gr.skip()] * 3, named, *buttons(True), self._links(chosen)  # at once: an answer may be long in coming
+        try:
+            for chat, costs, draft, *rest in self._drawn(
+                chosen, self.client.events("conversations", chosen, "answer", **what)
+            ):
+                text = "" if "text" in what and not isinstance(draft, str) else draft
+                yield chat, costs, text, *rest
+        except ClientError:
+            yield *[gr.skip()] * 4, *buttons(False), gr.skip()
+            raise
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         """What the page shows at each event of an answer."""
@@ -149,29 +161,41 @@ class ChatPanel:
             names = gr.skip() if kept and not is_last else gr.update(choices=self._names(), value=name)
             if not kept:  # the user's message is kept now; the answer that is being written may be, too
                 kept = self.client.get("conversations", name)["messages"]
-                kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
-            if not is_last and time.monotonic() - drawn_s < DRAW_EVERY_S:
+                kept = kept[:-1] if kept and kept[-1]["role"] == "assistant" else kept
+            every_s = DRAW_EVERY_S * max(1.0, len(event.get("content", "")) / DRAWN_CHARS)
+            if not is_last and time.monotonic() - drawn_s < every_s:
                 continue
-            drawn_s = time.monotonic()
+            drawn_s, draft = time.monotonic(), gr.skip()
             if event["event"] == "error":
+                draft = event.get("draft", draft)
                 kept = self.client.get("conversations", name)["messages"]
                 chat, costs = messages_of(kept), draw.said(event["message"], "bad")
             else:
                 message = event["message"] if is_last else event
                 chat = messages_of([*kept, {"role": "assistant", "is_under_way": not is_last, **message}])
                 costs = costs_of(message) if is_last else ""
-            yield chat, costs, gr.skip(), names, *buttons(not is_last)
+            yield chat, costs, draft, names, *buttons(not is_last), gr.skip()
 
     def _stop(self, name: str | None) -> None:
-        if name:  # the answer's last event then draws the rest
-            self.client.delete("conversations", name, "answer")
+        until_s = time.monotonic() + STOP_WITHIN_S  # what was just asked for may not have begun
+        while name and not self.client.delete("conversations", name, "answer")["stopped"]:
+            if time.monotonic() > until_s:
+                return
+            time.sleep(DRAW_EVERY_S)  # the answer's last event then draws the rest
 
     def _found(self, words: str) -> Any:
         return gr.update(choices=self._names(words))
 
     def _new(self, *settings: Any) -> tuple[Any, ...]:
-        name = self.client.post("conversations", **self._told(settings))["id"]
+        name = self._unused(self._told(settings))
         return gr.update(choices=self._names(), value=name), *self.show(name)[1:]
+
+    def _unused(self, told: dict[str, Any]) -> str:
+        """A conversation in which nothing was said: one that is there, or a new one."""
+        for one in self.client.get("conversations")["data"]:
+            if not one["turns"] and not one["title"]:
+                return self.client.patch("conversations", one["id"], **told)["id"]
+        return self.client.post("conversations", **told)["id"]
 
     def _delete(self, name: str | None) -> tuple[Any, ...]:
         if not name:
@@ -213,10 +237,13 @@ def _message(index: int, one: dict[str, Any]) -> str:
     if one["role"] == "user":
         body = f'<div class="text">{draw.text(content)}</div><button type="button" class="oc-edit">Edit</button>'
     else:
+        left_out = one.get("left_out")
+        words = f"The first {left_out} messages were left out: with them the model's context is too short."
+        note = draw.paragraph(words, "note") if left_out else ""
         reasoning = draw.markdown(one.get("reasoning") or "")
         waits = draw.paragraph(one.get("message") or "Writing ...", "dim") if one.get("is_under_way") else ""
         folded = f"<details><summary>Reasoning</summary>{reasoning}</details>" if reasoning else ""
-        body = f'<div class="md">{folded}{draw.markdown(content)}{waits}</div>'
+        body = f'<div class="md">{note}{folded}{draw.markdown(content)}{waits}</div>'
     return f'<article class="{draw.text(one["role"])}" data-index="{index}">{body}{draw.copy_button(content)}</article>'
 
 

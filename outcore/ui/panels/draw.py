@@ -15,6 +15,9 @@ from outcore.common.quantities import GB, format_gb, format_gib, format_s
 COLORS = tuple(f"var(--oc-{number})" for number in range(1, 8))
 TIER_NAMES = {"vram": "VRAM", "ram": "RAM", "nvme": "Drive"}
 LARGEST_PARTS = 6
+MARKDOWN_CHARS, TABLE_CELLS = 1 << 15, 4000
+"""Longer answers are shown as plain text, and what may become a larger table as its lines: drawing would take seconds,
+again and again while the answer is written."""
 LINKS_TO = ("http://", "https://", "mailto:")
 
 
@@ -28,14 +31,21 @@ def text(value: Any) -> str:
     return html.escape(str(value))
 
 
+@lru_cache(maxsize=64)
 def markdown(words: str) -> str:
     """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is text, pictures are links."""
-    return _markdown().render(words)
+    if len(words) > MARKDOWN_CHARS:
+        return f'<div class="text">{text(words)}</div>'
+    lines = [line.count("|") for line in words.splitlines()]
+    most_cells = max(lines, default=0) * sum(map(bool, lines))  # a short row is filled up to its table's width
+    return _markdown(most_cells <= TABLE_CELLS).render(words)
 
 
-@lru_cache(maxsize=1)
-def _markdown() -> MarkdownIt:
-    reader = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
+@lru_cache
+def _markdown(with_tables: bool) -> MarkdownIt:
+    reader = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("strikethrough")
+    if with_tables:
+        reader.enable("table")
     reader.disable("image")  # a browser fetches pictures unasked
     reader.validateLink = lambda url: url.lower().startswith(LINKS_TO)
     reader.add_render_rule("link_open", _link_open)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
@@ -11,6 +12,7 @@ from outcore.ui.panels import draw
 from outcore.ui.panels.chat import ChatPanel
 from outcore.ui.panels.events import QUIET, Notice
 from outcore.ui.panels.train import TrainPanel, banner_of, forecast_of, headline_of
+from outcore.ui.panels.upload import upload_button
 from outcore.ui.settings import ONE_READER
 
 
@@ -29,8 +31,9 @@ class StartPanel:
             with gr.Column(min_width=280, elem_classes="oc-path"):
                 gr.HTML(draw.page(draw.heading("Teach it my data"), draw.paragraph("Fine-tune a model on your files.")))
                 self.base = gr.Textbox(label="Model", info=hub, max_lines=1, elem_id="start_base")
-                self.data = gr.Textbox(label="Data", info=".jsonl, .csv, .parquet or .txt file, a folder or a hub id",
-                                       max_lines=1, elem_id="start_data")  # fmt: skip
+                where = ".jsonl, .csv, .parquet or .txt file or a folder, below the panels' folder, or a hub id"
+                self.data = gr.Textbox(label="Data", info=where, max_lines=1, elem_id="start_data")
+                upload_button(notice, self.data, lambda said, path: path, "start_upload")
                 self.teach = gr.Button("Set up the training", variant="primary", elem_id="start_teach")
             with gr.Column(min_width=280, elem_classes="oc-path"):
                 gr.HTML(draw.page(draw.heading("Will it fit?"), draw.paragraph("Forecast a training on this machine.")))
@@ -43,8 +46,7 @@ class StartPanel:
         """Lead into the other panels."""
         self.notice.on([self.talk.click], self._talk, self.talk_to, [tabs, chat.bar.model])
         filled = [tabs, train.parts["model_name_or_path"], train.parts["dataset"]]
-        taught = self.notice.on([self.teach.click], lambda base, data: (gr.Tabs(selected="train"), base, data),
-                                [self.base, self.data], filled)  # fmt: skip
+        taught = self.notice.on([self.teach.click], self._teach, [self.base, self.data], filled)
         taught.then(train.estimate, train.inputs, train.shown, **QUIET)
         self.notice.on([self.fits.click], self._fits, self.asked, [self.forecast])
 
@@ -52,10 +54,16 @@ class StartPanel:
         self.client.post("model", model=model or "", preset=ONE_READER)
         return gr.Tabs(selected="chat"), model
 
-    def _fits(self, model: str | None) -> str:
+    def _teach(self, base: str, data: str) -> tuple[Any, ...]:
+        if not base.strip() or not data.strip():
+            raise ClientError("Name both first: the model that is taught, and the data that it is taught with.")
+        return gr.Tabs(selected="train"), base, data
+
+    def _fits(self, model: str | None) -> Iterator[str]:
+        yield ""  # the forecast of another one
         if not model:
             raise ClientError("Name a model first.")
         found = self.client.post(
             "estimate", fields={"preset" if model in self.presets else "model_name_or_path": model}
         )
-        return headline_of(found) + banner_of(found) + forecast_of(found)
+        yield headline_of(found) + banner_of(found) + forecast_of(found)

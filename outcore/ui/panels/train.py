@@ -11,6 +11,7 @@ from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, Notice, number_box
 from outcore.ui.panels.labels import info_of, label_of
+from outcore.ui.panels.upload import upload_button
 
 STAGES = [
     ("as configured", ""),
@@ -110,6 +111,10 @@ class TrainPanel:
 
     def _field(self, row: dict[str, Any]) -> None:
         self.parts[row["name"]] = self._component(row)
+        if row["name"] == "dataset":
+            usual = "\n".join(row["default"])
+            upload_button(self.notice, self.parts["dataset"],
+                          lambda said, path: path if said in ("", usual) else f"{said}\n{path}", "upload")  # fmt: skip
 
     def _component(self, row: dict[str, Any]) -> Any:
         name, default, kind = row["name"], row["default"], row["kind"]
@@ -149,7 +154,7 @@ class TrainPanel:
             try:
                 found = self.client.post("estimate", fields=fields(values))
             except ClientError as error:
-                return draw.said("No forecast", "big"), draw.said(str(error), "bad"), *[gr.skip()] * 4
+                return draw.said("No forecast", "big"), draw.said(str(error), "bad"), *[""] * 4
             drawn = (headline_of(found), banner_of(found), forecast_of(found), stages_of(found), space_of(found))
             same = draw.command("Command", found["command"]) + draw.command("YAML for --config", found["yaml"])
             return *drawn, same

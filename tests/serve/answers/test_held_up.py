@@ -81,6 +81,17 @@ def test_tokens_of_a_long_text_are_made_beside_others_answers(open_server):
     assert found[0][0] == 200 and json.loads(found[0][1])["count"] > 400_000
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_read(open_server, path):
+    """15 MB of one letter held a reader for the 20 s that a request may take."""
+    text, began_s = "a" * 15_000_000, time.monotonic()
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    status, reply = send(open_server, path, body)
+    error = json.loads(reply)["error"]
+    assert status == 400 and error["code"] == "context_length_exceeded" and "more than is read" in error["message"]
+    assert time.monotonic() - began_s < 10
+
+
 def test_a_form_of_many_parts_is_read_beside_others_answers(open_server):
     part = '--x\r\nContent-Disposition: form-data; name="a%d"\r\n\r\nb\r\n'
     data = "".join(part % number for number in range(100_000)) + "--x--\r\n"

@@ -67,6 +67,17 @@ def test_a_call_that_must_be_made_is_made(wide_client, choice, parallel, names):
     assert not any(piece.content for piece in pieces if parallel is False)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_has_the_arguments_of_its_function_also_beside_a_form_of_answers(wide_client, choice):
+    """As instructor and LangChain ask: a schema that is not closed, and a form that is for answers without a call."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": TOWN["properties"]}}}
+    asked = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 200, "seed": 3}
+    asked |= {"tool_choice": choice, "parallel_tool_calls": False, "response_format": {"type": "json_object"}}
+    found = wide_client.chat.completions.create(**asked).choices[0]
+    assert found.finish_reason == "tool_calls"
+    assert json.loads(found.message.tool_calls[0].function.arguments).keys() <= {"town"}
+
+
 def test_a_named_call_through_responses(wide_client):
     tool = {"type": "function", "name": "weather", "parameters": TOWN, "strict": True}
     asked = {"model": "tiny", "input": "Hi", "tools": [tool], "max_output_tokens": 200}
@@ -108,7 +119,6 @@ def test_only_one_call_is_told_where_calls_are_not_parallel(wide_client):
     [
         ({"tool_choice": "required"}, "no such function"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "asks for 'fly'"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave response_"),
         ({"continue_final_message": 1}, "must be true or false"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "opposite"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "true or false"),

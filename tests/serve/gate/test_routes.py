@@ -149,6 +149,16 @@ def test_a_body_is_of_the_kind_that_its_route_reads(guarded):
             assert client.request(method, path, json={}, headers=BEARER).status_code == 415
 
 
+def test_no_body_is_longer_than_one_may_be(guarded):
+    name, _, client = guarded
+    others = {"POST /gradio_api/queue/join": ACTS, "POST /gradio_api/upload": FORM} if name == "panels" else {}
+    for row, kind in (TABLE[name] | others).items():
+        method, _, path = row.partition(" ")
+        sent = {"Content-Type": "multipart/form-data; boundary=x" if kind == FORM else "application/json"}
+        answer = client.request(method, path, content=b"{}", headers=BEARER | sent | {"Content-Length": "16777217"})
+        assert answer.status_code == 413, (row, answer.status_code)
+
+
 def test_a_key_is_asked_for_everywhere_but_at_the_health(guarded):
     name, _, client = guarded
     for row, kind in TABLE[name].items():

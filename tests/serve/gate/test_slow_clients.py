@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from outcore.serve.additions import Guard, Server
-from outcore.serve.gate import connections
+from outcore.serve.gate import bodies, connections
 from tests.serve.running import until
 
 HEAD = b"POST /length HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -114,6 +114,34 @@ def test_a_body_that_comes_steadily_may_take_its_time(served, short, monkeypatch
     monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 100)
     with begun(served[0], HEAD + b"Content-Length: 300\r\n\r\n", *[b" " * 30] * 10, every_s=0.1) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 200") and served[1] == [300]
+
+
+def chunked(*sizes: int) -> list[bytes]:
+    """The beginning of a request whose body comes in chunks of these sizes."""
+    return [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"%x\r\n%b\r\n" % (size, b" " * size) for size in sizes]]
+
+
+def test_a_body_that_comes_in_chunks_is_ended_where_it_is_too_long(served, short):
+    with begun(served[0], *chunked(*[1 << 20] * 17)) as client:
+        assert rest_of(client).startswith(b"HTTP/1.1 413")
+    assert served[1] == ["gone"]
+
+
+def test_bodies_take_so_much_memory_together_and_the_one_that_arrives_longest_makes_room(served, monkeypatch):
+    """40 bodies of 15 MB that stood still held 0.6 GB."""
+    monkeypatch.setattr(bodies, "AT_ONCE", 2)
+    large = chunked(*[1 << 20] * 12)
+    with ExitStack() as held:
+        slow = [held.enter_context(begun(served[0], *large, every_s=0)) for _ in range(6)]
+        until(lambda: served[1] == ["gone"] * 4)
+        assert all(rest_of(client).startswith(b"HTTP/1.1 503") for client in slow[:4])
+        with httpx.Client(base_url=f"http://127.0.0.1:{served[0]}", timeout=5) as honest:
+            assert honest.post("/length", json={}).text == "2", "short ones are not counted"
+            assert honest.post("/length", json="x" * (9 << 20)).status_code == 200
+        until(lambda: served[1].count("gone") == 5)
+        slow[5].sendall(b"0\r\n\r\n")
+        assert slow[5].recv(12) == b"HTTP/1.1 200"
+    until(lambda: 12 << 20 in served[1])
 
 
 def test_the_next_request_has_all_its_time_again(served, short):
