@@ -37,7 +37,7 @@ def main():
             job.install_packages()  # virtual environment, torch first, then all that depends on it
             job.build_extensions()  # DeepSpeed's C++ extensions, where its engine is asked for
         job.verify()  # every part used once, for real
-        job.report()  # table, logs/setup_report.json, what to fix
+        job.report()  # table, setup_report.json, what to fix
         job.follow_up()  # --shim, --test, --run
     return job.exit_code
 
