@@ -183,7 +183,7 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
             return ModelSource(config, expanded, f"weights from the file {expanded}")
         raise ValueError(
             f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors "
-            "weights, or a GGUF file."
+            "weights, or a GGUF file; rows to train on are named by --dataset."
         )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not _HUB_ID.match(name):

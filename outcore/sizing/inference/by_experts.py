@@ -27,8 +27,8 @@ def place_by_experts(
     pass takes. `apart` gives None for a model without such experts. DoesNotFit."""
 
     def of_few(found: InferenceNeeds) -> Placement:
-        """By experts, with fewer answers at once: a CPU reads RAM more than twice as fast as a link brings it, so half
-        as many answers are written no slower in all, and one many times faster."""
+        """Place by experts, with fewer answers at once: a CPU reads RAM more than twice as fast as a link brings it, so
+        half as many answers are written no slower in all, and one many times faster."""
         placed = place(found)
         few = placed.few_tokens
         if placed.preset.name != "balanced" or max_sequences is not None or not 0 < few < placed.max_sequences:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outcore.config import ConfigError, TrainConfig, parse
+from outcore.model import named_model
 from outcore.monitor.metrics import check_report_to
 
 DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny model on Python's own source."
@@ -13,7 +14,7 @@ DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny
 def parse_config(argv: Sequence[str] | None = None, prog: str = "train_model.py") -> TrainConfig:
     """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be. `prog`:
     what the user typed, for the help."""
-    config = parse(argv, TrainConfig, prog, DESCRIPTION)
+    config = parse(argv, TrainConfig, prog, DESCRIPTION, named_model)
     try:
         check_report_to(config.report_to)
     except ValueError as error:
