@@ -301,7 +301,7 @@ def test_greedy_sampling_equals_the_librarys():
     loaded.model.train()
     assert generate_tokens(loaded.loss_module(), ids, 8).tolist() == ours.tolist()
     assert loaded.model.training
-    stopped = generate_tokens(loaded.model, ids, 8, eos_token_id=int(ours[3]))
+    stopped = generate_tokens(loaded.model, ids, 8, end_tokens={int(ours[3]), -1})
     assert stopped.tolist() == ours[: ours.tolist().index(int(ours[3])) + 1].tolist()
 
 
