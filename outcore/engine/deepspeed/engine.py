@@ -258,7 +258,13 @@ class DeepSpeedEngine:
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
         """Write the 16-bit model for `from_pretrained`; see `outcore.checkpoint.export`."""
         export_model(
-            folder, self.network, self._whole_weight, tokenizer=tokenizer, rank=self.rank, adapter_only=adapter_only
+            folder,
+            self.network,
+            self._whole_weight,
+            tokenizer=tokenizer,
+            rank=self.rank,
+            adapter_only=adapter_only,
+            stored_dtype=self.loaded.stored_dtype,
         )
 
     def _whole_weight(self, param: nn.Parameter) -> torch.Tensor:

@@ -370,7 +370,14 @@ class StreamEngine:
         self._ranks.doing("exporting")
         with self._ranks.failing():
             if self.rank == 0:
-                export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
+                export_model(
+                    folder,
+                    self.loaded.model,
+                    weight_of,
+                    tokenizer=tokenizer,
+                    adapter_only=adapter_only,
+                    stored_dtype=self.loaded.stored_dtype,
+                )
             self._ranks.barrier("export by rank 0", timeout_s=math.inf)
 
     def describe(self) -> str:
