@@ -121,7 +121,7 @@ def load_model(
         return replace(loaded, load_s=time.perf_counter() - began_s)
     source = resolve_source(settings, tokenizer)
     checked = check_weight_files(source.path)
-    stored_dtype = getattr(source.config, "dtype", None) if source.path is not None else None  # making it changes this
+    stored_dtype = _stored_dtype(source)  # before it is made, which changes the configuration
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
     abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
@@ -161,6 +161,13 @@ def load_model(
         stored_dtype=stored_dtype,
         feed=feed,
     )
+
+
+def _stored_dtype(source: ModelSource) -> torch.dtype | None:
+    """Type of a trained model's weights as stored, 16 bits of packed ones; None where its configuration says none."""
+    if source.path is None:
+        return None
+    return getattr(source.config, "dtype", None) or (torch.bfloat16 if quantization_of(source.config) else None)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:

@@ -315,7 +315,7 @@ def _reason(best: Plan, stages: dict[str, Plan], request: RunRequest, refusal: s
     else:
         rivals = [plan for plan in stages.values() if plan.fits and plan is not best]
         rival = max(rivals, key=lambda plan: plan.tokens_per_s, default=None)
-        words = "Engine auto streams it" if best.engine == "stream" else "The fastest that fits"
+        words = "Engine auto streams what it can, as this" if best.engine == "stream" else "The fastest that fits"
         if best.engine == "stream" and rival is None:
             words += "; no ZeRO stage of DeepSpeed does"
         elif best.engine == "stream" and rival is not None:
