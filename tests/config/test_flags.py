@@ -90,6 +90,15 @@ def test_a_model_is_named_by_one_rule_in_training_and_plans(
         assert named[field] == (model if value == "same" else value)
 
 
+@pytest.mark.parametrize(
+    "name", ["checkpoint_dir", "log_dir", "export_dir", "data_cache_dir", "nvme_offload_path", "tokenizer"]
+)
+def test_a_folder_to_write_into_whose_name_is_no_utf8_is_refused_with_the_reason(name: str) -> None:
+    odd = b"out\xff".decode(errors="surrogateescape")
+    reason = "is no UTF-8, and libraries that write tokenizers and weights open no such path. Rename the folder."
+    refused(ConfigError, reason, lambda: parse_config([f"--{name}", odd]))
+
+
 def test_a_folder_here_comes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()

@@ -97,7 +97,7 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "seed": 3}
     body["logprobs"] = True
     lines = [
-        {"prompt": "The", "max_tokens": 3, "id": "first"},
+        {"prompt": "The", "max_tokens": 3, "id": "first", "completion": "fox"},  # as in data to train on: not read
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"prompt": "x" * 2000},
         {"custom_id": "d", "method": "POST", "url": "/v1/embeddings", "body": {}},

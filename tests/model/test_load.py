@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outcore.checkpoint.export import export_model
-from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
+from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model, resolve_source
 from outcore.model.facts import (
     checkpoint_name,
     model_class_of,
@@ -315,3 +315,16 @@ def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
     assert generate_tokens(loaded.model, ids, 2, context_length=4).shape == (2,)
     refused(ValueError, "at least one token", lambda: generate_tokens(loaded.model, ids[:, :0], 2))
     refused(ValueError, "at least 1", lambda: generate_tokens(loaded.model, ids, 0))
+
+
+def test_presets_are_offered_as_shapes_to_train_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model that answers needs weights, so its near names are those of folders and runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RuntimeError, match="Training and plans have a preset 'tiny'") as told:
+        resolve_source(ModelSettings(model_name_or_path="tinny"))
+    assert "Did you mean" not in str(told.value)
+    (tmp_path / "tinnie").mkdir()
+    with pytest.raises(RuntimeError, match="Did you mean 'tinnie'") as told:
+        resolve_source(ModelSettings(model_name_or_path="tinny"))
+    assert "preset 'tiny'" not in str(told.value)
