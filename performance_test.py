@@ -4,7 +4,7 @@
   python performance_test.py --quick                                three steps of the default run
 
 Tries the run for a few steps, sets them against the planner's forecast, and says GO (exit code 0), GO WITH WARNINGS (3)
-or NO-GO (1), with reasons. Writes logs/performance_report.json and .html. docs/performance.md explains them.
+or NO-GO (1), with reasons. Writes performance_report.json beside the machine profile. docs/performance.md explains it.
 """
 
 import sys

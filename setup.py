@@ -38,7 +38,7 @@ def main():
             job.run()  # --run: before all that it does not need
             job.install_deepspeed()  # its package; its C++ extensions, where its engine is asked for
         job.verify()  # every part used once, for real
-        job.report()  # table, logs/setup_report.json, what to fix
+        job.report()  # table, setup_report.json, what to fix
         job.follow_up()  # --test
     return job.exit_code
 

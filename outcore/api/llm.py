@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from queue import SimpleQueue
 from typing import Any
 
@@ -118,14 +119,14 @@ class LLM(Closing):
         if behind is not None and len(behind) != len(texts):
             raise ValueError(f"there are {len(texts)} prompts and {len(behind)} completions: give one for each.")
         pairs = [("", text) for text in texts] if behind is None else list(zip(texts, behind, strict=True))
-        ids, firsts = scored_tokens(pairs, self._prompts)
+        ids, counted_of = scored_tokens(pairs, self._prompts)
         self._engine.check_texts(ids)  # all of them, before hours of work
         found: list[Any] = []
         for group in groups_of(ids):
             found += self._told(lambda told, group=group: self._engine.submit_texts(group, 1, told))
         return [
-            ScoreOutput("".join(pair), tuple(tokens), tuple(scores.logprobs[first:].tolist()))
-            for pair, tokens, first, scores in zip(pairs, ids, firsts, found, strict=True)
+            ScoreOutput("".join(pair), tuple(tokens), tuple(compress(scores.logprobs.tolist(), counts)))
+            for pair, tokens, counts, scores in zip(pairs, ids, counted_of, found, strict=True)
         ]
 
     def embed(self, prompts: str | Sequence[str]) -> list[EmbeddingOutput]:

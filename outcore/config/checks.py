@@ -104,6 +104,12 @@ def _check_losses(config: TrainConfig) -> None:
         raise ConfigError(
             f"{adapters[0]} is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters."
         )
+    if config.lora_r and not (config.model_name_or_path or config.model_module or config.random_base):
+        shape = config.preset or config.config_file or "the default model"
+        raise ConfigError(
+            f"lora_r: {shape} is a shape, with random weights, over which adapters learn little. Name a trained model "
+            "(--model FOLDER or a hub id), leave lora_r out to train all weights, or add --random_base to try it out."
+        )
 
 
 def _check_rows(config: TrainConfig) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
 
@@ -105,7 +105,7 @@ def build_parser(
         prog=prog,
         description=description,
         epilog=few or None,
-        usage=f"{prog} [--config FILE] [--name VALUE ...]",
+        usage=f"{prog} [MODEL] [--config FILE] [--name VALUE ...]",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
@@ -161,45 +161,83 @@ def underscored(arg: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value
 
 
-def read_flags(rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str, description: str) -> dict[str, Any]:
+Named = Callable[[str], tuple[str, str]]
+"""A model's name -> the setting that it stands for, and that setting's value."""
+
+
+def _closed(args: Sequence[str], rows: Mapping[str, Field], named: Named) -> list[str]:
+    """The command line with a value for each switch before MODEL, which argparse would take for that value."""
+    switches = {f"--{name}" for row in rows.values() if row.is_switch for name in (row.name, *row.spec.aliases)}
+
+    def is_model(word: str) -> bool:
+        return "/" in word or Path(word).exists() or named(word)[0] == "preset"
+
+    return [
+        f"{arg}=true" if arg in switches and is_model(after) else arg
+        for arg, after in zip(args, [*args[1:], ""], strict=False)
+    ]
+
+
+def read_flags(
+    rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str, description: str, named: Named
+) -> dict[str, Any]:
     """What the command line says, by field and unconverted, with `config` for the YAML file; only what was said.
 
     Prints the help and leaves where that is asked for. Raises ConfigError for an unknown flag or one without a value.
     """
-    args = [underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    args = _closed([underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)], rows, named)
     parser = build_parser(rows, prog, description)
     namespace, unknown = parser.parse_known_args(args)
     if namespace.help is not None:
         build_parser(rows, prog, description, everything=namespace.help == "all").print_help()
         raise SystemExit(0)
+    if [word.startswith("-") for word in unknown] == [False]:
+        if namespace.model_name_or_path is not None:
+            raise ConfigError(f"{unknown[0]!r} and --model {namespace.model_name_or_path} name two models. Keep one.")
+        namespace.model_name_or_path = unknown.pop()
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         word = unknown[0].split("=")[0]
         if not word.startswith("--"):
-            raise ConfigError(f"unexpected argument {word!r}: every setting is a flag (--name value).")
+            raise ConfigError(f"unexpected argument {word!r}: beside MODEL every setting is a flag (--name value).")
         hint = meaning_of(word) or nearest(word, known) or " --help all lists all flags."
         raise ConfigError(f"unknown flag {word}.{hint}")
     return {name: value for name, value in vars(namespace).items() if value is not None and name != "help"}
 
 
-def parse(argv: Sequence[str] | None, cls: type[Config], prog: str, description: str) -> Config:
+def parse(
+    argv: Sequence[str] | None,
+    cls: type[Config],
+    prog: str,
+    description: str,
+    named: Named = lambda name: ("model_name_or_path", name),
+) -> Config:
     """Checked settings of class `cls` (`TrainConfig`, or one with further fields).
 
-    Flags win over YAML. Raises ConfigError for an unknown key, a malformed value or a contradiction.
+    Flags win over YAML. `named`: the setting, and its value, that a model's name stands for. Raises ConfigError for an
+    unknown key, a malformed value or a contradiction.
     """
     rows = fields_of(cls)
-    said = read_flags(rows, argv, prog, description)
+    said = read_flags(rows, argv, prog, description, named)
     file = said.pop("config", None)
-    return checked(cls, {**(load_yaml(file, rows) if file is not None else {}), **said})
+    return checked(cls, {**(load_yaml(file, rows) if file is not None else {}), **said}, named)
 
 
-def checked(cls: type[Config], said: Mapping[str, Any]) -> Config:
-    """Settings of class `cls` from values by field, each made the field's type. ConfigError for an unknown name, a
-    malformed value or a contradiction."""
+def checked(
+    cls: type[Config], said: Mapping[str, Any], named: Named = lambda name: ("model_name_or_path", name)
+) -> Config:
+    """Settings of class `cls` from values by field, each made the field's type; `named`: as `parse` takes it.
+    ConfigError for an unknown name, a malformed value or a contradiction."""
     rows = fields_of(cls)
     if unknown := next((name for name in said if name not in rows), None):
         raise ConfigError(f"unknown setting {unknown!r}.{meaning_of(unknown) or nearest(unknown, rows)}")
-    config = cls(**{name: typed_value(rows[name], value) for name, value in said.items()})
+    typed = {name: typed_value(rows[name], value) for name, value in said.items()}
+    if (model := typed.get("model_name_or_path")) is not None:
+        setting, value = named(model)
+        if typed.get(setting) in (None, model):  # else two models are named, which the checks tell
+            del typed["model_name_or_path"]
+            typed[setting] = value
+    config = cls(**typed)
     check_ranges(config, rows)
     check_config(config)
     return config

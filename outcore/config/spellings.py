@@ -63,7 +63,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "use_liger_kernel": "leave it out: the loss is computed in chunks here",
     "use_unsloth": "leave it out: --compile on compiles the layers",
     "torch_compile": "--compile on",
-    "auto_find_batch_size": "leave it out: outcore plan --model NAME chooses the micro-batch",
+    "auto_find_batch_size": "leave it out: outcore plan NAME chooses the micro-batch",
     "gradient_checkpointing_kwargs": "leave it out: --activation_checkpointing is all there is to set",
     "ddp_timeout": "leave it out",
     "save_safetensors": "leave it out: nothing else is written",

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,10 @@ def load_or_train_tokenizer(
     with build_lock(path.with_name(f"{path.name}.lock"), settings.lock_timeout_s, say, "the tokenizer"):
         if (tokenizer := _load_trained(path, lambda words: None)) is not None:
             return tokenizer
+        texts = _texts_of(source, settings)
+        first = list(islice(texts, 1))  # a column that is not there is told before anything is trained
         say(f"training a byte-level BPE tokenizer of {vocab_size} tokens on {source.name}")
-        _save(train_byte_bpe(_texts_of(source, settings), vocab_size), path)
+        _save(train_byte_bpe(chain(first, texts), vocab_size), path)
     tokenizer = _load_trained(path, say)
     if tokenizer is None:
         raise DataError(f"the tokenizer just written to {path} cannot be read back: is the drive healthy?")

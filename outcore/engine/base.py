@@ -5,7 +5,7 @@ tokens of the global batch (all micro-batches of all ranks). The loop owns the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,8 +148,8 @@ class Engine(Protocol):
         """Mean loss without updating anything; every rank gives the same number of micro-batches."""
         ...
 
-    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
-        """Greedy continuation of a prompt, for a look at what the model has learned."""
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, end_tokens: Collection[int] | None) -> list[int]:
+        """Greedy continuation of a prompt up to one of `end_tokens`, for a look at what the model has learned."""
         ...
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:

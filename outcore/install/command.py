@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from outcore.common.files import user_folder
 from outcore.common.output import say
 from outcore.install.errors import EXIT_NOT_READY, EXIT_OK
 from outcore.install.extensions import PROBE
 from outcore.install.options import Options, parse_options
 from outcore.install.progress import InstallProgress
 from outcore.install.verify.doctor import RunningProbe, rows_of_pip
-from outcore.install.verify.report import print_table
+from outcore.install.verify.report import FILE, make_report, print_table, write_report
 from outcore.install.verify.rows import ReportRow, all_hold
 from outcore.machine import detect_machine
 
@@ -40,8 +41,10 @@ def main(argv: Sequence[str], clone: Path = CLONE) -> int:
         rows = _verified(progress)
     finally:
         progress.end(bool(rows))
+    report = make_report(rows, detect_machine(), "pip", sys.prefix)
+    write_report(report, user_folder() / FILE)
     if options.json:
-        print(json.dumps({"ok": all_hold(rows), "rows": [row.to_dict() for row in rows]}, indent=2))
+        print(json.dumps(report, indent=2))
     else:
         print_table(rows, sys.stdout)
     return EXIT_OK if all_hold(rows) else EXIT_NOT_READY

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import user_folder
 from outcore.common.quantities import format_gb, format_gib
 from outcore.install.browser import install_chromium
 from outcore.install.environment import Environment, find_environment, make_environment
@@ -29,7 +30,7 @@ from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
 from outcore.install.verify.doctor import probe_rows
 from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
-from outcore.install.verify.report import make_report, print_plain, print_table, write_report
+from outcore.install.verify.report import FILE, make_report, print_plain, print_table, write_report
 from outcore.install.verify.rows import MISSING, ReportRow
 from outcore.machine import Machine, Runner, detect_machine, drive_of, run_command
 
@@ -257,9 +258,9 @@ class InstallJob:
         self.rows.append(offload_row(offload))
 
     def report(self) -> None:
-        """The table (or JSON), logs/setup_report.json, and what to do next."""
+        """The table (or JSON), setup_report.json in the user's folder, and what to do next."""
         content = make_report(self.rows, self.machine, self.chosen.name, str(self.environment.prefix))
-        path = self.repository / "logs" / "setup_report.json"
+        path = user_folder() / FILE
         write_report(content, path)
         self.exit_code = EXIT_OK if content["ok"] else EXIT_NOT_READY
         if self.options.json:
@@ -272,7 +273,7 @@ class InstallJob:
             for row in broken:
                 self.progress.say(f"  {row.part}: {row.found}\n    fix: {row.fix}")
             return
-        self.progress.say(f"\nready. The report is in {path.relative_to(self.repository)}.")
+        self.progress.say(f"\nready. The report is in {path}.")
         if not self.options.test and not self.options.run:
             self._say_how_to_start()
 
@@ -377,7 +378,7 @@ class InstallJob:
         prefix = str(self._environment.prefix) if self._environment else ""
         content = make_report(self.rows, self._machine, set_name, prefix, error=message)
         try:
-            write_report(content, self.repository / "logs" / "setup_report.json")
+            write_report(content, user_folder() / FILE)
         except OSError as error:
             self.progress.say(f"the report could not be written: {error}")
         if self.options.json:

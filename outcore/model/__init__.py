@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from outcore.model.generate import context_length_of, generate_tokens
     from outcore.model.load import LoadedModel, load_model
     from outcore.model.loss import HeadLoss, summed_loss
-    from outcore.model.presets import PRESETS
+    from outcore.model.presets import PRESETS, named_model
     from outcore.model.settings import LoraSettings, ModelSettings
     from outcore.model.shape import (
         named_config,
         on_targets,
-        preset_on_targets,
         preset_shape,
         resolve_shape,
         shape_from_config,
@@ -35,11 +34,11 @@ _FILE_OF = {
     "HeadLoss": "loss",
     "summed_loss": "loss",
     "PRESETS": "presets",
+    "named_model": "presets",
     "LoraSettings": "settings",
     "ModelSettings": "settings",
     "named_config": "shape",
     "on_targets": "shape",
-    "preset_on_targets": "shape",
     "preset_shape": "shape",
     "resolve_shape": "shape",
     "shape_from_config": "shape",

@@ -5,6 +5,7 @@ partitioned weights (ZeRO-3): all ranks call it together, run the same number of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,13 +36,13 @@ def generate_tokens(
     temperature: float = 0.0,
     top_k: int = 0,
     seed: int = 0,
-    eos_token_id: int | None = None,
+    end_tokens: Collection[int] | None = None,
     context_length: int | None = None,
 ) -> torch.Tensor:
-    """Continue input_ids [1, T]; returns the new tokens [n], n <= max_new_tokens, the end token included.
+    """Continue input_ids [1, T]; returns the new tokens [n], n <= max_new_tokens, up to and with one of `end_tokens`.
 
     temperature 0: the likeliest token each time; above: drawn with `seed` on the CPU, from the `top_k` likeliest if
-    given. Only the last `context_length` tokens are looked at (None: `context_length_of` the model). After the end
+    given. Only the last `context_length` tokens are looked at (None: `context_length_of` the model). After such a
     token the forwards go on (ranks must stay in step), their tokens are dropped. The model's training mode and RNG
     streams are left as they were."""
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
@@ -70,9 +71,8 @@ def generate_tokens(
             tokens = torch.cat([tokens, torch.full((1, 1), new_tokens[-1], device=device)], dim=1)
     finally:
         base.train(was_training)
-    if eos_token_id is not None and eos_token_id in new_tokens:
-        new_tokens = new_tokens[: new_tokens.index(eos_token_id) + 1]
-    return torch.tensor(new_tokens, dtype=torch.long)
+    last = next((i for i, token in enumerate(new_tokens) if token in (end_tokens or ())), len(new_tokens))
+    return torch.tensor(new_tokens[: last + 1], dtype=torch.long)
 
 
 def _start_token(config: Any) -> int:

@@ -79,6 +79,8 @@ class LoadedModel:
     """Format into which the frozen matrices of its layers are packed (streaming engine); None: they stay in 16 bits."""
     packed: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the feed gives packed, as published: name -> `outcore.formats.PackedSpec`."""
+    stored_dtype: torch.dtype | None = None
+    """Type in which a trained model's weights are stored, by its configuration; None: it says none, or is new."""
     feed: WeightFeed | None = None
     """Feed from which the values of the parameters come from when the model was loaded lazily; None: they are there."""
     has_labels: bool = False
@@ -127,6 +129,7 @@ def load_model(
         return replace(loaded, load_s=time.perf_counter() - began_s)
     source = resolve_source(settings, tokenizer)
     checked = check_weight_files(source.path)
+    stored_dtype = _stored_dtype(source)  # before it is made, which changes the configuration
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
     abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
@@ -164,9 +167,17 @@ def load_model(
         load_s=load_s,
         quantize=settings.quantize,
         packed=getattr(feed, "specs", {}),
+        stored_dtype=stored_dtype,
         feed=feed,
         has_labels=has_labels,
     )
+
+
+def _stored_dtype(source: ModelSource) -> torch.dtype | None:
+    """Type of a trained model's weights as stored, 16 bits of packed ones; None where its configuration says none."""
+    if source.path is None:
+        return None
+    return getattr(source.config, "dtype", None) or (torch.bfloat16 if quantization_of(source.config) else None)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -280,6 +281,37 @@ _PRESETS = (
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
+
+
+SIZES = {
+    "1b": "llama-1b",
+    "3b": "llama-3b",
+    "8b": "llama-8b",
+    "14b": "qwen3-14b",
+    "30b": "qwen3-32b",
+    "32b": "qwen3-32b",
+    "llama-30b": "qwen3-32b",
+    "70b": "llama-70b",
+}
+"""Sizes people ask for -> the preset that stands for them."""
+
+
+OF_THE_HUB = ("gpt2", "t5-small")
+"""Presets of which the hub has a trained model by the same name, without an owner."""
+
+
+def named_model(name: str) -> tuple[str, str]:
+    """The setting, and its value, that a model's name stands for, in training and plans alike.
+
+    What lies here comes first: a folder or a GGUF file has weights, other files are a shape. Then presets, by name or
+    size, of which a run begins with random weights. All else, and what the hub has under a preset's name, is a
+    model of the hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        is_shape = path.suffix.lower() in (".json", ".yaml", ".yml") and path.is_file()
+        return "config_file" if is_shape else "model_name_or_path", name
+    preset = PRESETS.get(SIZES.get(name.lower(), name))
+    return ("model_name_or_path", name) if preset is None or name in OF_THE_HUB else ("preset", preset.name)
 
 
 def check_preset_name(name: str) -> Preset:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outcore.common.errors import line_of
 from outcore.common.hub import ask_hub_once, near_models
 from outcore.common.output import say
-from outcore.common.words import did_you_mean
+from outcore.common.words import did_you_mean, nearest
 from outcore.model.facts import gguf_config_fields, gguf_header, language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings
@@ -183,7 +183,7 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
             return ModelSource(config, expanded, f"weights from the file {expanded}")
         raise ValueError(
             f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors "
-            "weights, or a GGUF file."
+            "weights, or a GGUF file; rows to train on are named by --dataset."
         )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not _HUB_ID.match(name):
@@ -272,7 +272,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"{name} is a preset, a shape without weights, which `outcore plan` and training take as --preset {name}. "
             "Name a published model, a folder or a run."
         )
-    near = near_models(name) or did_you_mean(name.split("/")[-1], tuple(PRESETS))
+    shapes = nearest(name.split("/")[-1], PRESETS)
+    near = near_models(name) or "".join(f" Training and plans have a preset {shape!r}." for shape in shapes)
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
         return RuntimeError(
             f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "

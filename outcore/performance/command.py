@@ -23,7 +23,7 @@ def parser(prog: str = "performance_test.py") -> argparse.ArgumentParser:
     )
     own.add_argument("--quick", action="store_true", help="three steps; a checkpoint only below 4 GB")
     own.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of 8 (--quick: 3)")
-    own.add_argument("--report", type=Path, metavar="DIR", help="where the report goes [log_dir]")
+    own.add_argument("--report", type=Path, metavar="DIR", help="where the report goes [with the machine profile]")
     own.add_argument("--no_probe", action="store_true", help="do not measure links when they were never measured")
     return own
 

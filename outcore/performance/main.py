@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.common.files import nearest_existing, newest, write_atomic
+from outcore.common.files import nearest_existing, newest, user_folder, write_atomic
 from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
@@ -35,6 +35,7 @@ TRIAL_TIMEOUT_S = 900.0
 """Loading and compiling a large model takes minutes; what takes longer hangs."""
 PROBE_TIMEOUT_S = 180.0
 RUN_NAME = "performance-test"
+REPORT = "performance_report.json"
 RATES = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "drive_mixed_gb_per_s")
 RATES += ("ram_gb_per_s", "matmul_tflops")
 
@@ -55,7 +56,7 @@ EFFORTS = {"default": Effort(8, 60.0, 40 * GB), "quick": Effort(3, 20.0, 4 * GB)
 def run_test(config: TrainConfig, argv: Sequence[str], flags: list[str], root: Path, args: argparse.Namespace) -> int:
     """The whole test. `flags`: those of `argv` that are train_model.py's; `args`: our own; `root`: the repository."""
     started_s = time.monotonic()
-    reports = args.report or Path(config.log_dir).expanduser()
+    reports = args.report or user_folder()
     try:
         test = PerformanceTest(config, tuple(argv), flags, root, reports, args)
         found = test.run(started_s)
@@ -106,9 +107,7 @@ class PerformanceTest:
                 checks.append(Check("plan", "note", trial["forecast_problem"]))
         figures = self._figures(trial)
         run_key, machine_key = self._run_key(trial), _machine_key(machine)
-        regressions, compared_with = compared(
-            last_report(self.reports / "performance_report.json"), run_key, machine_key, figures
-        )
+        regressions, compared_with = compared(last_report(newest(self.reports / REPORT)), run_key, machine_key, figures)
         plan = (trial or {}).get("forecast")
         verdict = judge(
             checks,
@@ -230,7 +229,7 @@ class PerformanceTest:
 def write(found: Findings, folder: Path) -> Path:
     """Path of performance_report.json, which has everything. OSError when it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "performance_report.json"
+    path = folder / REPORT
     write_atomic(path, json.dumps(found.to_dict(), indent=1, default=str))
     return path
 

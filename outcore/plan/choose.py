@@ -170,12 +170,17 @@ def smaller_micro_batches(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
-    from outcore.model import PRESETS, preset_on_targets
+    from outcore.model import PRESETS, resolve_shape
 
     known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
     for preset in known:
         if preset.num_parameters < shape.base_params and preset.model_type == shape.model_type:
-            smaller = preset_on_targets(preset.name, shape.lora_targets, shape.use_dora, shape.modules_to_save)
+            smaller = resolve_shape(
+                preset.name,
+                lora_target_modules=",".join(shape.lora_targets) or "auto",
+                use_dora=shape.use_dora,
+                modules_to_save=shape.modules_to_save,
+            )
             yield f"a smaller model: {preset.name}", smaller.with_lora(shape.lora_r) if shape.lora_r else smaller
 
 
@@ -303,7 +308,7 @@ def _reason(best: Plan, stages: dict[str, Plan], request: RunRequest, refusal: s
     else:
         rivals = [plan for plan in stages.values() if plan.fits and plan is not best]
         rival = max(rivals, key=lambda plan: plan.tokens_per_s, default=None)
-        words = "Engine auto streams it" if best.engine == "stream" else "The fastest that fits"
+        words = "Engine auto streams what it can, as this" if best.engine == "stream" else "The fastest that fits"
         if best.engine == "stream" and rival is None:
             words += "; no ZeRO stage of DeepSpeed does"
         elif best.engine == "stream" and rival is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outcore.config import ConfigError, TrainConfig, fields_of, parse, setting
+from outcore.model import PRESETS, named_model
 
 PROG = "outcore plan"
 DESCRIPTION = (
@@ -40,6 +41,8 @@ class MachineFields:
     """Checkpoints go to another drive than the states."""
 
 
+SOURCES = ("model_name_or_path", "preset", "config_file")
+"""Fields that name a model, of which the planner counts the layers."""
 NAMED_ELSEWHERE = "-"
 """What `--infer` alone stands for: another flag names the model."""
 AIMS = ("balanced", "latency", "throughput")
@@ -68,7 +71,7 @@ class InferFields:
 
 WITH_INFER = frozenset(
     {
-        *("model_name_or_path", "preset", "config_file", "trust_remote_code", "precision", "ram_budget_gib"),
+        *(*SOURCES, "trust_remote_code", "precision", "ram_budget_gib"),
         *("machine", "nominal", "vram_gib", "ram_gib", "nvme_free_gb", "tflops", "json"),
     }
 )
@@ -99,6 +102,9 @@ class OutputFields:
 class PlanConfig(OutputFields, InferFields, MachineFields, TrainConfig):
     """What `outcore plan` is told."""
 
+    random_base: bool = True
+    """Adapters are planned over any shape; the command that makes the plan a run says so."""
+
 
 def parse_plan(argv: list[str] | None) -> PlanConfig:
     """Checked settings of a plan. ConfigError for what cannot be, or cannot be planned."""
@@ -111,12 +117,14 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
                 args[i] = "--aim" + equals + said
             elif flag == "--quantize":
                 args[i] = "--infer_quantize" + equals + said
-    return check_planned(parse(args, PlanConfig, PROG, DESCRIPTION))
+    return check_planned(parse(args, PlanConfig, PROG, DESCRIPTION, named_model))
 
 
 def check_planned(config: PlanConfig) -> PlanConfig:
     """The settings. ConfigError for what says nothing here, or cannot be planned."""
     _check_idle(config)
+    if config.infer is not None:
+        config = replace(config, infer=named_model(config.infer)[1])
     if config.lora_r == 0 and config.lora_target_modules != "auto":
         raise ConfigError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
     if config.model_module is not None:
@@ -143,7 +151,9 @@ def _check_idle(config: PlanConfig) -> None:
             f"{idle} changes nothing beside --infer, which plans answers of a model and no training: leave it out, or "
             "leave out --infer."
         )
-    named = [name for name in ("model_name_or_path", "preset", "config_file") if name in said]
+    named = [name for name in SOURCES if name in said]
     if config.infer != NAMED_ELSEWHERE and named:
-        aims = f" What answers aim at is --aim {', '.join(AIMS)}." if named[0] == "preset" else ""
-        raise ConfigError(f"--infer {config.infer} names a model, and {named[0]} another. Leave out one.{aims}")
+        other = getattr(config, named[0])
+        is_aim = named[0] == "preset" and other not in PRESETS
+        aims = f" What answers aim at is --aim {', '.join(AIMS)}." if is_aim else ""
+        raise ConfigError(f"--infer {config.infer} names a model, and {named[0]} {other} another. Keep one.{aims}")

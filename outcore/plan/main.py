@@ -1,7 +1,7 @@
 """`outcore plan`: will this model fit, how fast will it be, what limits it. Weights are never loaded.
 
-    outcore plan --model llama-8b --machine rtx4070-laptop
-    outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
+    outcore plan llama-8b --machine rtx4070-laptop
+    outcore plan Qwen/Qwen3-4B --lora_r 16 --json
     outcore plan --infer llama-70b --aim throughput
     outcore plan --model llama-8b --machine rtx3090 --upgrade     (what to buy)
     outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
@@ -30,25 +30,13 @@ from outcore.plan.answer.gpus import beside_one
 from outcore.plan.answer.upgrade import Upgrade, upgrade_lines, upgrades
 from outcore.plan.answer.whole import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
-from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
+from outcore.plan.fields import NAMED_ELSEWHERE, SOURCES, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.inference import DoesNotFit, InferencePlan, plan_inference, to_json, words_of
 from outcore.plan.learned import known_rates, last_time
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
-
-SHORT_NAMES = {
-    "1b": "llama-1b",
-    "3b": "llama-3b",
-    "8b": "llama-8b",
-    "14b": "qwen3-14b",
-    "30b": "qwen3-32b",
-    "32b": "qwen3-32b",
-    "llama-30b": "qwen3-32b",
-    "70b": "llama-70b",
-}
-"""Sizes people ask for -> the preset that stands for them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _model_of(config: PlanConfig) -> str | None:
-    """Preset, folder, config file or hub id, whichever flag named it."""
+    """Preset, folder, config file or hub id, whichever setting named it."""
     infer = config.infer if config.infer != NAMED_ELSEWHERE else None
-    return infer or config.model_name_or_path or config.preset or config.config_file
+    return infer or next((value for name in SOURCES if (value := getattr(config, name))), None)
 
 
 @dataclass(frozen=True)
@@ -129,8 +117,9 @@ def answer_to(args: PlanConfig) -> Asked:
     if beside := beside_one(shape, request, hardware, answer.plan):
         hardware = replace(hardware, notes=(*hardware.notes, beside.words()))
     dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
-    model, has_adapters = _name(_model_of(args) or ""), args.lora_r > 0
-    said = Said(model, dataset, args.nvme_offload_path, args.trust_remote_code, kept(args), has_adapters)
+    model, has_adapters = _model_of(args) or "", args.lora_r > 0
+    source = next(name for name in SOURCES if getattr(args, name))
+    said = Said(source, model, dataset, args.nvme_offload_path, args.trust_remote_code, kept(args), has_adapters)
     hardware = replace(hardware, notes=(*hardware.notes, *notes(request, said)))
     bought = upgrades(shape, request, hardware, answer.plan) if args.upgrade else None
     return Asked(answer, advice, hardware, command(answer.plan, request, said), whole_run(args, answer.plan), bought)
@@ -166,7 +155,7 @@ def _hardware(args: PlanConfig) -> Hardware:
         from outcore.model import PRESETS
 
         raise ValueError(
-            f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."
+            f"Name a model: a folder, a hub id, a config file or one of {', '.join(PRESETS)} (outcore plan MODEL)."
         )
     return _machine(args)
 
@@ -187,7 +176,7 @@ def _shape(args: PlanConfig) -> ModelShape:
         modules_to_save=names_of(args.lora_modules_to_save),
         trust_remote_code=args.trust_remote_code,
     )
-    return shape if place == _name(model) else replace(shape, name=model)
+    return shape if place == model else replace(shape, name=model)
 
 
 @dataclass(frozen=True)
@@ -249,16 +238,12 @@ def _place(args: PlanConfig) -> str:
     """Name or folder of the model's configuration. Beside --infer a run is a model, too."""
     from outcore.model import PRESETS
 
-    name = _name(_model_of(args) or "")
+    name = _model_of(args) or ""
     if args.infer is None or name in PRESETS:
         return name
     from outcore.checkpoint.export import configured
 
     return configured(name)
-
-
-def _name(model: str) -> str:
-    return SHORT_NAMES.get(model.lower(), model)
 
 
 def _precision(config: PlanConfig, hardware: Hardware) -> Any:

@@ -235,7 +235,7 @@ class TrainingLoop:
         if not p.prompt_ids or p.config.sample_tokens == 0:
             return
         p.progress.activity(f"sampling at step {self.step}")
-        ids = p.engine.sample(p.prompt_ids, p.config.sample_tokens, p.eos_token_id)
+        ids = p.engine.sample(p.prompt_ids, p.config.sample_tokens, p.end_tokens)
         if self.is_main:
             prompt, text = p.decode(p.prompt_ids), p.decode(ids)
             with open(p.folder.logs / "samples.txt", "a", encoding="utf-8") as file:

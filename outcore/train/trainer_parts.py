@@ -5,7 +5,7 @@ The best evaluation so far: which step had it, and how many evaluations since we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ class TrainerParts:
     loggers: Any
     prompt_ids: list[int]
     decode: Callable[[list[int]], str]
-    eos_token_id: int | None
+    end_tokens: Collection[int]
+    """Tokens at which a sample ends, as an answer does."""
     fingerprint: dict[str, Any]
     settings: dict[str, Any]
     """Saved with a checkpoint to tell what a resumed run has changed."""

@@ -1,11 +1,13 @@
 """Flags and YAML become one checked configuration; wrong input names the nearest right word."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from outcore import cli
 from outcore.config import FIELDS, ConfigError, TrainConfig
+from outcore.plan.fields import parse_plan
 from outcore.train.configure import parse_config
 from tests.refused import refused
 
@@ -29,8 +31,8 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
 def test_help_calls_the_command_as_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    assert capsys.readouterr().out.startswith("usage: outcore train [--config FILE]")
-    assert help_text(["--help"], capsys).startswith("usage: train_model.py [--config FILE]")
+    assert capsys.readouterr().out.startswith("usage: outcore train [MODEL] [--config FILE]")
+    assert help_text(["--help"], capsys).startswith("usage: train_model.py [MODEL] [--config FILE]")
 
 
 def help_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -54,6 +56,49 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     assert getattr(parse_config(argv), name) == value
 
 
+@pytest.mark.parametrize("parsed", [parse_config, parse_plan])
+@pytest.mark.parametrize(("model", "field", "value"), [
+    ("llama-8b", "preset", "llama-8b"), ("8B", "preset", "llama-8b"), ("Qwen/Qwen3-4B", "model_name_or_path", "same"),
+    ("a folder", "model_name_or_path", "same"), ("m.gguf", "model_name_or_path", "same"),
+    ("config.json", "config_file", "same"), ("gpt2", "model_name_or_path", "same"), ("gpt-oss-120b", "preset", "same"),
+    ("tiny", "preset", "same"),
+])  # fmt: skip
+def test_a_model_is_named_by_one_rule_in_training_and_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: Callable[[list[str]], TrainConfig],
+    model: str, field: str, value: str,
+) -> None:  # fmt: skip
+    """By its place, before or after flags, by a flag or in YAML."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    for name in ("m.gguf", "config.json", "run.yaml"):
+        (tmp_path / name).write_text(f"model: {model}\n")
+    argvs = [[model], [model, "--seed", "3"], ["--plan", model, "--seed", "3"], ["--seed", "3", model]]
+    argvs += [[f"--{flag}", model] for flag in ("model", "base_model", "model_name_or_path")]
+    argvs.append(["--config", "run.yaml"])
+    if model == "gpt2":
+        argvs.pop(2)  # neither a file nor with an owner: a switch takes it for its value, and says so
+    for argv in argvs:
+        config = parsed(argv)
+        named = {name: getattr(config, name) for name in ("model_name_or_path", "preset", "config_file")}
+        assert {name for name in named if named[name]} == {field}, argv
+        assert named[field] == (model if value == "same" else value)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint_dir", "log_dir", "export_dir", "data_cache_dir", "nvme_offload_path", "tokenizer"]
+)
+def test_a_folder_to_write_into_whose_name_is_no_utf8_is_refused_with_the_reason(name: str) -> None:
+    odd = b"out\xff".decode(errors="surrogateescape")
+    reason = "is no UTF-8, and libraries that write tokenizers and weights open no such path. Rename the folder."
+    refused(ConfigError, reason, lambda: parse_config([f"--{name}", odd]))
+
+
+def test_a_folder_here_comes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert parse_config(["tiny"]).model_name_or_path == "tiny"
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     (["--save_step", "3"], "Did you mean --save_steps"),
     (["--seed", "9" * 20], "seed: must be from 0 to 9223372036854775807"),
@@ -70,7 +115,11 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     (["--zero_stage", "1", "--offload_params", "cpu"], "needs --zero_stage zero3"),
     (["--zero_stage", "none", "--offload_optimizer", "cpu"], "needs zero1, 2 or 3"),
     (["--warmup_steps", "9", "--max_steps", "5"], "is more than max_steps"), (["--lora_alpha", "8"], "lora_r is 0"),
-    (["--run_name", "a/b"], "plain folder name"), (["tiny"], "every setting is a flag"),
+    (["--run_name", "a/b"], "plain folder name"), (["x/y", "tiny"], "every setting is a flag"),
+    (["x/y", "--model", "tiny"], "'x/y' and --model tiny name two models"),
+    (["tiny", "--preset", "gpt2"], "contradict each other: a run has one model"),
+    (["--lora_r", "4"], "lora_r: the default model is a shape, with random weights"),
+    (["llama-1b", "--lora_r", "4"], "or add --random_base"),
     (["--config", "/nowhere/x.yaml"], "no such file"), (["--learning_rate"], "--learning_rate needs a value"),
     (["--max_in_cpu_gb", "-1"], "must be at least 0"), (["--metrics_port", "70000"], "from 0 to 65535"),
 ])  # fmt: skip
@@ -105,8 +154,8 @@ YAML_FORMS = [
     ("quantize: no", "quantize", "none"), ("packing: no", "packing", "off"), ("packing: yes", "packing", "on"),
     ("report_to: no", "report_to", "none"), ("report_to: []", "report_to", "none"),
     ("report_to:\n- tensorboard", "report_to", "tensorboard"),
-    ("lora_r: 8\nlora_target_modules: [q_proj, v_proj]", "lora_target_modules", "q_proj,v_proj"),
-    ("lora_r: 8\nlora_modules_to_save: [lm_head]", "lora_modules_to_save", "lm_head"),
+    ("lora_r: 8\nmodel: x/y\nlora_target_modules: [q_proj, v_proj]", "lora_target_modules", "q_proj,v_proj"),
+    ("lora_r: 8\nmodel: x/y\nlora_modules_to_save: [lm_head]", "lora_modules_to_save", "lm_head"),
     ("text_extensions: [.txt, .md]", "text_extensions", ".txt,.md"),
     ("nvme_offload_path: [/a, /b]", "nvme_offload_path", "/a,/b"),
     ("config_overrides: {num_hidden_layers: 4}", "config_overrides", '{"num_hidden_layers": 4}'),

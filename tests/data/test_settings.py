@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.data import DataError, DataSettings
+from outcore.data import DataError, DataSettings, load_or_train_tokenizer
 from outcore.data.sources.paths import translate
 from outcore.data.sources.source import open_source
 from tests.refused import refused
@@ -68,3 +68,13 @@ def test_empty_file_and_folder(tmp_path: Path):
     refused(DataError, "has no non-empty", lambda: open_source(DataSettings(dataset=str(tmp_path))))
     (tmp_path / "a.bin").write_bytes(b"x")
     refused(DataError, r"found: 1 x \.bin", lambda: open_source(DataSettings(dataset=str(tmp_path))))
+
+
+def test_a_column_that_is_not_there_is_told_before_a_tokenizer_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\nWhat?,That.\n")
+    said: list[str] = []
+    columns = {"prompt_column": "qestion", "completion_column": "answer"}
+    settings = DataSettings(dataset=str(tmp_path / "qa.csv"), cache_dir=str(tmp_path / "cache"), **columns)
+    with pytest.raises(DataError, match="no column 'qestion'"):
+        load_or_train_tokenizer(settings, say=said.append)
+    assert said == []

@@ -97,7 +97,7 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "seed": 3}
     body["logprobs"] = True
     lines = [
-        {"prompt": "The", "max_tokens": 3, "id": "first"},
+        {"prompt": "The", "max_tokens": 3, "id": "first", "completion": "fox"},  # as in data to train on: not read
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"prompt": "x" * 2000},
         {"custom_id": "d", "method": "POST", "url": "/v1/embeddings", "body": {}},
@@ -335,6 +335,21 @@ def test_a_completion_is_scored_behind_its_prompt(tiny_folder, tmp_path, capsys)
     assert "fields that are not read: 'question' (1 line), 'id' (1 line)" in said.err
 
 
+def test_conversations_and_instructions_are_scored_where_they_bear_loss(tiny_folder, tmp_path, capsys):
+    folder, _, tokenizer = tiny_folder
+    talk = [{"role": "user", "content": "Add 1 to 3"}, {"role": "assistant", "content": "4"}]
+    rows = [{"messages": talk}, {"instruction": "Add 1 to 3", "output": 4}, {"question": "The dog", "answer": " is"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["score", str(folder), *SMALL, "--input", str(tmp_path / "t.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    assert cli.main([*given, "--token_logprobs"]) == 0
+    chat, alpaca, pair = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    asked = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(talk, return_dict=False)
+    assert 0 < chat["tokens"] <= len(whole) - len(asked) and chat["logprob"] < 0
+    assert alpaca["token_logprobs"] == chat["token_logprobs"]
+    assert pair["tokens"] == len(tokenizer(" is", add_special_tokens=False)["input_ids"])
+
+
 @pytest.mark.parametrize(("row", "words"), [
     ({"text": "a", "prompt": "b"}, "has text and prompt, of which one would not count"),
     ({"text": "a", "completion": "b"}, "has text and completion, of which one"),
@@ -342,13 +357,15 @@ def test_a_completion_is_scored_behind_its_prompt(tiny_folder, tmp_path, capsys)
     ({"prompt": "a", "completion": "b", "answer": "c"}, "has prompt and completion and answer, of which one"),
     ({"prompt": "a", "completion": ["b"]}, '"completion" should be text, found list'),
     ({"prompt": "a", "completion": ""}, 'its "completion" is empty'),
-    ({"text": ["a"]}, '"text" should be text, found list'), ({"question": "a", "answer": "b"}, 'has no "text"'),
-    ({"messages": []}, 'has no "text"'), ([1], "is no JSON object or text"),
+    ({"text": ["a"]}, '"text" should be text, found list'), ({"input_ids": [1, 2], "labels": [1, 2]}, 'has no "text"'),
+    ({"messages": []}, "should hold a list of messages, found []"), ({"id": 3}, "its columns (id) have no known shape"),
+    ({"instruction": "a", "output": ""}, "column 'output' is empty"), ([1], "is no JSON object or text"),
 ])  # fmt: skip
 def test_a_line_of_which_a_part_would_not_count_is_not_scored(tiny_folder, tmp_path, capsys, row, words):
     (tmp_path / "t.jsonl").write_text(f'"The dog"\n{json.dumps(row)}\n')
     assert cli.main(["score", str(tiny_folder[0]), *SMALL, "--input", str(tmp_path / "t.jsonl")]) == 2
-    assert f"line 2: {words}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "line 2: " in told and words in told
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is(tiny_folder, tmp_path, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore.common.files import user_folder
 from outcore.common.quantities import GB
 from outcore.install import job as job_module
 from outcore.install.environment import Environment
@@ -77,7 +78,7 @@ def run(job: InstallJob) -> int:
 
 
 def saved(repository: Path) -> dict:
-    return json.loads((repository / "logs" / "setup_report.json").read_text())
+    return json.loads((user_folder() / "setup_report.json").read_text())
 
 
 def test_second_run_starts_no_pip(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

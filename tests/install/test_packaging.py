@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from outcore.common.files import user_folder
 from outcore.install.command import main as setup_command
 from outcore.install.requirement_set import normalise, read_pins
 from tests.install.fakes import REPOSITORY
@@ -102,4 +103,5 @@ def test_setup_without_a_clone_verifies_what_pip_installed(tmp_path: Path, capsy
     said = capsys.readouterr()
     rows = {row["part"]: row for row in json.loads(said.out)["rows"]}
     assert rows["torch"]["status"] == "OK" and "CPU optimizer" in rows and "    torch\n" in said.err
+    assert json.loads((user_folder() / "setup_report.json").read_text())["rows"] == list(rows.values())
     assert setup_command(["--run"], clone=tmp_path) == 2 and "only to verify" in capsys.readouterr().err

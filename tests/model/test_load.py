@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outcore.checkpoint.export import export_model
-from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
+from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model, resolve_source
 from outcore.model.facts import (
     model_class_of,
     model_facts,
@@ -280,7 +280,7 @@ def test_greedy_sampling_equals_the_librarys():
     loaded.model.train()
     assert generate_tokens(loaded.loss_module(), ids, 8).tolist() == ours.tolist()
     assert loaded.model.training
-    stopped = generate_tokens(loaded.model, ids, 8, eos_token_id=int(ours[3]))
+    stopped = generate_tokens(loaded.model, ids, 8, end_tokens={int(ours[3]), -1})
     assert stopped.tolist() == ours[: ours.tolist().index(int(ours[3])) + 1].tolist()
 
 
@@ -294,3 +294,16 @@ def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
     assert generate_tokens(loaded.model, ids, 2, context_length=4).shape == (2,)
     refused(ValueError, "at least one token", lambda: generate_tokens(loaded.model, ids[:, :0], 2))
     refused(ValueError, "at least 1", lambda: generate_tokens(loaded.model, ids, 0))
+
+
+def test_presets_are_offered_as_shapes_to_train_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model that answers needs weights, so its near names are those of folders and runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RuntimeError, match="Training and plans have a preset 'tiny'") as told:
+        resolve_source(ModelSettings(model_name_or_path="tinny"))
+    assert "Did you mean" not in str(told.value)
+    (tmp_path / "tinnie").mkdir()
+    with pytest.raises(RuntimeError, match="Did you mean 'tinnie'") as told:
+        resolve_source(ModelSettings(model_name_or_path="tinny"))
+    assert "preset 'tiny'" not in str(told.value)

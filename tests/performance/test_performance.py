@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outcore.common.files import user_folder
 from outcore.common.quantities import GB, GIB
 from outcore.performance import health
 from outcore.performance import main as main_module
@@ -270,9 +271,9 @@ def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(tmp_path, monkeypatch
     assert main(["--seq_len", "5"], ROOT) == 2 and main(["--steps", "0"], ROOT) == 2
     monkeypatch.setattr(PerformanceTest, "_trial", lambda self: (None, "RAM is full"))
     monkeypatch.setattr(main_module, "before_the_trial", lambda *a, **k: [])
-    flags = ["--no_probe", f"--report={tmp_path / 'r'}", f"--checkpoint_dir={tmp_path / 'c'}"]
+    flags = ["--no_probe", f"--checkpoint_dir={tmp_path / 'c'}"]
     assert main(flags, ROOT) == 1
-    record = json.loads((tmp_path / "r" / "performance_report.json").read_text())
+    record = json.loads((user_folder() / "performance_report.json").read_text())
     assert record["verdict"]["word"] == "NO-GO" and "RAM is full" in record["verdict"]["reasons"][0]
     assert "NO-GO" in capsys.readouterr().out
 

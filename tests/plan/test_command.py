@@ -12,22 +12,25 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
+from outcore.config import ConfigError
 from outcore.formats.gguf_files import write_gguf
 from outcore.model import PRESETS
 from outcore.plan import Plan
 from outcore.plan import main as plan_main
 from outcore.plan.main import main
 from outcore.plan.run import forecast as forecast_module
+from outcore.train.configure import parse_config
 from outcore.train.run import main as train
 from outcore.train.run import planned
 from tests.formats.test_gguf import folder_of
+from tests.refused import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("engine", "zero_stage", "state_format", "precision", "seq_length", "micro_batch", "accumulation", "num_gpus")
 SAME += ("lora_r", "tiling", "params", "homes")
 HUB = {preset.published: preset.name for preset in PRESETS.values() if preset.published}
 FLAGS = {
-    "model": st.sampled_from(["gpt2", "1b"]),  # a tiny preset takes its vocabulary from the data
+    "preset": st.sampled_from(["gpt2", "llama-1b"]),  # a tiny preset takes its vocabulary from the data
     "seq_length": st.sampled_from([None, 64, 256, 1000]),
     "per_device_train_batch_size": st.sampled_from([None, 1, 3, 8]),
     "gradient_accumulation_steps": st.sampled_from([None, 1, 5]),
@@ -126,14 +129,18 @@ def test_adapters_are_planned_over_a_trained_model(capsys: pytest.CaptureFixture
     """A preset is a shape with random weights, over which adapters learn little."""
     asked = ["--machine", "rtx4070-laptop", "--model"]
     for name in ("llama-70b", "qwen3-14b", "moe-small"):
-        preset = PRESETS[name]
+        published = PRESETS[name].published
         main([*asked, name, "--lora_r", "16", "--json"])
-        found = json.loads(capsys.readouterr().out)["command"]
-        assert (
-            f"--model_name_or_path {preset.published} " in found if preset.published else f"--preset {name} " in found
-        )
+        flags = f"--model_name_or_path {published} " if published else f"--preset {name} --random_base "
+        assert flags in json.loads(capsys.readouterr().out)["command"]
     assert main([*asked, "tiny", "--lora_r", "16"]) == 0
-    assert "random weights, over which adapters learn little" in " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert "random weights, over which adapters learn little" in " ".join(said.split())
+    run_it = next(line for line in said.splitlines() if line.startswith("Run it: "))
+    words = shlex.split(run_it.removeprefix("Run it: "))[2:]
+    assert parse_config(words).lora_r == 16 and "--random_base" in words
+    words.remove("--random_base")
+    refused(ConfigError, "lora_r: tiny is a shape, with random weights", lambda: parse_config(words))
     assert main([*asked, "llama-1b"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "random weights; name a trained model to begin with that: --model_name_or_path meta-llama/" in said

@@ -252,7 +252,10 @@ def test_the_command_refuses(capsys):
         ("--infer llama-8b --seq_length 64", "seq_length changes nothing"),
         ("--infer llama-8b --png f.png", "png changes nothing"),
         ("--infer llama-8b --num_gpus 2", "num_gpus changes nothing"),
-        ("--infer llama-8b --model llama-1b", "names a model, and model_name_or_path another"),
+        (
+            "--infer llama-8b --model llama-1b",
+            "names a model, and preset llama-1b another. Keep one.\n",
+        ),
         ("--model llama-8b --cpu_tokens 4", "cpu_tokens is about answers"),
     ],
 )

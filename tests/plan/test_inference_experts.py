@@ -7,19 +7,22 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from outcore import cli
 from outcore.common.quantities import GIB
 from outcore.flow import discover_units
 from outcore.flow.experts import experts_apart, form_of
-from outcore.model import resolve_shape, shape_from_config
+from outcore.model import PRESETS, resolve_shape, shape_from_config
 from outcore.plan import load_hardware
 from outcore.plan.inference import needs_of as plan_needs
 from outcore.plan.inference import plan_inference
 from outcore.sizing.inference import (
     DoesNotFit,
+    InferenceLimits,
     InPlaceRates,
     place_by_experts,
+    place_inference,
 )
 from tests.flow.models import needs as needs_model
 from tests.flow.models import tiny_loaded
@@ -28,7 +31,7 @@ from tests.flow.models import tiny_loaded
 def test_experts_that_come_as_they_are_chosen_have_a_range(capsys):
     laptop, asked = load_hardware("rtx4070-laptop"), {"quantize": "nf4", "context": 1024}
     shape = resolve_shape("qwen3-30b-a3b")
-    whole, plan = plan_inference(shape, laptop, **asked), plan_inference(shape, laptop, **asked, expert_cache_gib=3)
+    whole, plan = (plan_inference(shape, laptop, **asked, expert_cache_gib=gib) for gib in (0, 3))
     sizes = [sum(home.size_bytes for home in of.placement.parts) for of in (whole, plan)]
     experts, slots = plan.placement.experts, plan.placement.expert_slots
     assert experts is not None and (experts.num_experts, experts.num_layers, experts.of_token) == (128, 48, 8)
@@ -118,6 +121,39 @@ def test_experts_are_counted_before_opening_as_after_it(family):
     assert (counted.experts.num_layers, counted.experts.num_experts) == (len(forms), forms[0].num_experts)
     pieces = sum(piece.numel for piece in forms[0].pieces)
     assert counted.experts.slot_bytes == 2 * pieces <= forms[0].size_bytes
+
+
+@pytest.mark.parametrize("machine", ["rtx4070-laptop", "rtx4070-laptop-wsl2"])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-120b", "mixtral", "qwen2_moe"])
+def test_the_aim_at_many_serves_one_reader_of_a_mixture_well_too(model, machine):
+    """And many no worse than by whole layers, on which one waits for all experts."""
+    laptop = load_hardware(machine)
+    shape = (
+        resolve_shape(model)
+        if model in PRESETS
+        else shape_from_config(model, AutoConfig.for_model(model), adapts=False)
+    )
+    packed = (PRESETS[model].packed if model in PRESETS else "") or "nf4"
+    of_aim = {aim: plan_inference(shape, laptop, quantize=packed, preset=aim) for aim in ("balanced", "latency")}
+    whole = plan_inference(shape, laptop, quantize=packed, expert_cache_gib=0)
+    alone, many = ([plan.tokens_per_s(n, 1024) for plan in (*of_aim.values(), whole)] for n in (1, 64))
+    assert alone[0] >= 0.9 * alone[1] and alone[0] >= 0.9 * alone[2]
+    assert many[0] >= many[2] and any("16 answers at once" in line for line in of_aim["balanced"].placement.reasons)
+
+
+def test_answers_at_once_that_are_asked_for_are_not_lowered():
+    laptop, shape = load_hardware("rtx4070-laptop"), resolve_shape("qwen3-30b-a3b")
+    whole, apart = (
+        plan_needs(shape.packed("nf4"), itemsize=2, kv_itemsize=2, experts_apart=is_apart) for is_apart in (False, True)
+    )
+    for asked, placed, at_once in ((None, True, 16), (8, True, 8), (32, False, 32)):
+        limits = InferenceLimits(laptop.vram_bytes, 48 * GIB, max_sequences=asked, context_tokens=4096)
+        found = place_by_experts(
+            lambda needs, limits=limits: place_inference(needs, limits), whole, lambda: apart,
+            is_asked=None, on_gpu=True, runs_few=True, max_sequences=asked,
+        )  # fmt: skip
+        assert (found[1] is apart, found[0].max_sequences) == (placed, at_once)
+    assert any("up to 32 answers are asked for at once" in line for line in found[0].reasons)
 
 
 def test_whole_layers_stay_where_experts_alone_would_not_fit():

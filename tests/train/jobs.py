@@ -45,7 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
     """Flags of a run below `root`; of the small model where `extra` names none."""
-    small = () if set(NAMES_A_MODEL) & set(extra) else ("--config_overrides", SMALL_MODEL)
+    small = () if set(NAMES_A_MODEL) & set(extra) else ("--config_overrides", SMALL_MODEL, "--random_base")
     folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
     cache = f"--data_cache_dir={corpus.parent / 'cache'}"
     return [*FAST, *small, "--dataset", str(corpus), *folders, cache, *extra]

@@ -138,7 +138,8 @@ def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: 
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export/r", dtype=torch.float32)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        torch.testing.assert_close(with_adapter(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+        merged_logits = whole(ids).logits  # rounded to the base's bf16
+        torch.testing.assert_close(with_adapter(ids).logits, merged_logits, rtol=0, atol=2e-3)
 
 
 @pytest.mark.more(after=1)

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
+from outcore.common.files import user_folder
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api import runs as runs_module
@@ -383,7 +384,8 @@ def test_reports_of_setup_and_probe_are_told(client, tmp_path):
     }  # fmt: skip
     (tmp_path / "logs" / "gds_report.json").write_text(json.dumps(report))
     setup = {"rows": [{"part": "kvikio", "status": "ok", "found": "26.2", "fix": ""}]}
-    (tmp_path / "logs" / "setup_report.json").write_text(json.dumps(setup))
+    user_folder().mkdir(parents=True)  # from anywhere; the other lies where it lay before
+    (user_folder() / "setup_report.json").write_text(json.dumps(setup))
     found = client.get("/v1/machine").json()
     drawn = setup_of(found) + probe_of(found["probe"])
     assert all(words in drawn for words in ("kvikio", "pinned: Data goes", "No nvidia-fs", "aio.block_size", "1048576"))

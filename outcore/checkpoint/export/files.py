@@ -305,7 +305,10 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
         raise CheckpointError(f"{damaged[0]} Export the adapter again.")
     base = base_of(adapter)
     if not base:
-        raise CheckpointError(f"{adapter}: its base was made from scratch, so there is none to merge into.")
+        raise CheckpointError(
+            "The adapter names no base to merge into: it was made from scratch, or is a GGUF file, into which only the "
+            "run itself merges, at its end (--lora_export merged, the default)."
+        )
     config = AutoConfig.from_pretrained(base)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with warnings.catch_warnings():  # an attribute's old name, which peft asks for

@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
 from outcore.model.adapters import adapted_layers, merge_stack, row_lengths, tied_apart
-from outcore.model.facts import adapter_name, checkpoint_name
+from outcore.model.facts import adapter_name, checkpoint_name, parameter_types
 from outcore.model.weights import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]
@@ -34,9 +36,13 @@ def export_model(
     tokenizer: Any = None,
     rank: int = 0,
     adapter_only: bool = False,
+    stored_dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced."""
+    """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced.
+
+    `stored_dtype`: the type in which the base of adapters is stored. What is merged has it, though the run computed in
+    fp32, as `outcore export --merge` gives it; None: the run's own."""
     aside = folder.with_name(f".{folder.name}.part")
     is_peft = hasattr(network, "peft_config")
     phase = "exporting the model"
@@ -53,10 +59,13 @@ def export_model(
                 tensors, untied = (
                     _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
                 )
-                base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
+                base: Any = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
+                dtype = stored_dtype if is_peft and stored_dtype in (torch.bfloat16, torch.float16) else None
+                if dtype is not None:
+                    tensors = _in_types(tensors, _types_of(base, dtype))
                 known = write_model(aside, published(base, tensors), rank, max_shard_bytes)
                 if rank == 0:
-                    write_config(aside, base, untied=untied)
+                    write_config(aside, base, untied=untied, dtype=dtype)
             if rank == 0:
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(aside))
@@ -104,6 +113,23 @@ def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, b
         else:
             tensors[plan.name] = (plan, lambda p=param, layer=layer: _merge(layer, p, weight_of))
     return tensors | _buffers(network, checkpoint_name), untied
+
+
+def _types_of(base: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Types of the parameters, by name, as transformers has them in a model of this type: some stay in fp32."""
+    with torch.device("meta"), no_init_weights():
+        return parameter_types(type(base)._from_config(copy.deepcopy(base.config), dtype=dtype), dtype, trained=True)
+
+
+def _in_types(tensors: Tensors, types: dict[str, torch.dtype]) -> Tensors:
+    """The tensors in these types; buffers, which have none there, as they are."""
+    return {
+        name: (
+            replace(plan, dtype=types.get(name, plan.dtype)),
+            lambda get=get, own=plan.dtype, name=name: get().to(types.get(name, own)),
+        )
+        for name, (plan, get) in tensors.items()
+    }
 
 
 def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
@@ -155,15 +181,17 @@ def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> N
     write_json(folder / "model.safetensors.index.json", index)
 
 
-def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
+def write_config(folder: Path, network: Any, *, untied: bool = False, dtype: torch.dtype | None = None) -> None:
     """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them.
 
-    `untied`: embedding and head are tied in `network` and not in what is written."""
+    `untied`: embedding and head are tied in `network` and not in what is written. `dtype`: the type of what is written,
+    where it is another than `network`'s."""
     config: Any = getattr(network, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return  # a user's own module: the weights are there, its code builds it
     written = copy.deepcopy(config)
     written.use_cache = True
+    written.dtype = dtype or written.dtype
     if not written.architectures:
         written.architectures = [type(network).__name__]
     if untied:

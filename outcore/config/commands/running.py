@@ -157,7 +157,7 @@ def score_flags() -> argparse.ArgumentParser:
         description="Log-probabilities of texts, and perplexity, by a model of any size.",
     )
     add_model_flags(found)
-    found.add_argument("--input", type=Path, required=True, help='JSON lines with "text" (or "prompt"), or plain lines')
+    found.add_argument("--input", type=Path, required=True, help="JSON lines as training takes them, or plain lines")
     found.add_argument("--output", type=Path, help="a JSON line for each text (default: only the summary)")
     found.add_argument("--token_logprobs", action="store_true", help="with each token's log-probability in --output")
     return found

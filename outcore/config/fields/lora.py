@@ -22,6 +22,9 @@ class LoraFields:
     """Comma-separated module names; auto or all-linear: every linear layer but the head; experts: a mixture's."""
     lora_modules_to_save: str | None = setting(None, names=True, aliases=("modules_to_save", "additional_target"))
     """Comma-separated modules that are trained whole beside the adapters, such as embed_tokens,lm_head."""
+    random_base: bool = False
+    """Train adapters over random weights (a preset's or a config_file's), where they learn little: to try out speed
+    and memory."""
     use_dora: bool = setting(False, aliases=("peft_use_dora",))
     """DoRA: train the length of each output's weights beside the adapter, which then turns their direction."""
     use_rslora: bool = False

@@ -13,7 +13,8 @@ class ModelFields:
     """Model."""
 
     model_name_or_path: str | None = setting(None, aliases=("model", "base_model", "model_id"), common=True)
-    """Hub id or local folder of a Hugging Face model to fine-tune."""
+    """The model, which may also stand without a flag: a folder or GGUF file, a hub id, a config.json, or a preset's
+    name (but gpt2 and t5-small, which the hub has)."""
     preset: str | None = setting(None, common=True)
     """Train from scratch with a built-in shape: tiny (the default), llama-1b, llama-8b, qwen3-8b, gpt2, t5-small ..."""
     config_file: str | None = None

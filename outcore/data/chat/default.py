@@ -1,4 +1,5 @@
-"""The template of tokenizers that have none: ChatML with tools, tool calls and reasoning, its marks in place."""
+"""The template of tokenizers that have none: ChatML with tools, tool calls and reasoning, its marks in place. And what
+ends an answer, by template and model."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from outcore.data.basis import DataError
+from outcore.model.facts import end_ids
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
+"""Tokens that end a turn of a chat; those that a model's own template names end its answers."""
 
 _CHATML = (
     "{%- set first = 0 -%}{%- if tools -%}{{- '<|im_start|>system\n' -}}"
@@ -62,3 +67,18 @@ def read_template(name: str) -> str:
     if "messages" not in text:
         raise DataError(f"--chat_template {file}: says nothing of `messages`, which a chat template goes through.")
     return text
+
+
+def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, by the generation config of `model`, its tokenizer and its chat template."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        found |= {*end_ids(getattr(holder, "eos_token_id", None))}
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for text in TURN_ENDS:
+        if text in template:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            found |= set(ids) if len(ids) == 1 else set()
+    return frozenset(found)

@@ -7,7 +7,7 @@ and its average over ranks is undone by a factor of world_size. Checkpoints go p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,12 @@ class DeepSpeedEngine:
         return EvalResult(total_loss / total_tokens if total_tokens else float("nan"), int(total_tokens))
 
     @torch.no_grad()
-    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, end_tokens: Collection[int] | None) -> list[int]:
         """Greedy continuation; every rank computes the same."""
         from outcore.model import generate_tokens
 
         ids = torch.tensor([prompt_ids], dtype=torch.long)
-        tokens = generate_tokens(self.ds, ids, max_new_tokens, eos_token_id=eos_token_id)
+        tokens = generate_tokens(self.ds, ids, max_new_tokens, end_tokens=end_tokens)
         settle(self.ds)
         return tokens.tolist()
 
@@ -258,7 +258,13 @@ class DeepSpeedEngine:
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
         """Write the 16-bit model for `from_pretrained`; see `outcore.checkpoint.export`."""
         export_model(
-            folder, self.network, self._whole_weight, tokenizer=tokenizer, rank=self.rank, adapter_only=adapter_only
+            folder,
+            self.network,
+            self._whole_weight,
+            tokenizer=tokenizer,
+            rank=self.rank,
+            adapter_only=adapter_only,
+            stored_dtype=self.loaded.stored_dtype,
         )
 
     def _whole_weight(self, param: nn.Parameter) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -296,7 +296,7 @@ class StreamEngine:
         loss_sum, tokens = self._ranks.sums(sums.tolist(), "losses of the evaluation")
         return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
 
-    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, end_tokens: Collection[int] | None) -> list[int]:
         """Greedy continuation; every token is one pass over the weights."""
         if not prompt_ids:
             raise ValueError("sampling continues a prompt of at least one token, got none.")
@@ -310,7 +310,7 @@ class StreamEngine:
                 token = output.logits[0].argmax()
                 wait_for(moment(self.device), "the next token")
                 tokens.append(int(token))
-                if tokens[-1] == eos_token_id:
+                if end_tokens and tokens[-1] in end_tokens:
                     break
         return tokens[len(prompt_ids) :]
 
@@ -370,7 +370,14 @@ class StreamEngine:
         self._ranks.doing("exporting")
         with self._ranks.failing():
             if self.rank == 0:
-                export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
+                export_model(
+                    folder,
+                    self.loaded.model,
+                    weight_of,
+                    tokenizer=tokenizer,
+                    adapter_only=adapter_only,
+                    stored_dtype=self.loaded.stored_dtype,
+                )
             self._ranks.barrier("export by rank 0", timeout_s=math.inf)
 
     def describe(self) -> str:

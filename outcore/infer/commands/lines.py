@@ -15,6 +15,7 @@ from typing import Any
 
 from outcore.common.files import json_of
 from outcore.common.words import did_you_mean
+from outcore.data.rows import COMPLETION_COLUMNS
 from outcore.infer.chats import CHAT_FIELDS, Chat, Parsed, request_of
 from outcore.infer.commands.logprobs import of_chat, of_completion
 from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Request, Sampling, sampling_of
@@ -22,8 +23,10 @@ from outcore.infer.requests import KNOWN, Answer, Chosen, Grammars, Prompts, Req
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 BESIDE = frozenset(
     {"prompt", "model", "n", "id", "stream", "user", "metadata", "store", "safety_identifier", "response_format"}
+    | set(COMPLETION_COLUMNS)
 )
-"""Fields of a line that are not about sampling."""
+"""Fields of a line that are not about sampling; answers that stand beside a prompt, as in data to train on, are not
+read."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 {"text": "..."}  or  {"prompt": "..."}      all of it
 {"prompt": "...", "completion": "..."}      the completion behind the prompt; also answer, response, ... as in training
+{"messages": [...]}, instruction + output   and training's other rows: what bears loss there, by the chat template
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,16 @@ from outcore.common.files import json_of, replacing
 from outcore.common.output import say, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import score_flags
-from outcore.data.rows import COMPLETION_COLUMNS, as_text
+from outcore.data.basis import DataSettings
+from outcore.data.chat import ChatEncoder
+from outcore.data.rows import COMPLETION_COLUMNS, ChatExample, TokensExample, as_text, detect_shape
+from outcore.data.sources import RowError
 from outcore.infer.commands.options import check_output, settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
 
+Scored = tuple[str, str] | ChatExample
+"""(what stands before it, the text that is scored), or a conversation."""
 GROUP_TOKENS = 1 << 18
 """Tokens that are read before they are scored: several passes' worth."""
 
@@ -57,16 +64,16 @@ def _score(args: argparse.Namespace) -> int:
     total, count = 0.0, 0
     try:
         prompts = Prompts(opened.found.tokenizer)
-        ids, firsts = scored_tokens(texts, prompts)
+        ids, counted_of = scored_tokens(texts, prompts)
         opened.engine.check_texts(ids)  # all of them, before hours of work
-        first_of = iter(firsts)
+        counts = iter(counted_of)
         with nullcontext() if args.output is None else replacing(args.output) as file:
             for group in groups_of(ids):
                 began = time.perf_counter()
                 scores = opened.engine.score(group)
                 told.scored([len(ids) for ids in group], time.perf_counter() - began)
                 for of_text in scores:
-                    logprobs = of_text[next(first_of) :]
+                    logprobs = list(compress(of_text, next(counts)))
                     total, count = total + sum(logprobs), count + len(logprobs)
                     if file is not None:
                         file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)).encode() + b"\n")
@@ -92,22 +99,27 @@ def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
     return found | ({"token_logprobs": logprobs} if with_tokens else {})
 
 
-def scored_tokens(texts: list[tuple[str, str]], prompts: Prompts) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Tokens of each (prompt, text), and the number of the first whose score counts; the first token has none."""
-    ids, firsts = [], []
-    for asked, told in texts:
-        if not asked:
-            ids.append(prompts.of_text(told))
-            firsts.append(0)
+def scored_tokens(texts: Sequence[Scored], prompts: Prompts) -> tuple[list[tuple[int, ...]], list[list[bool]]]:
+    """Tokens of each text or conversation, and whose score counts, from the second on: the first token has none."""
+    ids, counted_of = [], []
+    chats = ChatEncoder(prompts.tokenizer)
+    for text in texts:
+        if isinstance(text, ChatExample):
+            encoded = chats.encode(text)
+            ids.append(tuple(encoded.ids.tolist()))
+            counted_of.append(encoded.has_loss[1:].tolist())
             continue
-        before = prompts.of_text(asked)
-        ids.append((*before, *prompts.tokenizer(told, add_special_tokens=False)["input_ids"]))
-        firsts.append(len(before) - 1)
-    return ids, firsts
+        asked, told = text
+        before = prompts.of_text(asked) if asked else ()
+        after = prompts.tokenizer(told, add_special_tokens=False)["input_ids"] if asked else prompts.of_text(told)
+        ids.append((*before, *after))
+        counted_of.append([number >= len(before) for number in range(1, len(ids[-1]))])
+    return ids, counted_of
 
 
-def _texts(path: Path, unread: Counter[str]) -> Iterator[tuple[str, str]]:
-    """(what stands before it, the text that is scored) of each line. `unread` counts fields that are not read."""
+def _texts(path: Path, unread: Counter[str]) -> Iterator[Scored]:
+    """(what stands before it, the text that is scored) of each line, or its conversation. `unread` counts fields that
+    are not read."""
     is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
@@ -130,13 +142,19 @@ def _texts(path: Path, unread: Counter[str]) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"{path}, line {number}: is no JSON object or text.")
 
 
-def _parts_of(entry: dict[str, Any], where: str, unread: Counter[str]) -> tuple[str, str]:
-    """(prompt or '', text) of one line; ValueError for one of which a part would not count."""
+def _parts_of(entry: dict[str, Any], where: str, unread: Counter[str]) -> Scored:
+    """(prompt or '', text) of one line, or its conversation; ValueError for one of which a part would not count."""
     said = {name: as_text(value) for name, value in entry.items() if value is not None}
     asked = [name for name in ("text", "prompt") if name in said]
     told = [name for name in COMPLETION_COLUMNS if name in said and (asked == ["prompt"] or name == "completion")]
     if not asked:
-        raise ValueError(f'{where}: has no "text".')
+        try:
+            example = detect_shape([entry], DataSettings(), where).example(entry)
+        except RowError as error:
+            raise ValueError(f"{where}: {error}.") from None
+        if isinstance(example, TokensExample):
+            raise ValueError(f'{where}: has no "text", and tokens are not scored.')
+        return example if isinstance(example, ChatExample) else (example.prompt or "", example.text)
     if len(asked) + len(told) > 2 or (told and asked == ["text"]) or len(asked) > 1:
         raise ValueError(
             f'{where}: has {" and ".join(asked + told)}, of which one would not count. A line has "text", or "prompt" '

@@ -20,10 +20,11 @@ from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
 from outcore.checkpoint.materials import base_material, check_material
 from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
+from outcore.data.chat import end_tokens_of
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import add_to_products
-from outcore.model.facts import checkpoint_name, end_ids, read_end_tokens
+from outcore.model.facts import checkpoint_name, read_end_tokens
 from outcore.model.forward import unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
@@ -32,10 +33,6 @@ ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "export",
     "manifest.json",
 )
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
-"""Tokens that end a turn of a chat; those that a model's own template names end its answers."""
-
-
 _OF_BASE = re.compile(r"(\w+)(?:\.base_layer)?\.(?:weight|bias|token_adapter\.\w+)$")
 """Names in an adapter's file, but for LoRA's: a layer's own weight or bias, rows that replace an embedding's."""
 
@@ -155,24 +152,8 @@ def open_model(
         parameter.requires_grad_(False)
     tokenizer = load_tokenizer(place.tokenizer, trust_remote_code)
     folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
-    return FoundModel(
-        loaded, tokenizer, place.words, end_tokens_of(loaded.model, tokenizer), max_positions(loaded.config), folders
-    )
-
-
-def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer, by the model's generation config, its tokenizer and its chat template."""
-    found: set[int] = set()
-    for holder in (getattr(unwrap(model), "generation_config", None), getattr(unwrap(model), "config", None)):
-        found |= {*end_ids(getattr(holder, "eos_token_id", None))}
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    for text in TURN_ENDS:
-        if text in template:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            found |= set(ids) if len(ids) == 1 else set()
-    return frozenset(found)
+    ends = end_tokens_of(unwrap(loaded.model), tokenizer)
+    return FoundModel(loaded, tokenizer, place.words, ends, max_positions(loaded.config), folders)
 
 
 def _checkpoint_place(path: Path) -> ModelPlace:

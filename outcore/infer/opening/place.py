@@ -105,6 +105,7 @@ def place_found(
         is_asked=None if settings.expert_cache_gib is None else is_asked,
         on_gpu=on_gpu,
         runs_few=on_gpu and limits.runs_few and settings.expert_cache_gib is None and can_run_few(units),
+        max_sequences=limits.max_sequences,
     )
     if is_asked and placement.travels and placed is needs:
         raise ValueError("expert_cache_gib does nothing: this model has no experts that can come alone. Leave it out.")

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow, all_hold
 from outcore.machine import Machine
 
+FILE = "setup_report.json"
+"""Name of the saved report in `user_folder`, where every folder of work finds it."""
 COLUMNS = ("part", "found", "needed", "status", "fix")
 STYLES = {OK: "green", DEGRADED: "yellow", MISSING: "bold red"}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from outcore.config import FIELDS, TrainConfig
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
 
 PLANNED = {
-    "model_name_or_path", "preset", "config_file", "trust_remote_code", "seq_length", "dataset", "precision",
+    "model_name_or_path", "preset", "config_file", "random_base", "trust_remote_code", "seq_length", "dataset",
+    "precision",
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "activation_checkpointing",
     "lora_r", "lora_target_modules", "use_dora", "lora_modules_to_save", "quantize", "save_total_limit", "plan",
 }  # fmt: skip
@@ -32,8 +32,9 @@ TAKEN = {"engine", "zero_stage", "state_format", "ram_budget_gib", "nvme_offload
 class Said:
     """What the user said that a plan does not carry."""
 
+    source: str
+    """Setting that names the model: model_name_or_path, preset or config_file."""
     model: str
-    """Preset, config file, folder or hub id."""
     dataset: tuple[str, ...] = ()
     nvme_path: str | None = None
     trust_remote_code: bool = False
@@ -44,16 +45,14 @@ class Said:
 
     @property
     def model_flags(self) -> str:
-        """train_model.py's flag for the model."""
+        """train_model.py's flags for the model; of adapters they name the published one of a preset."""
         from outcore.model import PRESETS
 
-        if self.model in PRESETS:
-            published = PRESETS[self.model].published if self.has_adapters else None
-            return f"--model_name_or_path {published}" if published else f"--preset {self.model}"
-        path = Path(self.model).expanduser()
-        is_weights = path.suffix.lower() == ".gguf" or not path.is_file()
-        flag = "--model_name_or_path" if is_weights else "--config_file"
-        return f"{flag} {shlex.quote(self.model)}" + (" --trust_remote_code" if self.trust_remote_code else "")
+        published = PRESETS[self.model].published if self.source == "preset" else None
+        if published and self.has_adapters:
+            return f"--model_name_or_path {published}"
+        flags = f"--{self.source} {shlex.quote(self.model)}" + " --trust_remote_code" * self.trust_remote_code
+        return flags + " --random_base" * (self.has_adapters and self.source != "model_name_or_path")
 
 
 def kept(config: TrainConfig) -> str:

@@ -84,6 +84,7 @@ def plan_inference(
         is_asked=is_asked,
         on_gpu=not hardware.is_cpu,
         runs_few=limits.runs_few and not hardware.is_cpu and expert_cache_gib is None and bool(shape.quantize),
+        max_sequences=limits.max_sequences,
     )
     if placed is not needs:
         placement = replace(placement, cpu_rates=(cpu_rates or {}).get(quantize))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outcore.config import ConfigError, TrainConfig, parse
+from outcore.model import named_model
 from outcore.monitor.metrics import check_report_to
 
 DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny model on Python's own source."
@@ -14,7 +15,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str = "train_model.py"
     """Checked settings from flags and, with `--config FILE`, YAML; flags win. `prog`: what the user typed, for help.
 
     Raises ConfigError for an impossible value."""
-    return check_reports(parse(argv, TrainConfig, prog, DESCRIPTION))
+    return check_reports(parse(argv, TrainConfig, prog, DESCRIPTION, named_model))
 
 
 def check_reports(config: TrainConfig) -> TrainConfig:

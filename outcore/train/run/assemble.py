@@ -90,8 +90,6 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     engine, decision = planned.open(decision)
     job.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
     job.say(_model_words(engine))
-    if model.lora and (model.preset or model.config_file):
-        job.say("WARNING: the base's weights are random, and adapters learn little over them: --model_name_or_path")
     forecast = planned.forecast(decision)
     steps = context.length.total_steps - (taken.checkpoint.step if taken.checkpoint else 0)
     if words := forecast.problem or forecast.of_steps(steps):

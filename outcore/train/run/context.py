@@ -17,6 +17,7 @@ from outcore.checkpoint import Checkpoint, model_fingerprint
 from outcore.checkpoint.materials import Material
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
+from outcore.data.chat import end_tokens_of
 from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.model.facts import set_end_tokens
 from outcore.model.forward import unwrap
@@ -160,7 +161,7 @@ class RunContext:
             watches=(space, MemoryWatch()),
             prompt_ids=sample_prompt(config.sample_prompt, self.data, tokenizer),
             decode=lambda ids: tokenizer.decode(ids),
-            eos_token_id=tokenizer.eos_token_id,
+            end_tokens=end_tokens_of(unwrap(engine.loaded.model), tokenizer),
             best=self._best(),
             keeps_data_position=keeps_data_position,
             tokenizer=tokenizer,

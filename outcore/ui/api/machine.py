@@ -72,7 +72,7 @@ class MachineWatch:
                 profile, why = asdict(Machine.load(path)), ""
             except (ValueError, OSError) as error:
                 why = f"{path} is damaged ({error}): run python gds_optimizer.py again."
-        setup = self.place.logs / "setup_report.json"
+        setup = newest(user_folder() / "setup_report.json")
         return {
             "machine": asdict(detect_machine()),
             "profile": profile,

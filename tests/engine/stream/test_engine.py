@@ -273,7 +273,7 @@ def test_sampling_ends_with_the_end_token(build):
     engine = build("gpt2")
     tokens = engine.sample(PROMPT, 6, None)
     assert len(tokens) == 6
-    assert engine.sample(PROMPT, 6, tokens[1]) == tokens[: tokens.index(tokens[1]) + 1]
+    assert engine.sample(PROMPT, 6, {tokens[1], -1}) == tokens[: tokens.index(tokens[1]) + 1]
 
 
 def test_sampling_looks_back_no_further_than_the_model_knows_positions(build):

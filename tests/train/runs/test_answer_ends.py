@@ -86,9 +86,11 @@ def test_the_default_preset_stops_there(tmp_path: Path) -> None:
     assert ends_of(folder) == [0, 3] and is_consistent(folder)
 
 
-def test_generate_stops_after_the_answer(tmp_path: Path, base: Path) -> None:
-    how = ["--max_steps", "40", "--learning_rate", "5e-3", "--save_strategy", "no"]
-    folder = trained(tmp_path, "--model_name_or_path", str(base), *how)
+@pytest.mark.parametrize("engine", ["stream", pytest.param("deepspeed", marks=pytest.mark.more)])
+def test_generate_and_the_logs_samples_stop_after_the_answer(tmp_path: Path, base: Path, engine: str) -> None:
+    how = ["--max_steps", "40", "--learning_rate", "5e-3", "--save_strategy", "no", "--sample_tokens", "40"]
+    folder = trained(tmp_path, "--model_name_or_path", str(base), "--engine", engine, *how)
+    assert (tmp_path / "log/r/samples.txt").read_text().endswith(">>>Hi there<|im_end|>\n")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,5 +1,6 @@
 """The console command: runs by name or folder, listed, exported and deleted; training through it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,10 @@ def test_an_adapter_is_merged_into_its_base_from_any_folder(tmp_path, corpus, st
     monkeypatch.chdir(tmp_path)
     assert main(["export", "r", "--checkpoint_dir=checkpoint", "--merge", "--out", "merged"]) == 0
     whole, merged = weights(tmp_path / "export/r"), weights(tmp_path / "merged")
-    assert whole.keys() == merged.keys()
+    types = {name: value.dtype for name, value in weights(straight / "export/r").items()}
+    for folder, exported in (("export/r", whole), ("merged", merged)):
+        assert {name: value.dtype for name, value in exported.items()} == types, "the base's, though trained in fp32"
+        assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == "bfloat16"
     for name, value in whole.items():
         assert (value.float() - merged[name].float()).abs().max() < 0.02 * value.float().abs().max(), name
     from peft import AutoPeftModelForCausalLM

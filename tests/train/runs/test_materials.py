@@ -1,5 +1,6 @@
 """A resumed run has the tokenizer and the base that it was made with, known by their content; others are refused."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from outcore.cli import main
 from outcore.data import ids_hash, train_byte_bpe
 from outcore.infer.opening import open_model
 from tests.data.fixtures import sentence, write_jsonl
+from tests.formats.bitsandbytes import recorded
+from tests.formats.test_checkpoint import in_words, in_words_down
 from tests.infer.models import save_tiny_model
 from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics
@@ -158,6 +161,74 @@ def test_a_base_that_is_stored_packed_is_known_again(tmp_path: Path, capsys) -> 
     assert main(["export", str(base), "--gguf", "q8_0", "--out", str(file), "--overwrite"]) == 0
     assert main(on) == 1
     assert f"the base {file}, and {file} has changed since" in capsys.readouterr().err
+
+
+GROUP = 16
+
+
+def as_gptq(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By 4 bits with a scale and a zero for each group of a row."""
+    rows, columns = value.shape
+    scale = (value.float().view(rows, -1, GROUP).abs().amax(-1) / 7).half()
+    wide = scale.float().repeat_interleave(GROUP, 1)
+    codes = (value.float() / wide).round().clamp(-8, 7).long() + 8
+    zero = torch.full_like(scale, 8).long()
+    return {
+        "qweight": in_words_down(codes.t()), "qzeros": in_words(zero.t() - 1), "scales": scale.t(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP,
+    }  # fmt: skip
+
+
+def as_int8(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As bitsandbytes stores 8 bits: a scale for each row."""
+    scale = value.float().abs().amax(1)
+    return {"weight": (value.float() / scale[:, None] * 127).round().to(torch.int8), "SCB": scale}
+
+
+STORED = {
+    "gptq": (as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
+    "bitsandbytes, 8 bits": (as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+}
+
+
+@pytest.mark.more(after=1)
+@pytest.mark.parametrize("method", STORED)
+def test_a_base_that_is_published_packed_is_known_again_by_each_of_its_planes(
+    tmp_path: Path, method: str, capsys
+) -> None:
+    pack, quantization = STORED[method]
+    base = tmp_path / "base"
+    save_tiny_model(base, hidden_size=64, intermediate_size=128)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(base / "model.safetensors").items():
+        stem = name.removesuffix("weight")
+        tensors |= {stem + key: part for key, part in pack(value).items()} if "proj" in name else {name: value}
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": quantization}
+    (base / "config.json").write_text(json.dumps(config))
+    on = trained(tmp_path, base)
+    stem = next(name for name in tensors if "q_proj" in name).rpartition(".")[0]
+    for plane in [name for name in tensors if name.startswith(stem)]:
+        changed = tensors[plane].clone()
+        changed.view(-1)[-1] += 1
+        save_file(tensors | {plane: changed}, base / "model.safetensors", metadata={"format": "pt"})
+        assert main(on) == 1, plane
+        assert f"was made with the base {base}, and {base} has changed since" in capsys.readouterr().err
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    assert main(on) == 0
+
+
+@pytest.mark.parametrize("case", ["plain", "nested"])
+def test_planes_of_nf4_are_part_of_a_bases_content(tmp_path: Path, case: str) -> None:
+    """Codes, scales and the tables beside them, as bitsandbytes records them."""
+    stored = {name: part.contiguous() for name, part in recorded(case).items() if name != "bfloat16"}
+    seen = set()
+    for changed in (None, *stored):
+        one = {} if changed is None else {changed: stored[changed].view(-1).view(torch.uint8) ^ 1}
+        save_file(stored | one, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        seen.add(base_material(str(tmp_path)).content)
+    assert len(seen) == 1 + len(stored) > 3
 
 
 def test_a_full_run_goes_on_whatever_became_of_where_it_began(tmp_path: Path) -> None:

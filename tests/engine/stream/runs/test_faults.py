@@ -309,7 +309,7 @@ def test_a_drive_that_fills_up_during_a_save(job: Job, small_drive: Path) -> Non
 
 HANGS = {
     "activations": ({"activations": "nvme"}, [], "the activation checkpoint of layer"),
-    "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4"], "could not be read from NVMe"),
+    "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4", "--random_base"], "could not be read from NVMe"),
     "states": ({"state_ram_bytes": 0}, [], "on NVMe were not up to date within 500 ms"),
 }
 
