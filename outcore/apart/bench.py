@@ -43,11 +43,8 @@ class Bench:
         self._for_forms: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bench, (
-            self.tokenizer,
-            self._ends,
-            self._most_tokens,
-        )  # what was learned of a template is no thing to send
+        # what was learned of a template is no thing to send
+        return Bench, (self.tokenizer, self._ends, self._most_tokens)
 
     def ask(self, name: str, *args: Any, limit_s: float | None = None) -> Any:
         """Call a method by its name, here, where no limit of time is kept."""
@@ -68,13 +65,20 @@ class Bench:
 
     def pairs(self, first: str, seconds: Sequence[str]) -> list[list[int]]:
         """Tokens of one text with each of the others behind it, as the tokenizer joins two."""
-        return [list(self.tokenizer(_encodable(first), _encodable(second))["input_ids"]) for second in seconds]
+        for text in (first, *seconds):
+            self._check(text)
+        return [list(self.tokenizer(first, second)["input_ids"]) for second in seconds]
 
     def texts(self, texts: Sequence[str], with_special: bool) -> list[list[int]]:
         """Tokens of each text. `with_special`: what the tokenizer puts before and behind it, too."""
         return [self._ids(text, with_special) for text in texts]
 
     def _ids(self, text: str, with_special: bool) -> list[int]:
+        self._check(text)
+        return list(self.tokenizer(text, add_special_tokens=with_special)["input_ids"])
+
+    def _check(self, text: str) -> None:
+        """ValueError for a text that is none, or that has far too many tokens: known before all of it became some."""
         _encodable(text)
         found, most = 0, self._most_tokens
         for start in range(0, len(text), PIECE_CHARS) if most and len(text) > PIECE_CHARS else ():
@@ -82,7 +86,6 @@ class Bench:
             found += len(self.tokenizer(piece, add_special_tokens=False)["input_ids"]) - CUT_TOKENS
             if most and found > most:
                 raise ValueError(f"The text has more than {most:,} {TOO_LONG}. Shorten it.")
-        return list(self.tokenizer(text, add_special_tokens=with_special)["input_ids"])
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special ones, too."""

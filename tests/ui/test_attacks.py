@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import with_evaluations
 from outcore.serve import ServeSettings, listen
 from outcore.serve.additions import Server
 from outcore.ui.api import PanelsApi, Place

@@ -1,6 +1,7 @@
 """Graphs of layers: the bookkeeping with a stand-in that replays on the CPU, and real captures on a GPU."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -180,17 +181,20 @@ def test_after_a_capture_that_cannot_be_ended_work_goes_on_in_its_own_stream(mon
     current = ["own"]
 
     class Capture:
-        def __init__(self, graph, *, stream, **_):
-            self.stream = stream
+        def capture_begin(self, **_):
+            """As torch's, whose stream is the current one."""
 
-        def __enter__(self):
-            current[0] = self.stream
-
-        def __exit__(self, *_):
+        def capture_end(self):
             raise RuntimeError("operation failed due to a previous error during capture")
 
+    @contextmanager
+    def in_stream(stream):
+        current[0] = stream
+        yield  # torch's does not go back where its block fails
+
     for name, value in {
-        "graph": Capture, "CUDAGraph": object, "graph_pool_handle": object,
+        "CUDAGraph": Capture, "graph_pool_handle": object, "stream": in_stream,
+        "synchronize": lambda device: None, "empty_cache": object, "current_blas_handle": object,
         "current_stream": lambda device: current[0], "set_stream": lambda stream: current.__setitem__(0, stream),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
