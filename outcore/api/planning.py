@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.config import checked
+from outcore.model import named_model
 from outcore.plan import InferencePlan, Plan
 from outcore.plan.asked import PlanConfig, answer_to, answers_to, check_planned
 from outcore.plan.inference import DoesNotFit, to_json
@@ -46,7 +47,7 @@ def plan(model: str | os.PathLike[str], *, infer: bool = False, **settings: Any)
     said: dict[str, Any] = {"infer" if infer else "model_name_or_path": str(model), **settings}
     if infer and "quantize" in said:
         said["infer_quantize"] = said.pop("quantize")
-    config = check_planned(checked(PlanConfig, said))
+    config = check_planned(checked(PlanConfig, said, named_model))
     return _answers(config) if infer else _training(config)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from outcore.common import explain_error, make_folder
 from outcore.config import TrainConfig, checked
+from outcore.model import named_model
 from outcore.monitor.metrics import Metrics, read_metrics
 from outcore.train.configure import check_reports, parse_config
 from outcore.train.run import Ready, plain_words, run, start, train_to_end
@@ -64,7 +65,7 @@ class Trainer:
         eval_dataset: Rows | None = None,
     ) -> None:
         if isinstance(config, TrainConfig):
-            found = check_reports(checked(TrainConfig, vars(config)))
+            found = check_reports(checked(TrainConfig, vars(config), named_model))
         else:
             found = parse_config(["--config", os.fspath(config)])
         if found.plan:

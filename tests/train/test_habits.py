@@ -138,7 +138,8 @@ def test_dora_is_pefts(tmp_path: Path, corpus: Path, straight: Path, seen: list,
     loaded = PeftModel.from_pretrained(_base(base), str(tmp_path / "adapter"))
     merged = loaded.merge_and_unload().state_dict()  # type: ignore[operator]
     for name, value in weights(tmp_path / "export/r").items():
-        torch.testing.assert_close(value, merged[name], rtol=1e-4, atol=1e-5, msg=name)
+        # its base's 16-bit type
+        torch.testing.assert_close(value.float(), merged[name].float(), rtol=8e-3, atol=1e-4, msg=name)
 
 
 def _first_adapters(root: Path, corpus: Path, base: Path, argv: list[str]) -> dict[str, torch.Tensor]:

@@ -66,4 +66,5 @@ def test_rank_stabilized_adapters_merge_as_peft_merges_them(tmp_path: Path, corp
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().state_dict()
     for name, value in weights(tmp_path / "export/r").items():
-        torch.testing.assert_close(value, merged[name], rtol=1e-4, atol=1e-5, msg=name)
+        # its base's 16-bit type
+        torch.testing.assert_close(value.float(), merged[name].float(), rtol=8e-3, atol=1e-4, msg=name)

@@ -191,7 +191,8 @@ def write_config(folder: Path, network: Any, *, untied: bool = False, dtype: tor
         return  # a user's own module: the weights are there, its code builds it
     written = copy.deepcopy(config)
     written.use_cache = True
-    written.dtype = dtype or written.dtype
+    if dtype is not None:
+        written.dtype = dtype
     if not written.architectures:
         written.architectures = [type(network).__name__]
     if untied:

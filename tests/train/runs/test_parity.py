@@ -247,7 +247,7 @@ def test_epochs_that_do_not_divide_are_said(tmp_path: Path, base: Path, capsys: 
 
 
 def test_adapters_over_random_weights_are_said(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case(f"{ALL} --max_steps 1 --save_strategy no --tokenizer {base} --config_file {base / 'config.json'}")
+    case = Case(f"{ALL} --random_base --max_steps 1 --save_strategy no --tokenizer {base} --config_file {base / 'config.json'}")
     train(tmp_path, None, TEXTS, case)
     said = capsys.readouterr().out
     assert "WARNING: the base's weights are random, and adapters learn little over them" in said

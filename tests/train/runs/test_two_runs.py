@@ -145,7 +145,7 @@ def test_a_file_that_its_last_holder_removed_meanwhile_is_no_lock(tmp_path, monk
 
 
 def test_a_lock_that_cannot_be_written_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwrite", failing(OSError(errno.EROFS, "Read-only file system")))
+    monkeypatch.setattr(os, "ftruncate", failing(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(OSError, match="Read-only file system") as raised:
         RunLock.take("r", [tmp_path])
     assert raised.value.filename == str(lock_path(tmp_path, "r")) and not list(tmp_path.iterdir())
