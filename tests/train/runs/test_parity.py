@@ -246,14 +246,6 @@ def test_epochs_that_do_not_divide_are_said(tmp_path: Path, base: Path, capsys: 
     assert len([line for line in metrics(tmp_path) if "event" not in line]) == 7
 
 
-def test_adapters_over_random_weights_are_said(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case(f"{ALL} --random_base --max_steps 1 --save_strategy no --tokenizer {base} --config_file {base / 'config.json'}")
-    train(tmp_path, None, TEXTS, case)
-    said = capsys.readouterr().out
-    assert "WARNING: the base's weights are random, and adapters learn little over them" in said
-    assert "epochs:" not in said
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gemma3_text", "bloom", "mamba", "phi", "olmo2", "t5"])
 def test_what_decays_is_what_trainer_decays(family: str) -> None:
     """By names, and norms by their type: gpt2 and bloom call them ln_1 and ln_f."""
@@ -267,13 +259,13 @@ def test_what_decays_is_what_trainer_decays(family: str) -> None:
     assert undecayed(model)
 
 
-def train(root: Path, base: Path | None, rows: list[dict[str, Any]], case: Case) -> None:
+def train(root: Path, base: Path, rows: list[dict[str, Any]], case: Case) -> None:
     """Our run, of which the first and the last step are saved."""
     data = root / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
     argv = ["--dataset", str(data), *folders, f"--data_cache_dir={root / 'cache'}"]
-    argv += ["--model_name_or_path", str(base)] if base else []
+    argv += ["--model_name_or_path", str(base)]
     argv += f"--run_name r --seq_length 128 --packing off --precision fp32 --max_steps {STEPS} --no_export".split()
     argv += f"--micro_batch_size {case.rows} --gradient_accumulation_steps {case.accumulation}".split()
     argv += QUIET.split()
