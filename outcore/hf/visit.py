@@ -116,7 +116,7 @@ class LayerVisit:
         starts = [0] * len(grads)
         of_given: list[Gradients] = [[] for _ in self._given]
         of_trained: Gradients = [None] * len(self._trained)
-        with self.stack.visit(self.index, DOWN) as weights, self._as_before():
+        with self.stack.visit(self.index, DOWN) as weights, self._same_random_numbers():
             leaves = {id(w.parameter): w.value.detach().requires_grad_() for w in weights if id(w.parameter) in trained}
             wanted = [leaves[id(p)] for p in self._trained]
             with _standing_in([w._replace(value=leaves.get(id(w.parameter), w.value)) for w in weights]):
@@ -125,7 +125,7 @@ class LayerVisit:
                     for at in self._given:
                         x[at].requires_grad_()
                     again = [x.get(at, leaf) for at, leaf in enumerate(self._leaves)]
-                    with torch.enable_grad():
+                    with torch.enable_grad(), self._same_autocast():
                         outputs, *_ = self._compute(again, cut)
                     of_these = self._grads_of(grads, outputs, starts)
                     pairs = [(y, dy) for y, dy in zip(outputs, of_these, strict=True) if dy is not None]
@@ -239,18 +239,22 @@ class LayerVisit:
                 in_ram[at] = part.view(self._trained[at].shape)
         self._shipped = in_ram, transfers
 
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Autocast and the random numbers of the forward."""
-        device = self.stack.streaming.device
+    def _same_autocast(self) -> torch.autocast:
+        """Autocast of the forward. Around the second computation alone: gradients of what was computed in fp32 would be
+        cast as well, as they are not in the plain model."""
         is_on, dtype = self._amp
-        with torch.autocast(device.type, dtype, is_on, cache_enabled=False):
-            if self._random is None:
-                yield
-                return
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                _set_random_state(device, self._random)
-                yield
+        return torch.autocast(self.stack.streaming.device.type, dtype, is_on, cache_enabled=False)
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Random numbers of the forward."""
+        device = self.stack.streaming.device
+        if self._random is None:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            _set_random_state(device, self._random)
+            yield
 
     def _refuse_what_has_no_gradient(self) -> None:
         """RuntimeError for what a second computation would get wrong. A cache of keys that is empty is left out in it,
