@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from outcore.flow.weights import Scratch
 from outcore.formats import QUANTIZE_CHOICES
 from outcore.hf.homes import LastingMemory
 from outcore.sizing.streaming import NUM_SLOTS, PAGEABLE_SLOTS, SLOT_BYTES
-from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
+from outcore.staging import DownloadLane, LaneSettings, LaneTransfer, PinnedPool, UploadLane, whole_device
 
 FREE_SHARE = 0.9
 """Share of the device's free memory that is used where no `vram_gib` is told."""
 CPU_SLOT_BYTES = 4 * MIB
+MOST_GOING = 2
+"""Tensors on their way to RAM at once: one is copied, the next one is computed."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,32 @@ class Ground:
         """What RAM has of each layer's weights whose rest lies on a drive."""
         self.memory = LastingMemory(device)
         self.budget_bytes = _budget(options, device)
-        self._rooms: dict[int, list[torch.Tensor]] = {}
+        self._rooms: list[torch.Tensor] = []
+        self._going: deque[LaneTransfer] = deque()
+
+    def send_down(self, source: torch.Tensor, ram: torch.Tensor, label: str) -> LaneTransfer:
+        """Send a tensor of the device to RAM. Waits where `MOST_GOING` have not arrived: the host may be a whole pass
+        ahead of the device, which would hold what all layers send."""
+        while len(self._going) >= MOST_GOING:
+            if not (first := self._going.popleft()).done():
+                first.wait()
+        self._going.append(self.download.submit_host(source, ram, label=label))
+        return self._going[-1]
 
     def take_room(self, n_bytes: int) -> torch.Tensor:
-        """RAM for hidden states, uint8: what `give_room` got back, or new."""
-        free = self._rooms.get(n_bytes)
-        return free.pop() if free else self.memory.take(n_bytes, "hidden states")
+        """RAM for hidden states, uint8, of at least so many bytes: what `give_room` got back, or new."""
+        self._rooms = rooms = sorted(self._rooms, key=len)
+        at = next((at for at, room in enumerate(rooms) if len(room) >= n_bytes), None)
+        if at is not None:
+            return rooms.pop(at)
+        # Batches of every length would otherwise leave rooms of their own behind: a larger one takes the place of one
+        # that is too small.
+        del rooms[-1:]
+        return self.memory.take(n_bytes, "hidden states")
 
     def give_room(self, room: torch.Tensor) -> None:
         """Nobody uses it any more."""
-        self._rooms.setdefault(len(room), []).append(room)
+        self._rooms.append(room)
 
 
 def _budget(options: StreamOptions, device: torch.device) -> int | None:

@@ -52,8 +52,15 @@ class LastingMemory:
         memory = slab.tensor.numpy()  # lives as long as any tensor over it
         if slab.is_pinned:
             self._left_bytes -= size
-            weakref.finalize(memory, slab.close)
+            weakref.finalize(memory, self._free, slab)
         return torch.from_numpy(memory)[:n_bytes]
+
+    def _free(self, slab: MappedSlab) -> None:
+        try:
+            slab.close()
+        except PinRefused as refused:  # after a fatal error of CUDA nothing can be unpinned any more
+            logger.warning("%s", refused)
+        self._left_bytes += slab.size_bytes
 
 
 class Elsewhere(torch.Tensor):

@@ -18,8 +18,9 @@ class HiddenHome:
     def __init__(self, hidden: torch.Tensor, ground: Ground) -> None:
         hidden = hidden.detach().contiguous()
         self._ground, self._shape, self._dtype = ground, hidden.shape, hidden.dtype
-        self._ram = ground.take_room(hidden.nbytes)
-        self._going = ground.download.submit_host(hidden, self._ram, label="hidden states")
+        self._room = ground.take_room(hidden.nbytes)
+        self._ram = self._room[: hidden.nbytes]
+        self._going = ground.send_down(hidden, self._ram, "hidden states")
         self._coming: tuple[torch.Tensor, LaneTransfer] | None = None
 
     def fetch(self) -> None:
@@ -39,4 +40,4 @@ class HiddenHome:
 
     def __del__(self) -> None:
         if self._going.done() and (self._coming is None or self._coming[1].done()):
-            self._ground.give_room(self._ram)
+            self._ground.give_room(self._room)

@@ -77,7 +77,7 @@ class LayerVisit:
         self._amp = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self._random = _random_state(device) if self.layer.training else None
         self._below, self.stack.last_visit = self.stack.last_visit, weakref.ref(self)
-        token = _Weights.apply(self, *self._trained) if self._trained else torch.zeros(())
+        token = _Weights.apply(self, *self._trained) if self._trained else _token()
         outputs = _Layer.apply(self, token, *(self._leaves[at] for at in self._given))
         for at in self._kept:
             self._leaves[at] = None  # autograd has them, or RAM
@@ -224,7 +224,7 @@ class LayerVisit:
         return torch.cat([torch.zeros_like(x) if part is None else part for x, part in zip(rows, parts, strict=True)])
 
     def _ship(self, gradients: Gradients) -> None:
-        lane, transfers = self.stack.streaming.ground.download, list[LaneTransfer]()
+        ground, transfers = self.stack.streaming.ground, list[LaneTransfer]()
         in_ram: Gradients = [None] * len(gradients)
         by_type: dict[torch.dtype, list[int]] = {}
         for at, gradient in enumerate(gradients):
@@ -232,8 +232,8 @@ class LayerVisit:
                 by_type.setdefault(gradient.dtype, []).append(at)
         for dtype, places in by_type.items():
             flat = torch.cat([gradients[at].reshape(-1) for at in places])  # type: ignore[union-attr]
-            home = torch.empty(len(flat), dtype=dtype)
-            transfers.append(lane.submit_host(flat, home, label=f"gradients of {self.stack.path}.{self.index}"))
+            home = torch.empty(len(flat), dtype=dtype, device="cpu")
+            transfers.append(ground.send_down(flat, home, f"gradients of {self.stack.path}.{self.index}"))
             sizes = [self._trained[at].numel() for at in places]
             for at, part in zip(places, home.split(sizes), strict=True):
                 in_ram[at] = part.view(self._trained[at].shape)
@@ -293,7 +293,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, torch.zeros(()), *ctx.visit.backward(ctx.saved_tensors, grads)
+        return None, _token(), *ctx.visit.backward(ctx.saved_tensors, grads)
 
 
 class _Weights(torch.autograd.Function):
@@ -302,12 +302,17 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, visit: LayerVisit, *trained: torch.Tensor) -> torch.Tensor:
         ctx.visit = visit
-        return torch.zeros(())
+        return _token()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.visit.shipped()
+
+
+def _token() -> torch.Tensor:
+    """A number on the CPU, whatever device is the default: its node is to run on the CPU's thread."""
+    return torch.zeros((), device="cpu")
 
 
 def _standing_in(weights: Sequence[Weight]) -> Any:
