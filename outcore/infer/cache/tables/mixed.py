@@ -113,7 +113,7 @@ class MixedTables:
             chunk = np.repeat(np.arange(len(chunks)), steps)
             at = (np.arange(steps.sum()) - (steps.cumsum() - steps)[chunk]) * step
             facts = into.reshape(FACTS, -1)
-            facts[1] = 0  # tiles of no tokens
+            facts[:, len(chunk) :] = 0  # tiles of no tokens, at a place before which there is nothing to read either
             facts[:, : len(chunk)] = (
                 (ends - counts)[chunk] + at,
                 np.minimum(step, counts[chunk] - at),
