@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +86,34 @@ class Ground:
     def __init__(self, options: StreamOptions, device: torch.device, layers_bytes: int) -> None:
         self.device = device
         let_segments_grow(device)
-        opened = ExitStack()
+        self._opened = opened = ExitStack()
         weakref.finalize(self, opened.close)
-        is_cpu, has_drive = device.type == "cpu", bool(options.folders)
+        is_cpu = device.type == "cpu"
         slots = LaneSettings(CPU_SLOT_BYTES if is_cpu else SLOT_BYTES, NUM_SLOTS if is_cpu else PAGEABLE_SLOTS)
-        num_lanes = 3 if has_drive else 2
-        pool = opened.enter_context(PinnedPool(num_lanes * slots.num_slots * slots.slot_bytes, device=device))
+        pool = opened.enter_context(PinnedPool(2 * slots.num_slots * slots.slot_bytes, device=device))
         self.upload = opened.enter_context(UploadLane(pool, None, device, slots))
         self.download = opened.enter_context(DownloadLane(pool, None, device, slots))
-        self.scratch: Scratch | None = None
-        self.drive: UploadLane | None = None
-        if has_drive:
-            self.scratch = opened.enter_context(Scratch(options.folders))
-            self.drive = opened.enter_context(UploadLane(pool, None, device, slots, owner="weights from NVMe"))
+        self.scratch = opened.enter_context(Scratch(options.folders)) if options.folders else None
+        self._slots, self._drives = slots, dict[Hashable, UploadLane]()
         self.ram_share = min(1.0, (options.ram_gib or 0) * GIB / max(1, layers_bytes))
         """What RAM has of each layer's weights whose rest lies on a drive."""
         self.memory = LastingMemory(device)
         self.budget_bytes = _budget(options, device)
         self._rooms: list[torch.Tensor] = []
         self._going: deque[LaneTransfer] = deque()
+
+    def drive(self, key: Hashable, n_bytes: int) -> UploadLane | None:
+        """The lane of weights on a drive, `n_bytes` a pass, that no other key has: reads of a whole pass wait in it for
+        room on the device, and what another one needs before would wait behind them. None: nothing is on a drive."""
+        if self.scratch is None:
+            return None
+        if key not in self._drives:
+            slot_bytes, most = self._slots.slot_bytes, self._slots.num_slots
+            slots = replace(self._slots, num_slots=max(2, min(most, -(-n_bytes // slot_bytes))))
+            pool = self._opened.enter_context(PinnedPool(slots.num_slots * slot_bytes, device=self.device))
+            lane = UploadLane(pool, None, self.device, slots, owner="weights from NVMe")
+            self._drives[key] = self._opened.enter_context(lane)
+        return self._drives[key]
 
     def send_down(self, source: torch.Tensor, ram: torch.Tensor, label: str) -> LaneTransfer:
         """Send a tensor of the device to RAM. Waits where `MOST_GOING` have not arrived: the host may be a whole pass

@@ -208,10 +208,13 @@ class LayerStack:
         ground, by_group = self.streaming.ground, dict[Group, list[Part]]()
         for (_, group), part in sorted(self._parts.items(), key=lambda item: item[0][0]):
             by_group.setdefault(group, []).append(part)
-        self._arrivals = {
-            group: WeightPrefetcher(_Layers(parts), self._source, ground.upload, NUM_BUFFERS, drive_lane=ground.drive)
-            for group, parts in by_group.items()
-        }
+        self._arrivals = {}
+        for group, parts in by_group.items():
+            stored_bytes = sum(self._source.homes[part.index].nvme_bytes for part in parts)
+            drive = ground.drive((self.path, group), stored_bytes) if stored_bytes else None
+            self._arrivals[group] = WeightPrefetcher(
+                _Layers(parts), self._source, ground.upload, NUM_BUFFERS, drive_lane=drive
+            )
 
     # ------------------------------------------------------------------ passes
 
