@@ -150,7 +150,12 @@ class SlabHome:
         cut = numel if scratch is None else int(numel * ram_share) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         feed = _Packed(part)
         self._homes = WeightHomes(
-            [part], memory, {part.index: cut}, scratch, feed if feed.names else None, kind=f"weights-{part.index}"
+            [part],
+            memory,
+            {part.index: cut},
+            scratch,
+            feed if feed.names else None,
+            kind=f"weights-{part.name}-{part.index}",
         )
         self._homes.adopt()
         self.ram, self.rest = self._homes.ram(part), self._homes.rest(part)
