@@ -140,6 +140,8 @@ class LayerStack:
         """Give homes to what has none, or got other memory since."""
         if self._seen == [_look(layer) for layer in self.layers]:
             return
+        for layer in self.layers:  # an adapter may have brought its own
+            buffers_to(layer, self.streaming.device)
         found: dict[tuple[int, Group], list[Owned]] = {}
         seen = dict[int, int]()
         for index, layer in enumerate(self.layers):
@@ -245,6 +247,13 @@ class LayerStack:
         self._going = 0
         for arrival in self._arrivals.values():
             arrival.abort(None if error is None else after(error))
+
+
+def buffers_to(layer: nn.Module, device: torch.device) -> None:
+    """Have a layer's buffers on the device for good."""
+    for module in layer.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _look(layer: nn.Module) -> list[tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from outcore.formats import PackedSpec
 from outcore.hf.ground import Streaming, StreamOptions, device_of
 from outcore.hf.homes import Elsewhere
 from outcore.hf.layer import become_streamed, is_streamed
-from outcore.hf.stack import LayerStack, owned_by
+from outcore.hf.stack import LayerStack, buffers_to, owned_by
 
+logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -42,6 +44,7 @@ def stream(
     options = StreamOptions(vram_gib, ram_gib, nvme, quantize)
     device = device_of(None)
     lists = find_lists(model, device)
+    _warn_of_other_devices(device)
     streaming = Streaming(options, device)
     if quantize is not None and all(p.requires_grad for p in model.parameters() if not isinstance(p, Elsewhere)):
         model.requires_grad_(False)
@@ -62,9 +65,7 @@ def stream(
         )
     for stack in stacks:
         for index, layer in enumerate(stack.layers):
-            for module in layer.modules():
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(device)
+            buffers_to(layer, device)
             become_streamed(layer, stack, index)
     for module in model.modules():
         module.__dict__.pop("hf_device_map", None)  # it has been all on one device, and a trainer goes by it
@@ -121,6 +122,15 @@ def packed_on_arrival(model: nn.Module, quantize: str) -> dict[str, PackedSpec]:
             if (spec := rule(one.name, frozen, one.places)) is not None:
                 found[one.name] = spec
     return found
+
+
+def _warn_of_other_devices(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        logger.warning(
+            "the model streams through %s alone, and transformers' Trainer would spread it over all GPUs that it sees, "
+            "where it fails: for a Trainer start the program with CUDA_VISIBLE_DEVICES set to one",
+            device,
+        )
 
 
 def _layers(lists: dict[str, list[nn.Module]]) -> list[list]:
