@@ -20,6 +20,8 @@ from torch import nn
 import outcore.hf
 from outcore.common.quantities import GIB
 from outcore.flow import StreamUnsupported
+from outcore.hf.homes import LastingMemory
+from outcore.hf.stack import LayerStack
 from tests.forked import ROOT
 from tests.hf.callers import assert_same, tiny, trained, with_lora
 
@@ -400,3 +402,39 @@ def test_autocast_is_that_of_the_forward() -> None:
         loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def test_gradients_are_not_computed_under_autocast() -> None:
+    """What a layer computes in fp32 within autocast has its gradient in fp32."""
+
+    class Exact(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+    found = []
+    for prepare in (lambda model: model, outcore.hf.stream):
+        model = tiny().train()
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.__class__ = Exact
+        model = prepare(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert not [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])]
+
+
+def test_hidden_states_of_batches_of_many_lengths_share_their_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = [], LastingMemory.take
+
+    def counted(memory: LastingMemory, n_bytes: int, owner: str, **more: Any) -> torch.Tensor:
+        taken.append(owner)
+        return take(memory, n_bytes, owner, **more)
+
+    monkeypatch.setattr(LastingMemory, "take", counted)
+    monkeypatch.setattr(LayerStack, "sends_away", lambda stack, n_bytes, layer: layer < 4)
+    model = outcore.hf.stream(tiny(num_hidden_layers=6).train())
+    for length in (12, 11, 10, 9, 8, 7):
+        model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
+    assert taken.count("hidden states") == 4
