@@ -34,6 +34,16 @@ from outcore.staging import LaneTransfer
 Gradients = list[torch.Tensor | None]
 
 
+def refuse_scaled_gradients(device: torch.device, is_autocast: bool, dtype: torch.dtype) -> None:
+    """RuntimeError for mixed precision in fp16 on a GPU: torch's GradScaler reads its factor for gradients in RAM before
+    the copy of it has arrived, so that steps would be wrong without a word."""
+    if device.type == "cuda" and is_autocast and dtype == torch.float16:
+        raise RuntimeError(
+            "fp16 mixed precision scales gradients on the GPU, and those of streamed layers are in RAM: steps would go "
+            "wrong. Train in bf16 (bf16=True), or in fp32."
+        )
+
+
 class LayerVisit:
     """A call of one layer, from its forward to its backward."""
 
@@ -75,6 +85,7 @@ class LayerVisit:
         self._refuse_what_has_no_gradient()
         device = self.stack.streaming.device
         self._amp = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        refuse_scaled_gradients(device, *self._amp)
         self._random = _random_state(device) if self.layer.training else None
         self._below, self.stack.last_visit = self.stack.last_visit, weakref.ref(self)
         token = _Weights.apply(self, *self._trained) if self._trained else _token()

@@ -393,6 +393,16 @@ def test_ddp_sums_what_streaming_gives(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_mixed_precision_in_fp16_is_refused_on_a_gpu() -> None:
+    """torch's GradScaler would read factors that have not arrived."""
+    from outcore.hf.visit import refuse_scaled_gradients
+
+    with pytest.raises(RuntimeError, match="Train in bf16"):
+        refuse_scaled_gradients(torch.device("cuda", 0), True, torch.float16)
+    refuse_scaled_gradients(torch.device("cuda", 0), True, torch.bfloat16)
+    refuse_scaled_gradients(torch.device("cpu"), True, torch.float16)
+
+
 def test_autocast_is_that_of_the_forward() -> None:
     found = []
     for prepare in (lambda model: model, outcore.hf.stream):
