@@ -72,7 +72,7 @@ LINES = {
     "evaluate": 2900,
     "flow": 8450,
     "formats": 2700,
-    "hf": 1600,
+    "hf": 1650,
     "infer": 11200,
     "install": 2850,
     "integrations": 100,

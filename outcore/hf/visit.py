@@ -35,8 +35,8 @@ Gradients = list[torch.Tensor | None]
 
 
 def refuse_scaled_gradients(device: torch.device, is_autocast: bool, dtype: torch.dtype) -> None:
-    """RuntimeError for mixed precision in fp16 on a GPU: torch's GradScaler reads its factor for gradients in RAM before
-    the copy of it has arrived, so that steps would be wrong without a word."""
+    """RuntimeError for mixed precision in fp16 on a GPU: torch's GradScaler reads its factor for gradients in RAM
+    before the copy of it has arrived, so that steps would be wrong without a word."""
     if device.type == "cuda" and is_autocast and dtype == torch.float16:
         raise RuntimeError(
             "fp16 mixed precision scales gradients on the GPU, and those of streamed layers are in RAM: steps would go "
