@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +157,35 @@ def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
     for step in range(5):
         assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
     assert bool(stood) is bool(most)
+    mine, theirs = homes_of(begins), homes_of(waits)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_gradients_that_come_after_the_next_step_began_are_not_lost(build, monkeypatch):
+    """Their updates stand already, so nobody makes them later."""
+    monkeypatch.setattr("outcore.engine.stream.updates.TIMEOUT_S", 30.0)  # a step that waits for them fails soon
+    waits, begins = (build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB))
+    monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", 0)
+    updates, late = parts_of(begins).updates, []
+    submit_ahead, begin_step = updates.submit_ahead, updates.begin_step
+
+    def hold(unit, transfer, hyper) -> None:
+        held = SimpleNamespace(add_done_callback=lambda fn: late.append((transfer, fn)))
+        submit_ahead(unit, held, hyper)
+
+    def let_come() -> None:
+        while late:
+            transfer, fn = late.pop()
+            transfer.add_done_callback(fn)
+
+    monkeypatch.setattr(updates, "submit_ahead", hold)
+    monkeypatch.setattr(updates, "begin_step", lambda: (begin_step(), let_come()))
+    try:
+        for step in range(4):
+            assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
+            assert bool(late) is bool(step)
+    finally:
+        let_come()
     mine, theirs = homes_of(begins), homes_of(waits)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
