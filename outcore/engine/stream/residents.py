@@ -264,7 +264,9 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     largest = max(part.layout.trainable_numel for part in plan.units.layer_units)
-    fits_none = plan.placed.why_none_stays or not updates_on_device(plan.states, largest)
+    # Chunks are of whole blocks, so one may flow though the placement, which counts elements, has room for all.
+    flows = any(map(homes.flowing, plan.units.all))
+    fits_none = plan.placed.why_none_stays or flows or not updates_on_device(plan.states, largest)
     work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
     return Residents(
         [] if fits_none else plan.units.layer_units,

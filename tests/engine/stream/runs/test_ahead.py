@@ -190,6 +190,23 @@ def test_gradients_that_come_after_the_next_step_began_are_not_lost(build, monke
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("changes", [{"ahead_bytes": GIB}, {"resident_bytes": GIB}])
+def test_states_of_which_only_a_last_block_has_no_room(build, tmp_path, changes):
+    """A chunk flows, though by the placement, which counts elements, all are in RAM."""
+
+    def freeze(model) -> None:
+        model.get_input_embeddings().requires_grad_(False)
+
+    settings = replace(TINY, states="split", max_grad_norm=1e9)
+    whole = build("llama", settings, dtype=torch.bfloat16, prepare=freeze)
+    homes = parts_of(whole).homes
+    size_bytes = sum(chunk.n_bytes for unit in parts_of(whole).units.all for chunk in homes[unit].chunks)
+    spilled = replace(settings, nvme_path=str(tmp_path), state_ram_bytes=size_bytes - 1, **changes)
+    some = build("llama", spilled, dtype=torch.bfloat16, prepare=freeze)
+    for _ in range(4):
+        assert whole.train_step(batches_of(0), LR).loss == some.train_step(batches_of(0), LR).loss
+
+
 def test_the_report_says_so(build):
     words = build("llama", replace(TINY, ahead_bytes=GIB)).describe()
     assert "or before it while most steps clip nothing (" in words and "--ahead_gib)" in words
