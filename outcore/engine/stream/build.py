@@ -274,7 +274,8 @@ def _open_optimizer(
     if ground.host is not None:
         published = PublishedUpdates(ground.host, pool)
         undo.callback(published.close)
-    seconds = SecondHomes(homes, [plan.in_order[number] for number in plan.placed.ahead], ground.memory)
+    early = [] if ring is not None else [plan.in_order[number] for number in plan.placed.ahead]
+    seconds = SecondHomes(homes, early, ground.memory)
     ram = RamUpdater(homes, pool)
     updates = PartUpdates(
         homes,

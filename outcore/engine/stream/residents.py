@@ -1,7 +1,7 @@
 """Layers that stay on the device where memory is idle: weights, gradient and optimizer states, updated there.
 
 They are copies: homes in RAM stay, and are written back before anybody reads them (`write_back`). How many stay is
-decided after two steps of one size, from what is idle then and what those steps waited for (`sizing.residents`). When a
+decided after two steps of one size, from what is idle then and what those steps waited for (`sizing.training`). When a
 larger step comes that would not fit beside them, all go home, and it is decided anew after that. Updates are queued
 behind the backward pass on the stream that computes, so nothing waits for them, and results are those of the CPU's
 optimizer, bit by bit.
@@ -52,9 +52,7 @@ class Resident:
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
     for what is idle, where the forecast gains; `device_bytes`: memory that the engine was told to plan for, if any;
-    `evaluation_bytes`: what an evaluation takes of the device, as far as it
-    is known.
-    """
+    `evaluation_bytes`: what an evaluation takes of the device, as far as it is known."""
 
     def __init__(
         self,
@@ -264,7 +262,9 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     largest = max(part.layout.trainable_numel for part in plan.units.layer_units)
-    fits_none = plan.placed.why_none_stays or not updates_on_device(plan.states, largest)
+    # Chunks are of whole blocks, so one may flow though the placement, which counts elements, has room for all.
+    flows = any(map(homes.flowing, plan.units.all))
+    fits_none = plan.placed.why_none_stays or flows or not updates_on_device(plan.states, largest)
     work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
     return Residents(
         [] if fits_none else plan.units.layer_units,

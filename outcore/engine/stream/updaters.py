@@ -151,8 +151,18 @@ class AheadUpdater:
         self._hold_up |= phase_s["stall_optimizer"] >= LEAST_GAIN * passes_s
 
     def begin_step(self) -> None:
-        """No norm is known."""
-        self._begun, self._settled, self._waiting = [], set(), set()
+        """Count updates under way anew. Of the last step gradients may still be on their way; what was settled of them
+        holds until their parts are asked for again."""
+        self._begun = []
+
+    def jobs(self, part: Part, grad: torch.Tensor) -> JobBatch | None:
+        """The part's next update, before its norm is known, as it can be taken back; None where it has no second
+        home."""
+        jobs = self.seconds.jobs(part, grad)
+        with self._choosing:
+            self._settled.discard(part.index)
+            self._waiting.discard(part.index)
+        return jobs
 
     def begin(self, part: Part, jobs: JobBatch, hyper: AdamWHyper) -> BegunUpdate | None:
         """Update the part in its second home; None where the optimizer is behind, so that it waits for the norm."""

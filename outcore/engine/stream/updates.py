@@ -108,7 +108,7 @@ class PartUpdates:
         as it will be if nothing is clipped; `settle` says whether it was so."""
         if self._residents.slab(unit) is not None:
             return
-        jobs = self.ahead.seconds.jobs(unit, self._arena[unit])
+        jobs = self.ahead.jobs(unit, self._arena[unit])
         if jobs is not None:
             pending = self._ahead[unit.index] = _Pending(unit, jobs)
             self._submit(pending, gradient, hyper)

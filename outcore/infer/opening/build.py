@@ -267,8 +267,8 @@ def _open_cache(
     if memory.note:
         progress(memory.note)
     cache = cache_of(placed, memory, None if settings.prefix_path is None else kept_of(placed, progress))
+    undo.callback(cache.close_kept)  # its folder is locked from now on, though there be no memory for the stores
     cache.make_stores(placed.kept.shapes)
-    undo.callback(cache.close_kept)
     return cache
 
 

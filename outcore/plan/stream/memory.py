@@ -140,7 +140,7 @@ def graph_bytes(case: Case[StreamLayout], tiling: Tiling, vram: list[Item]) -> t
 def staying(
     case: Case[StreamLayout], placed: TrainingPlacement, vram: list[Item], pool_bytes: int
 ) -> TrainingPlacement:
-    """With what the engine will keep on the GPU beside `vram` (`sizing.residents`), where graphs have `pool_bytes`
+    """With what the engine will keep on the GPU beside `vram` (`sizing.training`), where graphs have `pool_bytes`
     alone."""
     layout, hardware = case.layout, case.hardware
     device_bytes = device_bytes_of(hardware, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,52 @@ def test_updates_wait_while_the_optimizer_is_behind(build, monkeypatch, most):
     assert bool(stood) is bool(most)
     mine, theirs = homes_of(begins), homes_of(waits)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_gradients_that_come_after_the_next_step_began_are_not_lost(build, monkeypatch):
+    """Their updates stand already, so nobody makes them later."""
+    monkeypatch.setattr("outcore.engine.stream.updates.TIMEOUT_S", 30.0)  # a step that waits for them fails soon
+    waits, begins = (build("llama", replace(TINY, ahead_bytes=size, max_grad_norm=1e9)) for size in (0, GIB))
+    monkeypatch.setattr(updates_module, "MOST_UNDER_WAY", 0)
+    updates, late = parts_of(begins).updates, []
+    submit_ahead, begin_step = updates.submit_ahead, updates.begin_step
+
+    def hold(unit, transfer, hyper) -> None:
+        held = SimpleNamespace(add_done_callback=lambda fn: late.append((transfer, fn)))
+        submit_ahead(unit, held, hyper)
+
+    def let_come() -> None:
+        while late:
+            transfer, fn = late.pop()
+            transfer.add_done_callback(fn)
+
+    monkeypatch.setattr(updates, "submit_ahead", hold)
+    monkeypatch.setattr(updates, "begin_step", lambda: (begin_step(), let_come()))
+    try:
+        for step in range(4):
+            assert waits.train_step(batches_of(step), LR).loss == begins.train_step(batches_of(step), LR).loss
+            assert bool(late) is bool(step)
+    finally:
+        let_come()
+    mine, theirs = homes_of(begins), homes_of(waits)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("changes", [{"ahead_bytes": GIB}, {"resident_bytes": GIB}])
+def test_states_of_which_only_a_last_block_has_no_room(build, tmp_path, changes):
+    """A chunk flows, though by the placement, which counts elements, all are in RAM."""
+
+    def freeze(model) -> None:
+        model.get_input_embeddings().requires_grad_(False)
+
+    settings = replace(TINY, states="split", max_grad_norm=1e9)
+    whole = build("llama", settings, dtype=torch.bfloat16, prepare=freeze)
+    homes = parts_of(whole).homes
+    size_bytes = sum(chunk.n_bytes for unit in parts_of(whole).units.all for chunk in homes[unit].chunks)
+    spilled = replace(settings, nvme_path=str(tmp_path), state_ram_bytes=size_bytes - 1, **changes)
+    some = build("llama", spilled, dtype=torch.bfloat16, prepare=freeze)
+    for _ in range(4):
+        assert whole.train_step(batches_of(0), LR).loss == some.train_step(batches_of(0), LR).loss
 
 
 def test_the_report_says_so(build):
