@@ -61,6 +61,8 @@ class PlacedModel:
     def without_rows_in_ram(self) -> PlacedModel:
         """Place it anew, with an embedding that the device does not read in RAM."""
         limits = replace(self.limits, reads_ram=False)
+        if self.needs.experts is not None:  # as many answers at once as their experts were placed for
+            limits = replace(limits, max_sequences=self.placement.max_sequences)
         return replace(self, placement=place_inference(self.needs, limits, self.settings.preset), limits=limits)
 
 
