@@ -74,7 +74,7 @@ class Streams(EngineThread):
         for loop, of_loop in itertools.groupby(told, key=lambda each: each[0]):
             if waits and loop in self._busy:
                 self._told += of_loop
-            else:
+            elif not loop.is_closed():
                 self._busy.add(loop)
                 loop.call_soon_threadsafe(self._put_all, loop, [(inbox, item) for _, inbox, item in of_loop])
 
