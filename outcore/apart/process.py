@@ -29,14 +29,17 @@ STACK_BYTES = 4 << 20
 """Stack that work has here, half of what it has in the server: what is not too deep here is not there."""
 PRELOADED = ["outcore.apart.bench", "transformers.tokenization_utils_tokenizers", "llguidance.hf"]
 """Modules that every process needs; what is not installed is left out."""
+START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 READY_S = 120.0
 """Seconds until a process answers for the first time: the fork server imports first."""
 
 
 def begin() -> None:
-    """Have the process from which others are forked import what they need, while this one goes on."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    """Have the process from which others are forked import what they need, while this one goes on. Windows forks none:
+    there each imports for itself."""
+    if START == "forkserver":
+        multiprocessing.get_context(START).set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 class Apart:
@@ -96,7 +99,7 @@ class _Process:
 
     def _begin(self) -> Connection:
         begin()
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(START)
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
         with self._starts, _without_main():
