@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from outcore.common.output import say
 from outcore.common.quantities import counted
 from outcore.serve import completions, plain
-from outcore.serve.body import IGNORED_HEADER, object_of, read_bytes
+from outcore.serve.body import ignored_header, object_of, read_bytes
 from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.gate import Guard, KeyCheck, Keys, let_go
 from outcore.serve.jobs import Batches, Files, add_jobs
@@ -193,7 +193,7 @@ def _add_answers(
         call = await _understood(http, service, understand)
         places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
         service.take_place(places)
-        headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
+        headers = ignored_header(call.ignored)
         if call.is_stream and events is not None:
             opened, held = events(call), AsyncExitStack()
             held.callback(service.leave_place, places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
@@ -15,6 +15,7 @@ from outcore.serve.errors import ApiError, bad, gone
 HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
+MOST_HEADER_LETTERS = 4096
 MAX_PARTS, MAX_VALUES = 400_000, 1_000_000
 """Signs of lists, objects and names in a body, and of values: a hundred thousand messages, or a million token ids."""
 
@@ -62,6 +63,13 @@ def sorted_out(body: Mapping[str, Any], own: frozenset[str], unsupported: Mappin
             raise bad(f"{name} is not supported by this server.", name, "unsupported_parameter")
     known = own | KNOWN | HARMLESS | unsupported.keys()
     return {k: v for k, v in body.items() if k in known}, sorted(k for k in body if k not in known)
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names what was ignored; none for nothing. Names are the client's own texts: letters that no
+    header may hold are escaped, and a long list is cut."""
+    text = ", ".join(names)[:MOST_HEADER_LETTERS].encode("unicode_escape").decode("ascii")[:MOST_HEADER_LETTERS]
+    return {IGNORED_HEADER: text.strip()} if names else {}
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:

@@ -170,3 +170,15 @@ def test_an_answer_that_takes_too_long_is_given_up(start):
     slow = start(ServeSettings(request_timeout_s=0.0001), max_sequences=2)
     status, _, reply = post(slow, TEXT, {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True})
     assert status == 408 and reply["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_names_of_unknown_fields_that_no_header_holds_cost_no_place(server, stream):
+    for odd in ("\u4e2d", "a\r\nSet-Cookie: b=c", " ", "x" * 50_000):
+        body = json.dumps({"messages": HI, "max_tokens": 2, "stream": stream, odd: 1}).encode()
+        asked = urllib.request.Request(server.url + CHAT, body, {"Content-Type": "application/json"}, method="POST")
+        with urllib.request.urlopen(asked, timeout=120) as reply:
+            told = reply.headers["X-Outcore-Ignored-Fields"]
+            assert reply.status == 200 and told.isascii() and len(told) <= 4096 and "Set-Cookie" not in reply.headers
+            reply.read()
+    until(lambda: server.service.num_under_way == 0)

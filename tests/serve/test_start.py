@@ -64,7 +64,8 @@ def test_a_session_ends_with_its_client(tiny_folder, tmp_path):
     agent.write_text(AGENT.format(python=sys.executable))
     agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
     words = ["claude", str(tiny_folder[0]), "--device", "cpu", "--ram_gib", "1", "--context", "256"]
-    ended = start(tmp_path, agent.parent, *words, "--", "--print", "hello")
+    proxy = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")  # nothing is there: nobody may ask it
+    ended = start(tmp_path, agent.parent, *words, "--", "--print", "hello", **proxy)
     assert ended.returncode == 7, ended.stderr
     told, kind, url = json.loads((tmp_path / "told.json").read_text())
     assert told == ["--print", "hello"] and kind == "message"

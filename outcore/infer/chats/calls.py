@@ -4,6 +4,7 @@ arguments by that tool's schema, in the model's own style. So no call that has e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ PLAIN_JSON = {
 can hold are named to the client (`Grammar.warnings`)."""
 JOINED = frozenset({"$ref", "allOf", "anyOf", "if", "not", "oneOf"})
 """Keywords by which a value's schema depends on more than the value's own kind."""
+MAX_LETTERS = 1 << 20
+"""Rules of arguments that are written one by one: longer ones would be refused as a form, but are not built at all."""
 OF_SEVERAL = JOINED | {"dependencies", "dependentRequired", "dependentSchemas", "minProperties"}
 """Keywords that arguments, where they are written one by one, cannot be held to."""
 
@@ -61,6 +64,11 @@ class CallGrammar:
         self, style: CallStyle, specials: Mapping[str, int], thought: tuple[str, str] | None, *, in_thought: bool
     ) -> None:
         self._style, self._specials, self._in_thought = style, specials, in_thought
+        # the longest that begins at a place; names are clients', so a text is gone through once
+        marks = sorted((mark for mark in (*specials, ANY) if mark), key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(map(re.escape, marks))})")
+        self._letters = 0
+        """How long the rules of arguments are that are written one by one."""
         self._rules = ["TEXT: /(.|\\n)*/", "SPACE: /\\n{0,2}/"]
         self._thinks = thought is not None
         if thought is not None:
@@ -110,18 +118,12 @@ class CallGrammar:
 
     def _lit(self, text: str) -> str:
         """A part of the style as Lark says it."""
-        found, at = [], 0
-        while at < len(text):
-            places = [(text.find(mark, at), mark) for mark in (*self._specials, ANY)]
-            place, mark = min(
-                ((place, mark) for place, mark in places if place >= 0),
-                key=lambda one: (one[0], -len(one[1])), default=(len(text), ""),
-            )  # fmt: skip
-            if place > at:
-                found.append(json.dumps(text[at:place], ensure_ascii=False))
-            if mark:
-                found.append(f"/{NUMBER}/" if mark == ANY else f"<[{self._specials[mark]}]>")
-            at = place + len(mark)
+        found = []
+        for number, part in enumerate(self._marks.split(text)):  # every other one is a mark
+            if number % 2:
+                found.append(f"/{NUMBER}/" if part == ANY else f"<[{self._specials[part]}]>")
+            elif part:
+                found.append(json.dumps(part, ensure_ascii=False))
         return " ".join(found)
 
     def _call(self, rule: str, function: Mapping[str, Any]) -> None:
@@ -147,6 +149,8 @@ class CallGrammar:
             words = "this model writes arguments one by one and cannot be held to that."
             raise ValueError(f"parameters of {name!r} have {', '.join(odd) or 'no properties'}: {words}")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        required = schema.get("required")
+        required = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set[str]()
         found = []
         for number, (key, value) in enumerate(schema.get("properties", {}).items()):
             value = value if isinstance(value, Mapping) else {}
@@ -157,7 +161,10 @@ class CallGrammar:
             else:
                 written = f"{_json({**value, **shared})} {self._lit(style.end)}"
             body = f"{self._lit(style.begin + key + style.is_)} {written}"
-            found.append(f"({body})" if key in schema.get("required", ()) else f"({body})?")
+            self._letters += len(body)
+            if self._letters > MAX_LETTERS:  # definitions stand once more with each argument: stop before they pile up
+                raise ValueError(f"tools have arguments of more than {MAX_LETTERS} letters. Make them simpler.")
+            found.append(f"({body})" if key in required else f"({body})?")
         return " ".join(found)
 
     def _text(self, rule: str, schema: Mapping[str, Any], end: str) -> None:
@@ -181,7 +188,10 @@ class CallGrammar:
 def is_text(schema: Mapping[str, Any]) -> bool:
     """Whether a value of this schema is a text and nothing else."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
-    if JOINED & schema.keys():
+    if JOINED & schema.keys() or not isinstance(chosen, list | None):
+        return False
+    lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+    if not isinstance(schema.get("pattern", ""), str) or any(type(length) is not int for length in lengths):
         return False
     if schema.get("type") == "string":
         return chosen is None or all(isinstance(one, str) for one in chosen)

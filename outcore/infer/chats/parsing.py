@@ -281,7 +281,8 @@ def _loose(text: str, style: CallStyle) -> str:
     if style.pairs is not None:
         return f"(?:{NUMBER})".join(map(re.escape, text.split(ANY)))
     parts = [r"\s*".join(map(re.escape, _BLANKS.split(part))) for part in text.split(ANY)]
-    return r"\s*" + f"(?:{NUMBER})".join(parts)
+    # two such in a row would try every way to share the blanks between them, quadratic in their number
+    return re.sub(r"(?:\\s\*){2,}", lambda _: r"\s*", r"\s*" + f"(?:{NUMBER})".join(parts))
 
 
 class TemplateParser:

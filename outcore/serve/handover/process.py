@@ -142,7 +142,8 @@ class ServerProcess:
 
     def _is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=self._care.answer_within_s).status_code == 200
+            answer = httpx.get(f"{self.url}/health", timeout=self._care.answer_within_s, trust_env=False)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -96,7 +96,9 @@ class Forwarder:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(settings.request_timeout_s, connect=10.0)
         headers = {"Authorization": f"Bearer {key}"}
-        self.client = httpx.AsyncClient(base_url=process.url, headers=headers, timeout=timeout, limits=limits)
+        self.client = httpx.AsyncClient(
+            base_url=process.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+        )
         self.num_under_way, self._stopping = 0, asyncio.Event()
         metrics.gauge("running_answers", "Requests under way", lambda: self.num_under_way)
         metrics.gauge("engine_up", "1 while the engine answers", lambda: process.state == "up")

@@ -130,7 +130,7 @@ def _checked(url: str, key: str) -> int:
     """Tokens that the model reads at most."""
     import httpx
 
-    found = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    found = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60)
     return int(found.raise_for_status().json()["data"][0]["max_model_len"])
 
 
@@ -139,7 +139,9 @@ def _asked(client: AgentClient, url: str, key: str) -> None:
     import httpx
 
     path, body = client.asks
-    answer = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=600)
+    answer = httpx.post(
+        f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=600
+    )
     if answer.status_code != 200:
         raise RuntimeError(f"a request to {path} was answered with {answer.status_code}: {answer.text}")
 
@@ -155,10 +157,19 @@ def _run(client: AgentClient, more: Sequence[str]) -> int:
         signal.pause()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
     try:
+        environ = _unproxied({**os.environ, **client.variables})
         ended = subprocess.run(
-            [str(executable), *client.command[1:], *more], env={**os.environ, **client.variables}, check=False,
+            [str(executable), *client.command[1:], *more], env=environ, check=False,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
     return ended.returncode
+
+
+def _unproxied(environ: dict[str, str]) -> dict[str, str]:
+    """The environment, by which no proxy is asked for this machine: it would be sent the key and all that is said."""
+    for name in ("NO_PROXY", "no_proxy"):
+        there = environ.get(name, "")
+        environ[name] = there if there == "*" else ",".join(filter(None, (there, "127.0.0.1")))
+    return environ

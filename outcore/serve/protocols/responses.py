@@ -13,6 +13,7 @@ from outcore.infer import Answer
 from outcore.infer.chats import Parsed
 from outcore.serve.body import flag, sorted_out
 from outcore.serve.errors import ApiError, bad
+from outcore.serve.kept import packed
 from outcore.serve.protocols.chat import ChatCall
 from outcore.serve.service import Service
 
@@ -133,9 +134,9 @@ class ResponseCall:
         self.service, self.is_stream, self.fields = service, flag(fields, "stream"), fields
         self.tools = Tools(fields.get("tools") or [])
         self.ignored += self.tools.unknown
-        self.before = _items_of(fields, service)
+        before = _items_of(fields, service)
         chat = {k: v for k, v in fields.items() if k not in FIELDS | {"stream", "stream_options", "store", "n"}}
-        chat["messages"] = [*_told_first(fields.get("instructions")), *_messages_of(self.before)]
+        chat["messages"] = [*_told_first(fields.get("instructions")), *_messages_of(before)]
         if self.tools.functions:
             chat["tools"] = self.tools.functions
         if "tool_choice" in fields:
@@ -147,11 +148,14 @@ class ResponseCall:
         self.chat = ChatCall(service, chat, self.name)
         self.ignored += self.chat.ignored
         self.created_s = int(time.time())
+        # here, on a thread for it: what clients put beside the words of an item may be long
+        self._before = None if fields.get("store") is False else packed(before)
+        del fields["input"]
 
     def keep(self, items: list[dict[str, Any]]) -> None:
         """Keep the conversation for a request that goes on from here."""
-        if self.fields.get("store") is not False:
-            self.service.responses.put(self.name, [*self.before, *items])
+        if self._before is not None:
+            self.service.responses.put(self.name, [*self._before, *packed(items)])
 
 
 def _items_of(fields: Mapping[str, Any], service: Service) -> list[Any]:
@@ -191,7 +195,7 @@ def _messages_of(items: list[Any]) -> list[dict[str, Any]]:
             if not messages or messages[-1]["role"] != "assistant":  # calls stand in the message that they end
                 messages.append({"role": "assistant", "content": ""})
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind in OUTPUTS:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         else:

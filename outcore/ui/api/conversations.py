@@ -68,7 +68,7 @@ class Conversations:
 
     def __init__(self, place: Place, host: ModelHost) -> None:
         self.place, self.host = place, host
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0))
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0), trust_env=False)
         self._running: dict[str, Running] = {}
         self._lock = threading.Lock()  # one at a time reads a conversation, changes it and writes it
 

@@ -279,7 +279,9 @@ def _answers(note: Mapping[str, Any]) -> bool:
 def _get(note: Mapping[str, Any], path: str) -> httpx.Response:
     """A page of this model's server. httpx.HTTPError where there is none."""
     headers = {"Authorization": f"Bearer {note['key']}"}
-    return httpx.get(f"http://127.0.0.1:{note['port']}{path}", headers=headers, timeout=ANSWER_S).raise_for_status()
+    return httpx.get(
+        f"http://127.0.0.1:{note['port']}{path}", headers=headers, timeout=ANSWER_S, trust_env=False
+    ).raise_for_status()
 
 
 def _launch(note: Mapping[str, Any]) -> dict[str, Any]:

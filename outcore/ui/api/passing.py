@@ -25,7 +25,7 @@ class PassOn:
 
     def __init__(self, app: ASGIApp, host: ModelHost) -> None:
         self.app, self.host = app, host
-        self.client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0))
+        self.client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0), trust_env=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _is_the_models(scope["path"], scope["method"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 
 import pytest
 
@@ -192,3 +193,44 @@ def test_without_marks_all_is_text():
     parser.add("<think>a</think><tool_call>b")
     parser.finish()
     assert parser.whole.content == "<think>a</think><tool_call>b"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blanks_where_a_call_should_begin_take_no_time(tiny_folder, family):
+    tokenizer = with_template(tiny_folder[2], FAMILIES[family], SPECIAL.get(family, ()))
+    chat = Chat(Prompts(tokenizer), {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
+    parser, began_s = chat.parser("r"), time.thread_time()
+    parser.add(style_of(Prompts(tokenizer)).trigger + " " * 100_000)
+    parser.finish()
+    assert time.thread_time() - began_s < 1
+
+
+def test_definitions_do_not_pile_up_argument_by_argument(tiny_folder):
+    prompts = Prompts(with_template(tiny_folder[2], FAMILIES["qwen 3.5"], SPECIAL["qwen 3.5"]))
+    schema = {
+        "type": "object",
+        "properties": {f"a{number}": {"$ref": "#/$defs/x"} for number in range(3000)},
+        "$defs": {"x": {"type": "integer", "description": "x" * 5000}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ValueError, match="letters"):
+        Chat(prompts, {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})
+
+
+def test_names_made_of_marks_are_gone_through_once(tiny_folder):
+    special = [f"<|mark_{number}|>" for number in range(50)]
+    prompts = Prompts(with_template(tiny_folder[2], FAMILIES["hermes, qwen, smollm"], special))
+    tool = {"type": "function", "function": {"name": special[7] * 20_000, "parameters": {"type": "object"}}}
+    began_s = time.thread_time()
+    chat = Chat(prompts, {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})
+    assert time.thread_time() - began_s < 5 and chat.form[0]["type"] == "grammar"
+
+
+@pytest.mark.parametrize("odd", [{"enum": 5}, {"pattern": 5}, {"minLength": "0"}, {"maxLength": [1]}])
+def test_odd_keywords_of_a_text_are_no_texts(tiny_folder, odd):
+    prompts = Prompts(with_template(tiny_folder[2], FAMILIES["qwen 3.5"], SPECIAL["qwen 3.5"]))
+    schema = {"type": "object", "properties": {"path": {"type": "string", **odd}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chat = Chat(prompts, {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})
+    with pytest.raises(ValueError, match="tools"):
+        Grammars(prompts.tokenizer, frozenset({prompts.tokenizer.eos_token_id})).of(*chat.form)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outcore.serve.kept import KeptResponses
+from outcore.serve.kept import MOST_ONE_BYTES, KeptResponses, packed
 from tests.refused import refused
 from tests.serve.agents.sessions import PATCH, READ
 from tests.serve.running import get, send
@@ -164,16 +164,26 @@ def test_a_response_goes_on_from_another(responses):
 
 
 def test_responses_are_kept_within_limits():
-    kept = KeptResponses(most=3, most_bytes=110)
+    kept = KeptResponses(most=3, most_bytes=270)
     for number in range(4):
-        kept.put(str(number), [number])
+        kept.put(str(number), packed([number]))
     assert kept.get("1") == [1]
-    kept.put("long", ["x" * 60])
-    kept.put("longer", ["x" * 30])
+    kept.put("long", packed(["x" * 60]))
+    kept.put("longer", packed(["x" * 30]))
     assert kept.get("longer") and kept.get("1") == [1]
-    kept.put("too long", ["x" * 200])
+    kept.put("too long", packed(["x" * 300]))
     assert kept.get("1") == [1], "what is not kept takes no place"
     for name in ("0", "too long", 3, None):
+        refused(Exception, "is not here", lambda name=name: kept.get(name))
+
+
+def test_one_conversation_does_not_take_all_room():
+    kept = KeptResponses()
+    kept.put("short", packed(["x"]))
+    kept.put("long", packed(["x" * MOST_ONE_BYTES]))
+    kept.put("many", packed([1] * (MOST_ONE_BYTES // 20)))
+    assert kept.get("short") == ["x"]
+    for name in ("long", "many"):
         refused(Exception, "is not here", lambda name=name: kept.get(name))
 
 
