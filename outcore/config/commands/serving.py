@@ -49,7 +49,8 @@ def _add_serve_flags(found: CommandParser) -> None:
     group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")
     group.add_argument("--max_queue", type=int, default=512, help="requests under way; more get 429")
     group.add_argument("--max_body_mib", type=int, default=16, help="longest body of a request")
-    group.add_argument("--max_answer_tokens", type=int, default=4096, help="longest answer (default: 4096; of outcore start: 32768)")
+    longest = "longest answer (default: 4096; of outcore start: 32768)"
+    group.add_argument("--max_answer_tokens", type=int, default=4096, help=longest)
     group.add_argument("--request_timeout", type=float, default=600.0, help="seconds after which an answer is given up")
     group.add_argument("--log_dir", type=Path, default=Path("logs/serve"), help="folder for a line for each request")
     group.add_argument("--record_text", action="store_true", help="with prompts and answers in those lines")
