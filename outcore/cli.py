@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "score": ("outcore.infer.commands.score", "log-probabilities of texts and perplexity"),
         "evaluate": ("outcore.evaluate.commands.evaluate", "scores by lm-evaluation-harness, for a model of any size"),
         "evaluations": ("outcore.evaluate.commands.evaluations", "what was evaluated: list, show, diff, export"),
-        "serve": ("outcore.evaluate.commands.serve", "an address under OpenAI's API for a model of any size"),
+        "serve": ("outcore.evaluate.commands.serve", "OpenAI's and Anthropic's API for a model of any size"),
         "start": (
             "outcore.serve.handover.start",
             "claude, codex, opencode, aider or open-webui on a model of this machine",

@@ -23,16 +23,16 @@ class EngineFields:
     """Engine and offload."""
 
     engine: Literal["auto", "stream", "deepspeed"] | None = setting(None, file=("outcore.engine",), common=True)
-    """Who moves the bytes: auto streams a decoder-only model on one process and says why where it does not.
-    Default: deepspeed_config.json's outcore block (auto)."""
+    """Who moves the bytes: auto streams a decoder-only model on one host, on any number of its GPUs, and says why
+    where it does not. Default: deepspeed_config.json's outcore block (auto)."""
     state_format: StateFormat = setting("auto", file=("outcore.state_format",), common=True)
     """Offloaded optimizer states, with either engine: as fp32, or split (bf16 only: the same numbers in 10 B a
     parameter instead of 12), or with 8-bit moments as fp32_m8 or split8 (other numerics), or with a master of 24 bits
     beside those, too, as fp24_m8 (bf16 only). auto: split with bf16, else fp32."""
     ram_budget_gib: float | None = setting(None, file=("outcore.ram_budget_gib",), least=0, common=True)
-    """GiB of RAM for the whole process, about 3 of which Python, CUDA and buffers take; of parameters, gradients and
-    optimizer states what does not fit goes to the NVMe path. Default: what is available now, less 2 GiB for the page
-    cache."""
+    """GiB of RAM for the whole process, 2 to 3 of which Python, CUDA and buffers take on a GPU; of parameters,
+    gradients and optimizer states what does not fit goes to the NVMe path. Default: what is available now, less 2 GiB
+    for the page cache."""
     staging_gib: float | None = setting(None, file=("outcore.staging_bytes",), file_unit=1 / GIB, above=0)
     """GiB of pinned memory: the lanes' slots, then homes of parameters and gradients as far as it reaches. Default: 8,
     or what the machine lets a process pin."""
