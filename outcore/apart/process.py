@@ -38,7 +38,7 @@ def begin() -> None:
     """Have the process from which others are forked import what they need, while this one goes on. Windows forks none:
     there each imports for itself."""
     if START == "forkserver":
-        multiprocessing.get_context(START).set_forkserver_preload(PRELOADED)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
 
 
@@ -99,7 +99,7 @@ class _Process:
 
     def _begin(self) -> Connection:
         begin()
-        context = multiprocessing.get_context(START)
+        context: Any = multiprocessing.get_context(START)
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._tool, self._memory_bytes), daemon=True)
         with self._starts, _without_main():
