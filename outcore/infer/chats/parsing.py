@@ -191,6 +191,12 @@ class AnswerParser:
             rest = rest.lstrip()
             if not rest.startswith("{"):
                 return False
+        elif mode == "raw":  # the text begins behind the style's own blanks: more of them are the text's
+            blanks = self._style.between[len(self._style.between.rstrip()) :]
+            behind = self._held[match.start() + len(match[0].rstrip()) :]
+            if len(behind) < len(blanks) and blanks.startswith(behind):
+                return False
+            rest = behind.removeprefix(blanks)
         self._held, self._mode = rest, mode
         self._is_left_out = self._count == self._reads.most_calls
         self._called, self._depth = name, 0

@@ -234,3 +234,18 @@ def test_odd_keywords_of_a_text_are_no_texts(tiny_folder, odd):
     chat = Chat(prompts, {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})
     with pytest.raises(ValueError, match="tools"):
         Grammars(prompts.tokenizer, frozenset({prompts.tokenizer.eos_token_id})).of(*chat.form)
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_a_text_of_its_own_grammar_begins_behind_the_styles_blanks(tiny_folder, step):
+    """In pieces it kept the style's blank before it, which a patch may not begin with."""
+    prompts = Prompts(with_template(tiny_folder[2], FAMILIES["hermes, qwen, smollm"]))
+    style = style_of(prompts)
+    assert style is not None and style.between.endswith(" ")
+    for text in ("*** Begin Patch\n", " *** two blanks"):
+        parser = AnswerParser("r", Reads(style=style, raw=frozenset({"patch"})))
+        said = f"{style.open}patch{style.between}{text}{style.close}"
+        for at in range(0, len(said), step):
+            parser.add(said[at : at + step])
+        parser.finish()
+        assert [call["function"]["arguments"] for call in parser.whole.tool_calls] == [text]
