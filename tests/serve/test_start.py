@@ -80,3 +80,11 @@ def test_what_cannot_be_started_is_said(tmp_path):
     ended = start(tmp_path, tmp_path, "claude", str(tmp_path / "none"), "--device", "cpu")
     assert ended.returncode == 1 and "ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
     assert start(tmp_path, tmp_path, "emacs", "model").returncode == 2
+
+
+@pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--api_key_file", "keys"], ["--engine", "vllm"]])
+def test_what_a_session_chooses_itself_is_refused(given, capsys):
+    from outcore.serve.handover.start import main
+
+    assert main(["claude", "model", *given]) == 2
+    assert "leave" in capsys.readouterr().err

@@ -93,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         need_packages(("fastapi", "uvicorn", "httpx"), "serving", "serve")
         if args.engine == "vllm":
             raise ValueError("start serves by our own engine: leave --engine vllm out.")
+        if args.api_key_file is not None or args.host != start_flags().get_default("host"):
+            raise ValueError("start serves this session's client alone: leave --host and --api_key_file out.")
         return _session(args, serve_words, words[at + 1 :])
     except (ValueError, RuntimeError, OSError) as error:
         return tell_error("start", error)
