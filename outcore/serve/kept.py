@@ -18,7 +18,8 @@ ITEM_BYTES = 41
 
 
 class KeptResponses:
-    """Items of conversations by the id of their last response. Ids are not to be guessed: who knows one goes on."""
+    """Items of conversations by the id of their last response. Ids are not to be guessed by whoever has no key; with a
+    key, `/v1/requests` tells those of requests under way."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes, self._most_one_bytes = most, most_bytes, min(most_bytes, MOST_ONE_BYTES)
