@@ -36,10 +36,11 @@ EXAMPLES: dict[str, Any] = {
     "grad_accum_dtype": "fp32", "activations": "ram", "push_to_hub": "a/b",
 }  # fmt: skip
 """Values that are not made up from the field's type and range."""
-LORA = {"lora_r": 4}
+LORA = {"lora_r": 4, "random_base": True}
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "quantize", "use_rslora", "init_lora_weights"), LORA),
     **dict.fromkeys(("use_dora", "lora_modules_to_save"), LORA),
+    "lora_r": {"random_base": True},
     "lr_decay_ratio": {"lr_scheduler_type": "wsd"},
     "continue_with_changes": {"resume_from_checkpoint": "auto"},
 }

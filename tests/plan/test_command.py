@@ -84,7 +84,7 @@ class Pasted:
         assert words[:2] == ["python", "train_model.py"]
         if HUB.keys() & set(words):  # adapters name the trained model, which is not here
             at = words.index("--model_name_or_path")
-            words[at : at + 2] = ["--preset", HUB[words[at + 1]]]
+            words[at : at + 2] = ["--preset", HUB[words[at + 1]], "--random_base"]
         assert train([*words[2:], "--plan"]) == 0, capsys.readouterr().err
         planned, pasted = self.plans
         for name in SAME:
