@@ -308,6 +308,7 @@ def test_a_stopped_run_is_among_the_models(page, here):
     page.get_by_role("option", name="checkpoints/one").wait_for()
 
 
+@pytest.mark.slow  # nine answers one after another in a browser: two busy cores take longer than it waits
 def test_a_refused_message_comes_back_into_its_box_also_after_a_reload(page, here):
     load(here)
     forget(here)
