@@ -107,7 +107,7 @@ class RerankOutput:
     """One document's relevance to the query."""
 
     index: int
-    """Place of the document among those that were given."""
+    """Index of the document in the list that was given."""
     document: str
     relevance_score: float
 
