@@ -42,7 +42,7 @@ from outcore.infer.requests import KNOWN, Grammars, Prompts, Sampling, sampling_
 
 logger = logging.getLogger("outcore")
 ABOUT_ANSWERS = KNOWN | {"n", "response_format"}
-"""What a call may say about its answers."""
+"""Fields that a call may set beside its prompts."""
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its tokens, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}."""
 Said = Mapping[str, Any]
