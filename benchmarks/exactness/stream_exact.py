@@ -34,8 +34,8 @@ from real_text import Batch, Text, device_name, model, num_targets, write_json
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.state import LossScaler
 from outcore.model import LoadedModel, LoraSettings
 from outcore.train.configure.schedule import LrSchedule
 

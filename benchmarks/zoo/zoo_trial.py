@@ -20,8 +20,7 @@ from zoo_shapes import config_of
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
-from outcore.engine.stream.check.tiles import try_tiled_copy
+from outcore.engine.stream.check.gradients import try_tiled_copy, why_config_not_trained, why_not_trained
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
 from outcore.model import LoadedModel, LoraSettings

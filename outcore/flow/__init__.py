@@ -6,9 +6,8 @@
 are their homes and arrival, `layers` runs a part, `tiles` those that do not fit whole, `check` tries a model on a tiny
 copy, `trace` tells what happened when."""
 
-from outcore.flow.call import Call, OnPart, Output, Want
 from outcore.flow.device_memory import let_segments_grow
-from outcore.flow.flow import Flow, Passage, PassWatch
+from outcore.flow.flow import Call, Flow, OnPart, Output, Passage, PassWatch, Want
 from outcore.flow.layers import CompileChoice, CompiledLayers, Head, HeadInput, PartRunner
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units
 from outcore.flow.weights import FixedWeights, WeightArrival, WeightSource

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedSpec
+from outcore.formats.plain import Int4
 from outcore.optim import build_extension
 
 STEP = 64

@@ -7,12 +7,9 @@ from functools import cache
 
 import torch
 
-from outcore.formats.codes import Int8, Nf4
-from outcore.formats.floats import Fp8, Mxfp4
 from outcore.formats.ggml import Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0
-from outcore.formats.int4 import Int4
 from outcore.formats.packed import PackedFormat
-from outcore.formats.plain import PLAIN_FORMATS
+from outcore.formats.plain import PLAIN_FORMATS, Fp8, Int4, Int8, Mxfp4, Nf4
 
 QUANTIZE_CHOICES = ("nf4", "int8")
 """What `--quantize` packs a 16-bit model into."""

@@ -11,7 +11,6 @@ import platform
 import sys
 from pathlib import Path
 
-from outcore.machine.build_locks import remove_stale_locks
 from outcore.machine.drives import Usage, drive_of, local_drives
 from outcore.machine.gpus import Runner, detect_gpus, run_command
 from outcore.machine.host import (
@@ -22,6 +21,7 @@ from outcore.machine.host import (
     memlock_limit_bytes,
     usable_cores,
 )
+from outcore.machine.mounts import remove_stale_locks
 from outcore.machine.records import DRIVE_KINDS, Drive, Gpu, LinkRates, Machine, pcie_gb_per_s
 
 

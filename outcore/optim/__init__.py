@@ -13,6 +13,13 @@ from outcore.optim.formats.state_format import FP24_M8, FP32, FP32_M8, SPLIT, SP
 from outcore.optim.gpu import MatrixJob, MatrixUpdates, update_on_device, updates_on_device
 from outcore.optim.hyper import AdamWHyper, check_eps
 from outcore.optim.jobs import ChunkJob, JobBatch
-from outcore.optim.pool import OptimizerPool, default_num_threads
+from outcore.optim.pool import (
+    ChunkResult,
+    OptimizerPool,
+    PoolClosed,
+    Ticket,
+    UnitResult,
+    UpdateFailed,
+    default_num_threads,
+)
 from outcore.optim.reference import LARGEST_GRAD
-from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed

@@ -7,7 +7,7 @@ import logging
 from outcore.optim.backend import Backend, BackendName
 from outcore.optim.build import ExtensionUnavailable
 from outcore.optim.extension import ExtensionBackend
-from outcore.optim.torch_backend import TorchBackend
+from outcore.optim.reference import TorchBackend
 
 logger = logging.getLogger(__name__)
 

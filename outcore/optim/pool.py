@@ -20,7 +20,8 @@ merge neighbouring numbers, and w rounds. Double precision finds the old m, v an
 rest is off by units in the last place, m by far more where it cancelled; residuals would be 4 bits a parameter
 (entropy, M) with an escape for outliers. So such an update writes its states elsewhere (`JobBatch.ahead`): no byte more
 is read or written for that, the old parameters apart, and they are what it takes to take it back.
-"""
+
+What a pool hands out: a ticket per submitted unit, its result, reports of chunks, and the errors of waiting."""
 
 from __future__ import annotations
 
@@ -37,11 +38,60 @@ import torch
 from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.machine import usable_cores
-from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue
+from outcore.optim.backend import Backend, BackendName, FinishedUnit, GradStats, Status, Work, WorkQueue
 from outcore.optim.choice import open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
-from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
+
+
+class UpdateFailed(RuntimeError):
+    """A unit's update raised; its states are partly updated and must be restored from a checkpoint."""
+
+
+class PoolClosed(RuntimeError):
+    """The pool was closed before this."""
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of a unit."""
+
+    unit_id: Hashable
+    status: Status
+    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
+    stats: GradStats | None
+    """Statistics of the unit's gradients, for guarded updates and sums of squares."""
+    started_s: float
+    """First task's start and last one's end, on the clock of time.perf_counter (for a trace)."""
+    finished_s: float
+    busy_s: float
+    """Summed over the threads."""
+
+
+class Ticket:
+    """A submitted unit; `result` is set once it was waited for or seen to be done."""
+
+    def __init__(self, ticket_id: int, unit_id: Hashable, work: Work) -> None:
+        self.ticket_id = ticket_id
+        self.unit_id = unit_id
+        self.work: Work = work
+        self.result: UnitResult | None = None
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if self.result is None else self.result.status
+        return f"Ticket({self.ticket_id}, unit {self.unit_id!r}, {self.work}, {state})"
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """A chunk whose states and parameters may be written back now (or were left alone: 'skipped')."""
+
+    ticket: Ticket
+    chunk_index: int
+    status: Status
+    finished_s: float
+
 
 DEFAULT_TASK_NUMEL = 1 << 18
 """2^18 parameters are 7 MB of traffic: under 2 ms of a thread, against a microsecond to hand it out."""

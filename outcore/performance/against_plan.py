@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from outcore.performance.findings import ComparedRow, Projection
-from outcore.performance.steps import measured_steps, median_of
+from outcore.performance.health import measured_steps, median_of
+from outcore.performance.show import ComparedRow, Projection
 from outcore.plan import RATED_WRITES_PER_BYTE
 
 BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0

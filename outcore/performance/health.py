@@ -1,10 +1,13 @@
 """Is this machine fit for a long run: what is looked at before the trial, and what its steps showed.
 
-Every check stands alone: one that cannot be made is a note with the reason, never a failure of the test."""
+Every check stands alone: one that cannot be made is a note with the reason, never a failure of the test.
+
+Reading a trial's step records."""
 
 from __future__ import annotations
 
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,21 @@ from outcore.common.quantities import GIB, MIB, format_gb, format_gib
 from outcore.machine import Machine
 from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
-from outcore.performance.findings import Check, Level
-from outcore.performance.steps import measured_steps
+from outcore.performance.show import Check, Level
 from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs
 from outcore.plan.run import drive_performance
+
+
+def measured_steps(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records after the warm-up."""
+    return found["steps"][found["warm_steps"] :]
+
+
+def median_of(records: list[dict[str, Any]], key: str) -> float | None:
+    """Median of a figure over the steps that have it."""
+    values = [record[key] for record in records if record.get(key) is not None]
+    return float(statistics.median(values)) if values else None
+
 
 BUSY_CPU_PCT = 25.0
 BUSY_GPU_PCT = 10.0

@@ -23,12 +23,9 @@ from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
 from outcore.performance.against_plan import compare, project
-from outcore.performance.findings import Check, Findings
-from outcore.performance.health import before_the_trial, during_the_trial
-from outcore.performance.history import compared, last_report
-from outcore.performance.judge import judge
-from outcore.performance.show import show
-from outcore.performance.steps import measured_steps, median_of
+from outcore.performance.health import before_the_trial, during_the_trial, measured_steps, median_of
+from outcore.performance.judge import compared, judge, last_report
+from outcore.performance.show import Check, Findings, show
 from outcore.plan import MEASURED_PROFILE, differs
 
 TRIAL_TIMEOUT_S = 900.0

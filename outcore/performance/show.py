@@ -1,9 +1,153 @@
-"""The findings in the terminal."""
+"""The findings in the terminal.
+
+What a performance test found: checks, figures and the verdict. Plain frozen values, to JSON."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
 from outcore.common.quantities import format_gb, format_gib, format_s
-from outcore.performance.findings import ComparedRow, Findings
+
+Level = Literal["ok", "note", "warning", "stop"]
+"""note: could not be told, or worth knowing; warning: run with care; stop: do not start."""
+SCHEMA_VERSION = 2
+LEAST_DIFFERENCE = {"bytes": 200e6, "s": 0.05}
+"""Below it a plan is not called wrong: generator states, log files, a process that was busy elsewhere."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    level: Level
+    words: str
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A figure of the plan beside the same figure of the machine."""
+
+    name: str
+    unit: Literal["bytes", "s"]
+    planned: float | None
+    measured: float | None
+    limit_pct: float
+    """How far the plan may be off before it is said."""
+    least: float | None = None
+    """Differences below it do not count; None: LEAST_DIFFERENCE."""
+
+    @property
+    def error_pct(self) -> float | None:
+        """The plan's error in percent of the measurement; positive: the plan was too high."""
+        if self.planned is None or not self.measured:
+            return None
+        return 100.0 * (self.planned - self.measured) / self.measured
+
+    @property
+    def is_off(self) -> bool:
+        """The plan is further off than it should be, by enough to matter."""
+        if self.error_pct is None or abs(self.error_pct) <= self.limit_pct:
+            return False
+        least = LEAST_DIFFERENCE[self.unit] if self.least is None else self.least
+        return abs((self.planned or 0.0) - (self.measured or 0.0)) > least
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The whole run, from what was measured."""
+
+    total_steps: int
+    step_s: float
+    tokens_per_s: float
+    training_s: float
+    evaluations_s: float
+    saves_s: float
+    startup_s: float
+    ends_at: str
+    """Local time, if it started now."""
+    written_bytes: float
+    """To the drive: states of every step and checkpoints."""
+    rating_share: float | None
+    """Share of the drive's rated writes; None where its size is not known."""
+
+    @property
+    def rating_words(self) -> str:
+        """What the run takes of the drive's rated writes."""
+        if self.rating_share is None:
+            return "drive's usual rating unknown"
+        pct = 100 * self.rating_share
+        words = "less than 0.01" if pct < 0.01 else f"{pct:.2g}" if pct < 10 else f"{pct:,.0f}"
+        return f"{words} % of the drive's usual rating"
+
+    @property
+    def total_s(self) -> float:
+        return self.training_s + self.evaluations_s + self.saves_s + self.startup_s
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A figure that got worse since the last test of the same run on this machine."""
+
+    name: str
+    before: float
+    now: float
+
+    @property
+    def worse_pct(self) -> float:
+        return 100.0 * abs(self.now - self.before) / self.before
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """GO, GO WITH WARNINGS or NO-GO, and why."""
+
+    word: Literal["GO", "GO WITH WARNINGS", "NO-GO"]
+    reasons: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 GO, 3 GO WITH WARNINGS, 1 NO-GO (2 is wrong usage)."""
+        return {"GO": 0, "GO WITH WARNINGS": 3, "NO-GO": 1}[self.word]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything of one test."""
+
+    created_at: str
+    argv: tuple[str, ...]
+    elapsed_s: float
+    run_key: dict[str, Any]
+    """What must be alike for two tests to be compared."""
+    machine_key: dict[str, Any]
+    verdict: Verdict
+    checks: tuple[Check, ...]
+    rows: tuple[ComparedRow, ...]
+    projection: Projection | None
+    regressions: tuple[Regression, ...] = ()
+    compared_with: str = ""
+    """When the test that this one is compared with was made, or why with none."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Seconds and bytes by name, for the next comparison."""
+    trial: dict[str, Any] | None = None
+    """What the trial run left; None when it failed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        record = dataclasses.asdict(self)
+        record["schema_version"] = SCHEMA_VERSION
+        record["exit_code"] = self.verdict.exit_code
+        for row, plain in zip(self.rows, record["rows"], strict=True):
+            plain |= {"error_pct": row.error_pct, "is_off": row.is_off}
+        for regression, plain in zip(self.regressions, record["regressions"], strict=True):
+            plain["worse_pct"] = regression.worse_pct
+        if self.projection is not None:
+            record["projection"]["total_s"] = self.projection.total_s
+        return record
+
 
 MARKS = {"ok": "ok", "note": "-", "warning": "WARN", "stop": "STOP"}
 COLORS = {"GO": "green", "GO WITH WARNINGS": "yellow", "NO-GO": "red"}

@@ -13,7 +13,6 @@ from outcore.plan.choose import PlanAnswer, choose, choose_or_change
 from outcore.plan.constants import RATED_WRITES_PER_BYTE
 from outcore.plan.hardware import Hardware, ProfileError
 from outcore.plan.inference import InferencePlan, PassTime, plan_inference, plan_of
-from outcore.plan.profile import MEASURED_PROFILE, differs, load_hardware
+from outcore.plan.profile import MEASURED_PROFILE, RunRequest, differs, load_hardware
 from outcore.plan.record import Plan, TierUse
-from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape

@@ -15,8 +15,8 @@ from outcore.plan import constants as k
 from outcore.plan.deepspeed.forecast import OFFLOADS, plan_deepspeed
 from outcore.plan.deepspeed.memory import STAGE_NUMBER
 from outcore.plan.hardware import Hardware
+from outcore.plan.profile import STAGES, RunRequest
 from outcore.plan.record import Plan
-from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_muon, why_not_stream

@@ -63,7 +63,7 @@ mask 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 34
 H100); with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
 micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
 before the first packed row, 0.32 s after it; half: counted in the benchmark's text. Both engines go by documents'
-borders instead of masks (outcore/model/packed/attention.py); that a row of several documents then takes less than a row
+borders instead of masks (outcore/model/packed/trial.py); that a row of several documents then takes less than a row
 of one is not counted, because their lengths are not known. Heads of 128 and older chips do better (FlashAttention-2: 50
 to 73 % of an A100's peak, where products of matrices reach 80)."""
 LONG_ATTENTION_SHARE, ATTENTION_SLOW_TOKENS = 0.68, 1060

@@ -1,15 +1,19 @@
 """The run behind `gds_optimizer.py`: the stages in order, each with its share of the time, each able to be left out.
 
 A stage that cannot run here (no GPU, no kvikio, out of time) leaves a sentence in `skipped`; it never leaves a made-up
-number. The test files are removed when `run` ends, for whatever reason."""
+number. The test files are removed when `run` ends, for whatever reason.
+
+Progress on stderr: a bar on a terminal (rich), a plain line per stage otherwise, so that logs stay readable."""
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -18,11 +22,10 @@ from outcore.machine import Machine, detect_machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.budget import Budget
 from outcore.probe.bench.compute import measure_compute
 from outcore.probe.bench.device import measure_copies, measure_peers
-from outcore.probe.bench.direct import measure_direct, open_direct_engine
 from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, recommended
 from outcore.probe.bench.drive_cell import batch_limit_bytes
-from outcore.probe.bench.drive_file import TestFile
-from outcore.probe.bench.host import measure_host
+from outcore.probe.bench.drive_file import TestFile, measure_direct, open_direct_engine
+from outcore.probe.bench.host import MOST_NUMEL, measure_host, measure_updates
 from outcore.probe.bench.lanes import (
     ProbeStaging,
     StagingTest,
@@ -33,12 +36,11 @@ from outcore.probe.bench.lanes import (
 )
 from outcore.probe.bench.latency import SIZES_BYTES, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
-from outcore.probe.bench.memory import measure_ram, thread_counts
-from outcore.probe.bench.update import MOST_NUMEL, measure_updates
+from outcore.probe.bench.measurement import measure_ram, thread_counts
 from outcore.probe.gds.facts import READ_BYTES, GdsFacts, collect_facts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import judge
-from outcore.probe.report import advice
+from outcore.probe.report import recommend as advice
 from outcore.probe.report.recommend import recommend
 from outcore.probe.report.record import Measured
 from outcore.probe.system import RealSystem, System
@@ -46,8 +48,7 @@ from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
 
 if TYPE_CHECKING:
-    from outcore.probe.options import ProbeOptions
-    from outcore.probe.progress import StageProgress
+    from outcore.probe.flags import ProbeOptions
 
 WEIGHTS = {
     "drive": 40.0,
@@ -364,3 +365,47 @@ class ProbeRun:
 def _line_rate(directory: Path) -> float | None:
     drive = drive_of(directory)
     return pcie_gb_per_s(drive.pcie_gen, drive.pcie_width)
+
+
+class StageProgress:
+    """`stage` begins one of `stages`, `tick` says what it is doing right now. A context manager."""
+
+    def __init__(self, stages: Sequence[str], stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._stages = list(stages)
+        self._start_s = time.monotonic()
+        self._bar = self._task = None
+        if self._stream.isatty():
+            self._start_bar()
+
+    def _start_bar(self) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        except ImportError:  # rich is a convenience: plain lines say the same
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
+        self._task = self._bar.add_task("starting", total=len(self._stages))
+        self._bar.start()
+
+    def stage(self, name: str) -> None:
+        """Begin this stage: those before it are done (or left out), this one begins. ValueError for an unknown name."""
+        number = self._stages.index(name) + 1
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=number - 1, description=name)
+        else:
+            elapsed_s = time.monotonic() - self._start_s
+            print(f"[{number}/{len(self._stages)}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)
+
+    def tick(self, what: str) -> None:
+        """What is being measured now; shown on a terminal only."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=what)
+
+    def __enter__(self) -> StageProgress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -187,7 +187,7 @@ def mask_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
 def border_bytes(shape: ModelShape, tokens: int) -> int:
     """What the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an fp32
     gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
-    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed/attention.py)."""
+    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed/trial.py)."""
     width = shape.num_heads * shape.head_dim
     documents = 1 << max(4, (max(1, tokens // 256) - 1).bit_length())
     expanded = 4 * tokens * width if shape.num_kv_heads < shape.num_heads else 0

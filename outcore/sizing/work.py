@@ -65,7 +65,7 @@ def step_work(
     # Tiled: logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32.
     rows = min(shape.vocab_size, max(1, tile_bytes // (e * hidden)))
     of_tile = int(TILED_LOGITS_ALIVE * 4 * rows * min(tokens, max(16, LOGITS_CHUNK_BYTES // (4 * rows))))
-    if masks:  # the one in use, and as bits those of all micro-batches of a step (outcore/flow/parts/masks.py)
+    if masks:  # the one in use, and as bits those of all micro-batches of a step (outcore/flow/parts/shell.py)
         in_use = mask_bytes(shape, e, seq_length, tokens)
         packed = in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
     else:

@@ -1,10 +1,9 @@
 """Bytes between host or device memory and drives: aligned files, engines, and a store of named tensors."""
 
 from outcore.storage.block_file import BlockFile
+from outcore.storage.block_spans import aligned_bytes
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import DRIVE_ACCESS, DriveAccess, StorageEngine, open_engine
 from outcore.storage.engines import KvikioEngine, PosixEngine
-from outcore.storage.errors import ChangedBytes, StorageError, StoreInUse, describe_errno
-from outcore.storage.host_buffer import aligned_bytes
+from outcore.storage.errors import ChangedBytes, StorageError, StoreInUse, Transfer, describe_errno, gather
 from outcore.storage.store import DigestRule, Extent, TensorSpec, TensorStore
-from outcore.storage.transfer import Transfer, gather

@@ -24,11 +24,9 @@ from typing import Any
 from outcore.common.classes import Closing
 from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_gb, format_s, round_up
-from outcore.storage.block_spans import BlockSpans
-from outcore.storage.descriptor import Descriptor, Mode
+from outcore.storage.block_spans import BlockSpans, host_bytes
+from outcore.storage.descriptor import Descriptor, Mode, WriteBehind
 from outcore.storage.errors import StorageError
-from outcore.storage.host_buffer import host_bytes
-from outcore.storage.page_cache import WriteBehind
 
 
 class BlockFile(Closing):

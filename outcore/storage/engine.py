@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engines import KvikioEngine, PosixEngine
 from outcore.storage.engines.worker import STALL_S
-from outcore.storage.transfer import Transfer
+from outcore.storage.errors import Transfer
 
 
 @runtime_checkable

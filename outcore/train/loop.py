@@ -3,14 +3,21 @@
 Everything the run needs is handed in (`trainer_parts`); the loop owns the schedule, the data position and what is
 written to disk. On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and
 the setting. A model whose last training or validation loss is not finite is never saved: it would take a good
-checkpoint's place."""
+checkpoint's place.
+
+What the training loop is handed: the engine, the data, the schedule, how long the run is, and where it reports.
+
+The best evaluation so far: which step had it, and how many evaluations since were no better.
+
+What the model continues in a sample: the prompt of the user as the data would render it, or one of the data."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +34,124 @@ from outcore.checkpoint import (
 )
 from outcore.checkpoint.export import save_export_files
 from outcore.common.quantities import counted
-from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
-from outcore.monitor import plot_loss
+from outcore.config import TrainConfig
+from outcore.data import IGNORE_INDEX, BatchStream, PreparedData
+from outcore.engine.base import LOWER_RATE, Engine, MicroBatch, NonFiniteLossError, StepResult
+from outcore.monitor import MetricsLog, RunProgress, Sampler, plot_loss
 from outcore.monitor.metrics import StartupClock
-from outcore.train.memory_advice import TierFull
-from outcore.train.process import StopRequest, load_random_state, save_random_state
-from outcore.train.trainer_parts import TrainerParts
+from outcore.runs import RunFolder
+from outcore.train.changes import TierFull
+from outcore.train.configure.schedule import LrSchedule, RunLength
+from outcore.train.process.random_state import load_random_state, save_random_state
+from outcore.train.process.stop_request import StopRequest
+
+
+@dataclass
+class BestSoFar:
+    """Lower is better. Its state goes into every checkpoint, so that a resumed run goes on counting."""
+
+    metric: str = "eval_loss"
+    patience: int | None = None
+    """Evaluations in a row that were not better enough after which the run ends; None: it never does."""
+    threshold: float = 0.0
+    """Amount by which a value must be lower than the best before it not to count towards `patience`. A lower one by
+    less is the best all the same."""
+    step: int | None = None
+    value: float = math.inf
+    evaluations_since: int = 0
+
+    def see(self, step: int, value: float) -> bool:
+        """Take in an evaluation; True when it is the best so far."""
+        is_enough = value < self.value - (self.threshold if self.step is not None else 0.0)
+        self.evaluations_since = 0 if is_enough else self.evaluations_since + 1
+        is_best = value < self.value
+        if is_best:
+            self.step, self.value = step, value
+        return is_best
+
+    @property
+    def is_over(self) -> bool:
+        """True when the run has waited long enough for a better one."""
+        return self.patience is not None and self.evaluations_since >= self.patience
+
+    @property
+    def words(self) -> str:
+        """For people: the best and where it was."""
+        return f"step {self.step}, {self.metric} {self.value:.4f}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.evaluations_since}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; another metric, or a checkpoint without one, starts anew."""
+        if state and state.get("metric") == self.metric and state.get("step") is not None:
+            self.step, self.value = int(state["step"]), float(state["value"])
+            self.evaluations_since = int(state["since"])
+
+
+@dataclass
+class TrainerParts:
+    """What the loop works with."""
+
+    config: TrainConfig
+    folder: RunFolder
+    engine: Engine
+    stream: BatchStream
+    eval_batches: Callable[[], Iterator[MicroBatch]] | None
+    schedule: LrSchedule
+    length: RunLength
+    sampler: Sampler
+    progress: RunProgress
+    metrics: MetricsLog | None
+    loggers: Any
+    prompt_ids: list[int]
+    decode: Callable[[list[int]], str]
+    end_tokens: Collection[int]
+    """Tokens at which a sample ends, as an answer does."""
+    fingerprint: dict[str, Any]
+    settings: dict[str, Any]
+    """Saved with a checkpoint to tell what a resumed run has changed."""
+    made_of: dict[str, Any]
+    """Saved with a checkpoint to know its tokenizer and its base again."""
+    warnings: Any
+    """Turns a step's metrics into words for people, each once (`outcore.monitor.watches.run_warnings`)."""
+    watches: tuple[Any, ...] = ()
+    """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
+    max_skips: int = 20
+    best: BestSoFar | None = None
+    """Which evaluation was the best, where the run keeps that model or stops early; None: it does neither."""
+    keeps_data_position: bool = True
+    """Whether a resumed run goes on in its data where the checkpoint was; not where the data was changed on purpose."""
+    tokenizer: Any = None
+    """Kept beside the weights of every checkpoint, so that it can be exported without the run; None: left out."""
+
+
+DEFAULT_PROMPT = "def "
+CHATS = ("messages", "sharegpt")
+
+
+def sample_prompt(text: str | None, data: PreparedData, tokenizer: Any) -> list[int]:
+    """Token ids. A chat's prompt goes through the chat template; without one of the user's own it is the beginning of
+    an evaluation row, up to where the loss begins, and plain text gets a short start."""
+    if text is not None:
+        if data.summary.shape.startswith(CHATS) and getattr(tokenizer, "chat_template", None):
+            turns = [{"role": "user", "content": text}]
+            return list(
+                tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
+        return tokenizer(text)["input_ids"]
+    return _prompt_of_the_data(data) or tokenizer(DEFAULT_PROMPT)["input_ids"]
+
+
+def _prompt_of_the_data(data: PreparedData) -> list[int]:
+    """Tokens of the first row before the first that bears loss; [] of plain text, all of which does."""
+    rows = data.eval if data.eval is not None else data.train
+    batch = rows.batch([0])
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    first = next((index for index, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+    return ids[:first] if first > 1 else []
+
 
 PICTURE_AFTER_S = 20.0
 """A save draws loss.png anew when it is older than this; the end of a run does in any case. Drawing takes 0.2 s."""

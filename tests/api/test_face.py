@@ -48,9 +48,9 @@ assert not {"torch", "transformers", "yaml", "outcore.api", "outcore.hf"} & sys.
 assert took < 0.5, took
 outcore.TrainConfig(max_steps=3)
 assert callable(outcore.plan)
-import outcore.plan.request  # rooms stay modules
+import outcore.plan.profile  # rooms stay modules
 from outcore.plan import RunRequest
-assert outcore.plan.request.RunRequest is RunRequest
+assert outcore.plan.profile.RunRequest is RunRequest
 assert outcore.plan("tiny", machine="rtx4070-laptop").fits and "torch" not in sys.modules
 """
 

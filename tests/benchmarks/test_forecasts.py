@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outcore.plan.hardware import Hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest
 from outcore.plan.run.forecast import plan_layout
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import ModelShape

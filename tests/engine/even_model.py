@@ -7,8 +7,7 @@ from typing import Any
 
 from outcore.config import RunSettings
 from outcore.engine.base import Host
-from outcore.engine.stream.decision.decide import stream_decision
-from outcore.engine.stream.decision.decision import StreamDecision
+from outcore.engine.stream.decision.decide import StreamDecision, stream_decision
 from outcore.sizing.training import PartNeeds, TrainingNeeds, checkpoint_ends
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outcore.engine.deepspeed.environment import remove_stale_builds, tell_of_builds
-from outcore.machine.build_locks import remove_stale_lock
+from outcore.machine.mounts import remove_stale_lock
 
 
 def locked(folder: Path) -> Path:

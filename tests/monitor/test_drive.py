@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.monitor.sensors.block_device import BlockDevice
-from outcore.monitor.sensors.drive import DriveSensor, run_json_command
+from outcore.monitor.sensors.drive import BlockDevice, DriveSensor, run_json_command
 from outcore.monitor.sensors.sensor import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat
 from tests.refused import refused

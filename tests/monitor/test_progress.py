@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor import MetricsLog, RunProgress, plot_loss
-from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps
+from outcore.monitor.metrics.reader import smooth, thin, with_gaps
 from tests.waiting import until
 
 GIB = 1 << 30

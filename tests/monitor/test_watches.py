@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from outcore.monitor import MemoryWatch, MetricsLog, RunWarnings, SpaceWatch, hold_off_sleep
-from outcore.monitor.screen.frame import sparkline
-from outcore.monitor.screen.watch import find_run, main, watch
+from outcore.monitor.screen.frame import find_run, main, sparkline, watch
 from outcore.monitor.watches.space import SpaceVerdict
 from tests.monitor.fakes import fake_system
 from tests.refused import failing, refused
@@ -314,7 +313,7 @@ def test_live_view_follows_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monk
         if len(naps) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("outcore.monitor.screen.watch.time", SimpleNamespace(sleep=nap, time=time.time))
+    monkeypatch.setattr("outcore.monitor.screen.frame.time", SimpleNamespace(sleep=nap, time=time.time))
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     watch(run, width=80, file=out)

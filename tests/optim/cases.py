@@ -7,7 +7,7 @@ import torch
 
 from outcore.optim import AdamWHyper, ChunkJob, ChunkState, ExtensionUnavailable, StateFormat
 from outcore.optim.extension import ExtensionBackend
-from outcore.optim.torch_backend import TorchBackend
+from outcore.optim.reference import TorchBackend
 
 SIZES = (1, 2, 3, 15, 17, 255, 256, 257, 300, 511, 512, 1000, 4095, 4097)
 # Bit patterns of fp32: zeros, denormals, the smallest normal, bf16 ties, values around one, the largest.

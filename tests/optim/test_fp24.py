@@ -7,7 +7,7 @@ import torch
 
 from outcore.optim import FP24_M8, SPLIT8, ChunkJob, ChunkState
 from outcore.optim.formats.chunk_state import join_master, round_to_24_bits, split_master
-from outcore.optim.formats.moments8 import _random, random_bytes
+from outcore.optim.formats.state_format import _random, random_bytes
 from tests.optim.cases import NON_FINITE_BITS, extension, from_bits, hyper, make_job
 
 

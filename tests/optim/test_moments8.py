@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outcore.optim import SPLIT8, ChunkJob, ChunkState
-from outcore.optim.formats.moments8 import Codes, _random, exact_sqrt, pack_nearest, pack_stochastic, unpack
+from outcore.optim.formats.state_format import Codes, _random, exact_sqrt, pack_nearest, pack_stochastic, unpack
 from tests.optim.cases import extension, hyper, make_job
 
 SCALES = (2.0**-112, 2.0**-112 * 1.37, 1e-20, 3.3e-7, 0.7, 1.0, 123.456, 1e18)

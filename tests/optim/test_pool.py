@@ -20,7 +20,7 @@ from outcore.optim import (
     OptimizerPool,
     UpdateFailed,
 )
-from outcore.optim import torch_backend as torch_backend_module
+from outcore.optim import reference as torch_backend_module
 from outcore.optim.backend import Backend
 from tests.optim.cases import (
     all_same,

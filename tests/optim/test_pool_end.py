@@ -9,7 +9,7 @@ import pytest
 
 from outcore.optim import FP32, SPLIT, JobBatch, OptimizerPool, PoolClosed
 from outcore.optim import pool as pool_module
-from outcore.optim import torch_backend as torch_backend_module
+from outcore.optim import reference as torch_backend_module
 from outcore.optim.backend import Backend
 from tests.optim.cases import all_same, extension, hyper, make_unit, torch_backend, updated
 from tests.refused import refused

@@ -16,11 +16,9 @@ from outcore.performance import health
 from outcore.performance import main as main_module
 from outcore.performance.against_plan import compare, project
 from outcore.performance.command import main
-from outcore.performance.findings import Check, ComparedRow, Findings, Projection, Regression, Verdict
-from outcore.performance.history import compared, last_report
-from outcore.performance.judge import judge
+from outcore.performance.judge import compared, judge, last_report
 from outcore.performance.main import PerformanceTest, write
-from outcore.performance.show import show
+from outcore.performance.show import Check, ComparedRow, Findings, Projection, Regression, Verdict, show
 from outcore.performance.trial import TrialRun
 from outcore.train.configure import parse_config
 from outcore.train.run import main as train_main

@@ -7,7 +7,7 @@ from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, RunSettings, TrainConfig, resolve
 from outcore.engine.deepspeed.decision import deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
-from outcore.engine.stream.decision.decision import stream_layout
+from outcore.engine.stream.decision.decide import stream_layout
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Drive, Gpu, LinkRates, Machine
 from outcore.plan.hardware import Hardware

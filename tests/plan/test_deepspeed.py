@@ -8,9 +8,8 @@ import pytest
 from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.forecast import OFFLOADS, plan_deepspeed
-from outcore.plan.profile import load_hardware
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.record import Plan
-from outcore.plan.request import RunRequest
 from outcore.sizing.activations import layer_activation_bytes, layer_backward_bytes
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.streaming import STAGING_BYTES

@@ -18,8 +18,7 @@ from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Overrides, ProfileError, hardware_of, planning_drive
 from outcore.plan.inference import plan_inference, words_of
-from outcore.plan.profile import MEASURED_PROFILE, differs, load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import MEASURED_PROFILE, RunRequest, differs, load_hardware
 from tests.plan.fakes import TB, machine, server
 from tests.refused import refused
 

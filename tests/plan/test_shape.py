@@ -15,9 +15,9 @@ from outcore.flow.parts import discover_units
 from outcore.model import PRESETS, LoraSettings, ModelSettings, preset_shape, resolve_shape, shape_from_config
 from outcore.model.presets import preset_config
 from outcore.plan.choose import mild_changes
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest
 from outcore.plan.run.forecast import run_shape
-from outcore.plan.terms.work import device_bytes, step_flops
+from outcore.plan.terms import device_bytes, step_flops
 from outcore.sizing.activations import (
     checkpoint_bytes,
     layer_activation_bytes,

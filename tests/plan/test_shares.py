@@ -15,7 +15,7 @@ from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan
-from outcore.engine.deepspeed.staged.shares import Share
+from outcore.engine.deepspeed.staged.states import Share
 from outcore.model import LoraSettings, preset_shape
 from outcore.model.adapters import with_adapters
 from outcore.model.facts import model_class_of, skeleton_and_tied

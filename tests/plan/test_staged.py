@@ -11,9 +11,8 @@ from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.model import preset_shape
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed.forecast import plan_deepspeed
-from outcore.plan.profile import load_hardware
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.record import Plan
-from outcore.plan.request import RunRequest
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.swapping import WeightCounts
 from tests.engine.deepspeed.config_cases import run_of

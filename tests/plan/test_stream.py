@@ -15,8 +15,7 @@ from outcore.model import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
-from outcore.plan.profile import load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from outcore.common.quantities import KIB, MIB
-from outcore.probe.bench import direct as direct_bench
+from outcore.probe.bench import drive_file as direct_bench
 from outcore.probe.bench.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.bench.device import measure_copies, measure_peers
-from outcore.probe.bench.direct import measure_direct, open_direct_engine
 from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, recommended
 from outcore.probe.bench.drive_cell import KINDS, bench_memory, measure_cell, measure_iops
-from outcore.probe.bench.drive_file import TestFile
+from outcore.probe.bench.drive_file import TestFile, measure_direct, open_direct_engine
 from outcore.probe.bench.lanes import (
     ProbeStaging,
     StagingTest,
@@ -26,8 +25,7 @@ from outcore.probe.bench.lanes import (
 )
 from outcore.probe.bench.latency import LatencyResult, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
-from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough
-from outcore.probe.bench.memory import measure_ram, thread_counts
+from outcore.probe.bench.measurement import Measurement, best, measure_ram, smallest_good_enough, thread_counts
 from outcore.probe.gds.facts import GdsFacts, ReadTest
 from outcore.probe.gds.verdict import PathVerdict
 from outcore.staging import LaneSettings, PinnedPool, UploadLane

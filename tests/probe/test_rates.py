@@ -7,7 +7,7 @@ import torch
 
 from outcore.probe.bench import compute as compute_bench
 from outcore.probe.bench import host as host_bench
-from outcore.probe.bench import update as update_bench
+from outcore.probe.bench import host as update_bench
 
 
 def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):

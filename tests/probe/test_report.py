@@ -12,16 +12,15 @@ from outcore.common.quantities import GIB, KIB, MIB
 from outcore.machine import Drive, Machine
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult
+from outcore.probe.bench.host import UpdateRates
 from outcore.probe.bench.lanes import StagingTest
 from outcore.probe.bench.latency import SIZES_BYTES, LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
 from outcore.probe.bench.measurement import Measurement
-from outcore.probe.bench.update import UpdateRates
 from outcore.probe.gds.facts import GdsFacts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import PathVerdict, judge
-from outcore.probe.report.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
-from outcore.probe.report.recommend import recommend
+from outcore.probe.report.recommend import drive_link_warning, drive_warnings, gpu_warnings, recommend, staging_warnings
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
 from tests.probe.report_schema import check_report

@@ -18,15 +18,14 @@ from outcore.machine import Machine
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.probe import main as main_module
 from outcore.probe import run as optimizer_module
-from outcore.probe.bench import direct as direct_bench
-from outcore.probe.bench import memory as memory_bench
+from outcore.probe.bench import drive_file as direct_bench
+from outcore.probe.bench import measurement as memory_bench
 from outcore.probe.bench.budget import EFFORTS
 from outcore.probe.bench.drive_file import PREFIX, RUN, SUFFIX, remove_own_files
+from outcore.probe.flags import UsageError, parse_options
 from outcore.probe.gds.facts import GdsFacts, GpuFact, ReadTest
 from outcore.probe.main import main
-from outcore.probe.options import UsageError, parse_options
-from outcore.probe.progress import StageProgress
-from outcore.probe.run import STAGES, ProbeRun
+from outcore.probe.run import STAGES, ProbeRun, StageProgress
 from outcore.probe.system import ChildResult, RealSystem
 from outcore.storage import PosixEngine, StorageError
 from tests.probe.report_schema import check_report

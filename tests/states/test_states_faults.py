@@ -57,7 +57,7 @@ def test_a_write_that_fails_late_is_not_missed_by_a_save(build, faulty, tmp_path
 
 
 def test_a_failed_update_in_the_ring_comes_out(build, monkeypatch):
-    from outcore.optim import torch_backend
+    from outcore.optim import reference as torch_backend
 
     engine = build(replace(TINY, optimizer_backend="torch"), 0.0)
     engine.train_step(batches_of(0), LR)

@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine
-from outcore.storage.engines.request_queue import Kind
-from outcore.storage.engines.worker import STALL_S
-from outcore.storage.errors import StorageError
-from outcore.storage.transfer import Transfer
+from outcore.storage.engines.worker import STALL_S, Kind
+from outcore.storage.errors import StorageError, Transfer
 
 Matcher = Callable[[BlockFile, int, int], bool]
 

@@ -12,8 +12,8 @@ import pytest
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, BufferedFallbackWarning, StorageError, aligned_bytes, filesystem
 from outcore.storage import descriptor as descriptor_module
+from outcore.storage.descriptor import WriteBehind
 from outcore.storage.filesystem import DirectLimits, direct_limits, filesystem_of
-from outcore.storage.page_cache import WriteBehind
 from tests.refused import failing, refused
 from tests.storage.block_file_cases import at_address, make
 
@@ -112,7 +112,7 @@ def test_block_size_from_sysfs_where_the_kernel_does_not_tell_per_file(tmp_path:
 
 def test_buffered_writes_leave_a_bounded_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dropped: list[tuple[int, int]] = []
-    monkeypatch.setattr("outcore.storage.page_cache.drop_cached", lambda fd, at, n: dropped.append((at, n)))
+    monkeypatch.setattr("outcore.storage.descriptor.drop_cached", lambda fd, at, n: dropped.append((at, n)))
     cache = WriteBehind(window_bytes=256 * KIB)
     with make(tmp_path / "data.bin", "buffered", MIB) as file:
         for at in range(0, MIB, 128 * KIB):

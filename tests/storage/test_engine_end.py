@@ -174,7 +174,7 @@ def test_a_forked_child_is_told_and_can_open_its_own(file: BlockFile):
 
 
 def test_waiting_in_a_forked_child_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("outcore.storage.transfer._SLICE_S", 0.01)
+    monkeypatch.setattr("outcore.storage.errors._SLICE_S", 0.01)
     transfer = Transfer(1, "read")
 
     def child() -> None:
@@ -184,6 +184,6 @@ def test_waiting_in_a_forked_child_ends(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_wait_ends_when_the_threads_are_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("outcore.storage.transfer._SLICE_S", 0.01)
+    monkeypatch.setattr("outcore.storage.errors._SLICE_S", 0.01)
     transfer = Transfer(1, "read", lambda: False)
     refused(RuntimeError, "threads are gone", transfer.wait)

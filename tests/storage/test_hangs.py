@@ -19,8 +19,8 @@ from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import PinnedPool
 from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
-from outcore.storage.engines import request_queue
-from outcore.storage.store import traffic as store_traffic
+from outcore.storage.engines import worker as request_queue
+from outcore.storage.store import tensor_store as store_traffic
 from tests.refused import refused
 from tests.waiting import until
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from outcore.common.quantities import KIB
 from outcore.optim.digest import crc32_digest
 from outcore.storage import DigestRule, PosixEngine, StorageError, TensorSpec, TensorStore
-from outcore.storage.store.files import DATA_NAME
-from outcore.storage.store.stripe_layout import StripeLayout
+from outcore.storage.store.files import DATA_NAME, StripeLayout
 from tests.refused import failing, refused
 from tests.storage.store_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
 

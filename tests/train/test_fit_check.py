@@ -12,7 +12,8 @@ from outcore.plan import TierUse
 from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import too_small
 from outcore.train.run import assemble as run_module
-from outcore.train.run import main, space
+from outcore.train.run import main
+from outcore.train.run import planned as space
 from tests.forked import start_script
 from tests.plan.fakes import plan_of, server
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env

@@ -16,7 +16,7 @@ from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import run_hardware
 from outcore.train.run import main
-from outcore.train.run.space import kept_on_drive
+from outcore.train.run.planned import kept_on_drive
 from tests.engine.even_model import EvenModel
 from tests.plan.fakes import machine, plan_of, server
 

@@ -14,7 +14,7 @@ import torch
 from outcore.cli import main
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.stream.engine import StreamEngine
-from outcore.engine.stream.rng import seed_of
+from outcore.engine.stream.state import seed_of
 from tests.train.jobs import ENGINES, fixtures, flags, metrics, same, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures

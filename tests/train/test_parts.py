@@ -20,11 +20,12 @@ from outcore.config import ConfigError, TrainConfig, understand
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, prepare_environment
 from outcore.machine.host import CpuInfo
 from outcore.runs import RunFolder, take_run
+from outcore.train.changes import explain, ram_advice
 from outcore.train.configure.rooms import choose_device, schedule_of
 from outcore.train.configure.schedule import LrSchedule
-from outcore.train.memory_advice import explain, ram_advice
-from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
-from outcore.train.run.space import SPACE_RESERVE_BYTES, export_bytes, space_reserves
+from outcore.train.process.random_state import explain_order, load_random_state, save_random_state, seed_everything
+from outcore.train.process.stop_request import StopRequest
+from outcore.train.run.planned import SPACE_RESERVE_BYTES, export_bytes, space_reserves
 from tests.refused import refused
 
 

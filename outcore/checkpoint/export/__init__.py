@@ -13,5 +13,4 @@ from outcore.checkpoint.export.files import (
     model_folder,
     save_export_files,
 )
-from outcore.checkpoint.export.model import export_model
-from outcore.checkpoint.export.upload import check_login, push
+from outcore.checkpoint.export.model import check_login, export_model, push

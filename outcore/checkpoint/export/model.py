@@ -2,7 +2,12 @@
 
 Every rank calls `export_model` (gathering a partitioned weight needs all of them); rank 0 writes, into a folder aside
 that takes the final name only when it is whole. Memory: one tensor at a time. LoRA: merged weights are computed per
-layer (W + scale * B A) while they are written, or the adapter alone in peft's format."""
+layer (W + scale * B A) while they are written, or the adapter alone in peft's format.
+
+`--push_to_hub ORG/NAME`: the finished model to the Hugging Face hub, through huggingface_hub's own client.
+
+The login is looked at before training, so that nobody trains for a day to learn that a token is missing. A failed
+upload loses nothing: the model is in `final_model/`, and the message says how to send it."""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
+from outcore.config import ConfigError
 from outcore.model.adapters import adapted_layers, merge_stack, row_lengths, tied_apart
 from outcore.model.facts import adapter_name, checkpoint_name, parameter_types
 from outcore.model.weights import full_shape
@@ -225,3 +231,38 @@ def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) 
     for param in names.values():
         weight_of(param)
     return {}
+
+
+def check_login(repository: str) -> str:
+    """The user's name at the hub. ConfigError without a token, or with one that the hub does not take."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    if huggingface_hub.get_token() is None:
+        raise ConfigError(
+            f"push_to_hub {repository}: there is no token for the hub on this machine. Log in with `hf auth login` (or "
+            "set HF_TOKEN), or leave --push_to_hub out."
+        )
+    try:
+        return str(api.whoami()["name"])
+    except Exception as error:  # the client's own kinds: no network, a token that was revoked
+        raise ConfigError(
+            f"push_to_hub {repository}: the hub cannot be asked who you are ({type(error).__name__}: {error}). Check "
+            "the network and `hf auth whoami`, or leave --push_to_hub out."
+        ) from error
+
+
+def push(folder: Path, repository: str, run: str) -> str:
+    """Upload an exported model; its address. RuntimeError that says where the model is, and how to send it."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message=f"outcore run {run}")
+    except Exception as error:
+        raise RuntimeError(
+            f"push_to_hub {repository}: the upload failed ({type(error).__name__}: {error}). The model is whole in "
+            f"{folder}: send it with `hf upload {repository} {folder}`."
+        ) from error
+    return str(address)

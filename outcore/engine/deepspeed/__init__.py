@@ -2,5 +2,4 @@
 
 from outcore.engine.deepspeed.build import init_process_group
 from outcore.engine.deepspeed.decision import DeepSpeedDecision, decide_deepspeed
-from outcore.engine.deepspeed.environment import prepare_environment
-from outcore.engine.deepspeed.launcher_watch import watch_launcher
+from outcore.engine.deepspeed.environment import prepare_environment, watch_launcher

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 
 import torch
 
-from outcore.engine.stream.check.gradients import GRADIENTS, why_not_in_tiles_of_tokens
-from outcore.engine.stream.check.tiles import try_tiled_copy
+from outcore.engine.stream.check.gradients import GRADIENTS, try_tiled_copy, why_not_in_tiles_of_tokens
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy

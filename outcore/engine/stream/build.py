@@ -14,8 +14,7 @@ from itertools import chain
 
 import torch
 
-from outcore.engine.stream.activations.memory import Activations
-from outcore.engine.stream.activations.opening import open_activations
+from outcore.engine.stream.activations.memory import Activations, open_activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_model
@@ -25,13 +24,19 @@ from outcore.engine.stream.gradients.download import GradientDownload, GradientS
 from outcore.engine.stream.gradients.tiles import TiledDownload, TileGradients
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
-from outcore.engine.stream.ranks.published import PublishedUpdates
+from outcore.engine.stream.ranks.host import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updaters import AheadUpdater, DriveUpdater, MatrixUpdater, RamUpdater
-from outcore.engine.stream.updates import PartUpdates, UpdatedWeights
+from outcore.engine.stream.updates import (
+    AheadUpdater,
+    DriveUpdater,
+    MatrixUpdater,
+    PartUpdates,
+    RamUpdater,
+    UpdatedWeights,
+)
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, LongRows, PartRunner, RouterTaps, RowHomes
 from outcore.flow.tiles import TiledParts, open_tiles

@@ -32,15 +32,13 @@ from outcore.engine.base import (
     TracePlan,
     check_optimizer,
 )
-from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.ranks.slow import SlowRank
-from outcore.engine.stream.rng import generators_kept
+from outcore.engine.stream.ranks.reduce import SlowRank
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.state import StreamState
+from outcore.engine.stream.state import LossScaler, StreamState, generators_kept
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TraceWindow
-from outcore.engine.stream.updaters import is_usable
+from outcore.engine.stream.updates import is_usable
 from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part
 from outcore.flow.trace import PhaseClock, moment, wait_for

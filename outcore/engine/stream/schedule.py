@@ -20,7 +20,7 @@ from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.download import GradAccumulator, GradientShipping
-from outcore.engine.stream.rng import PartRandom, generators_kept
+from outcore.engine.stream.state import PartRandom, generators_kept
 from outcore.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import Batch, HeadInput
 from outcore.flow.parts import Part

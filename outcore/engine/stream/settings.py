@@ -115,7 +115,7 @@ class StreamSettings(StreamSizes):
     """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
     the CPU; 0: none stays."""
     ahead_bytes: int = 0
-    """RAM for second homes of the last parts' states (`outcore.states.second`): their updates begin before the global
+    """RAM for second homes of the last parts' states (`outcore.states.homes`): their updates begin before the global
     norm is known, once a step waited for updates, and are taken back where something must be clipped after all."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""

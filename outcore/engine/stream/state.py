@@ -3,17 +3,31 @@
 Families: `model` (trainable weights as the forward uses them, and persistent buffers), `master`, `exp_avg` and
 `exp_avg_sq` (fp32). The same files as `outcore.engine.deepspeed.engine` writes, so that either engine resumes the
 other's. Whatever their format, and wherever they live, states are written as fp32 and read back bit by bit. One tensor
-and, of states on NVMe, one chunk in memory at a time."""
+and, of states on NVMe, one chunk in memory at a time.
+
+Random numbers by place, not by order: dropout in a recomputed layer repeats what its forward drew.
+
+Every call of a unit on a micro-batch starts the generators from a seed made of (run seed, step, micro-batch, unit), so
+the numbers depend neither on the schedule nor on residency nor on prefetching.
+
+Dynamic loss scaling for fp16, with DeepSpeed's rules, so that either engine goes on from the other's state.
+
+Rules (deepspeed/runtime/fp16/loss_scaler.py): an overflow uses up one of `hysteresis` allowances, then halves the
+scale; `window` steps without one double it and restore the allowances."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
+from outcore.engine.base import EngineError
 from outcore.model import LoadedModel
 from outcore.model.facts import checkpoint_name, persistent_buffers
 from outcore.model.forward import unwrap
@@ -127,3 +141,97 @@ def _check_mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> None
             f"{folder}: exp_avg_sq of {name} is below zero somewhere, which a mean of squares cannot be: the file is "
             "damaged, or was written by something else. Resume from another checkpoint."
         )
+
+
+def seed_of(seed: int, step: int, micro_batch: int, unit: int) -> int:
+    """A 63-bit seed."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{unit}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class PartRandom:
+    """Seeds the CPU's and the device's default generator for one step. Micro-batch m of rank r is number m *
+    world_size + r of the step, so one rank that takes them all in this order draws the same."""
+
+    def __init__(self, device: torch.device, seed: int, step: int, rank: int = 0, world_size: int = 1) -> None:
+        self.device, self.seed, self.step = device, seed, step
+        self.rank, self.world_size = rank, world_size
+
+    def at(self, micro_batch: int, unit: int) -> None:
+        """Start the generators for this call."""
+        value = seed_of(self.seed, self.step, micro_batch * self.world_size + self.rank, unit)
+        torch.default_generator.manual_seed(value)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(value)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """The default generators are afterwards as they were before."""
+    cpu = torch.default_generator.get_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+@dataclass
+class LossScaler:
+    """`enabled` False: the scale is 1 and nothing changes it (bf16, fp32)."""
+
+    enabled: bool
+    cur_scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    min_scale: float = 1.0
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+    cur_hysteresis: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.enabled:
+            self.cur_scale = 1.0
+        if self.cur_scale <= 0 or self.window < 1 or self.hysteresis < 1 or self.min_scale <= 0:
+            raise ValueError(
+                "loss scaling needs positive scales, a window and hysteresis of at least 1; got "
+                f"scale {self.cur_scale}, min_scale {self.min_scale}, window {self.window}, "
+                f"hysteresis {self.hysteresis}"
+            )
+        self.cur_hysteresis = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """After a step. EngineError when the gradients overflow even at the lowest scale."""
+        if not self.enabled:
+            return
+        if overflow:
+            if self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
+            elif self.cur_scale <= self.min_scale:
+                raise EngineError(
+                    f"fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}), so no step can be "
+                    "made. Lower --learning_rate, or train in bf16; the last checkpoint is intact."
+                )
+            else:
+                self.cur_scale = max(self.cur_scale / 2, self.min_scale)
+            self.last_overflow_iter = self.cur_iter
+        else:
+            stable_steps = self.cur_iter - self.last_overflow_iter - 1
+            if stable_steps > 0 and stable_steps % self.window == 0:
+                self.cur_hysteresis = self.hysteresis
+                self.cur_scale *= 2
+        self.cur_iter += 1
+
+    _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint; empty when not enabled."""
+        return {name: getattr(self, name) for name in self._SAVED} if self.enabled else {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """What `state` returned; what is missing stays."""
+        for name in self._SAVED if self.enabled else ():
+            if name in state:
+                setattr(self, name, type(getattr(self, name))(state[name]))

@@ -10,7 +10,7 @@ from typing import Any
 from outcore.common.journal import is_held
 from outcore.common.output import tell_error
 from outcore.config.commands import evaluations_flags
-from outcore.evaluate.commands.say import table_of
+from outcore.evaluate.commands.evaluate import table_of
 from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
 from outcore.evaluate.jobs import JOURNAL
 

@@ -1,6 +1,6 @@
 """How attention learns of the documents in packed rows: by their borders or by masks. Decided when an engine is built.
 
-By their borders (`outcore.model.packed.attention`), documents cost what they would cost alone and there is no mask of
+By their borders (`outcore.model.packed.trial`), documents cost what they would cost alone and there is no mask of
 T x T; this needs sdpa attention in a model that passes two trials (`outcore.model.packed.trial`). Everything else goes
 on with masks, with the reason said once. On the CPU the same borders become masks within each layer."""
 

@@ -2,8 +2,8 @@
 
 Where an expert lies is a table on the device. Those in a slot of the cache are multiplied by the GPU, the others by the
 CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. The GPU may read
-some of the others in RAM, too: CPU and link together take more of the memory's rate (`pairs.py`). What is not in RAM is
-read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
+some of the others in RAM, too: CPU and link together take more of the memory's rate (`by_pairs.py`). What is not in RAM
+is read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
 the host sees there which experts are to come into slots, at most `MOST_SWAPS`, and which make room for them. The table
 follows when they have come, so no pass waits for them.
 
@@ -19,12 +19,11 @@ from torch import nn
 
 from outcore.common.deadline import after
 from outcore.common.errors import EngineError
-from outcore.flow.experts.by_pairs import first_matrix, run_pairs
+from outcore.flow.experts.by_pairs import collect, first_matrix, run_pairs, share_out
 from outcore.flow.experts.cache import ExpertCache
 from outcore.flow.experts.chosen import ChosenLayers, GroupMemory
 from outcore.flow.experts.form import experts_of, form_of, planes_of
 from outcore.flow.experts.from_drive import DriveExperts
-from outcore.flow.experts.pairs import collect, share_out
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.weights import HandOver, WeightHomes
 from outcore.formats import DeviceProducts, PackedProducts, PackedSpec, Scattered, device_products, stack_of

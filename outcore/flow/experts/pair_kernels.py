@@ -1,5 +1,5 @@
 """Who multiplies which pair of a token and an expert, and the results of all of them together, in Triton. Imported on a
-GPU only; `pairs.py` says the same in torch."""
+GPU only; `by_pairs.py` says the same in torch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from outcore.flow.parts.discovery import discover_units, module_lists
 from outcore.flow.parts.layout import SlabLayout, Slot, several_types
-from outcore.flow.parts.needs import needs_of_parts, run_shape
 from outcore.flow.parts.packed import cpu_specs, packing_rule
 from outcore.flow.parts.shell import CallLog, LayerCall, Stand, StreamUnsupported, bound, shell_of, with_memory
-from outcore.flow.parts.structure import alike
+from outcore.flow.parts.structure import alike, needs_of_parts, run_shape
 from outcore.flow.parts.units import DeviceBatch, ModelParts, Part

@@ -3,22 +3,67 @@
 A candidate is a child of the layer that holds weights in tiles and is called with nothing but hidden states [B, T, H].
 Whether it treats each token by itself is tried on two tokens the first time (attention, called with more, never gets
 here). Each chunk is recomputed in backward, so that one chunk's intermediates are all that is held. Cost: the module's
-weights come up once for each chunk, in each of forward, recomputation, recomputation of the chunk, and backward."""
+weights come up once for each chunk, in each of forward, recomputation, recomputation of the chunk, and backward.
+
+Place where gradients of large weights go that are multiplied tile by tile: flow hands them out and keeps none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outcore.flow.parts import bound
-from outcore.flow.tiles.matrix import TiledPart
-from outcore.flow.tiles.sink import TileSink
+from outcore.flow.parts import Part, bound
+from outcore.flow.tiles.matrix import TiledMatrix, TiledPart
+
+
+class RowSink(Protocol):
+    """Gradients of the rows of an embedding."""
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Note rows that are looked up."""
+        ...
+
+    def add(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+        """One batch's gradient [len(ids), num_cols] of these rows."""
+        ...
+
+
+class TileSink(Protocol):
+    """Gradients of tiles. It is told of every use, so that it knows which part of a gradient is the last."""
+
+    counting: bool
+    """Off while a chunk of tokens is recomputed: its uses have been counted."""
+
+    def begin_forward(self, unit: Part) -> None:
+        """A batch goes through the part: as many will come back."""
+        ...
+
+    def begin_backward(self, unit: Part) -> None:
+        """A batch comes back."""
+        ...
+
+    def expect(self, matrix: TiledMatrix) -> None:
+        """The matrix has been used once more in a forward that will be differentiated."""
+        ...
+
+    def add(self, matrix: TiledMatrix, tile: int, grad: torch.Tensor) -> None:
+        """One part of a tile's gradient, [rows, num_cols]."""
+        ...
+
+    def complete(self, matrix: TiledMatrix, tile: int, grad: torch.Tensor) -> None:
+        """The whole gradient of a tile, [rows, num_cols]."""
+        ...
+
+    def row_sums(self, matrix: TiledMatrix) -> RowSink:
+        """For a matrix that is used as an embedding."""
+        ...
+
 
 COPIES = 4
 """Intermediates of each projection that are held at once: its result, the activation's, and their gradients."""

@@ -14,11 +14,9 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.flow.parts import Part
-from outcore.flow.tiles.chunks import TokenChunks
-from outcore.flow.tiles.matrix import TiledPart
-from outcore.flow.tiles.plan import TilePlan
+from outcore.flow.tiles.chunks import TileSink, TokenChunks
+from outcore.flow.tiles.matrix import TiledPart, TilePlan
 from outcore.flow.tiles.ring import TileRing
-from outcore.flow.tiles.sink import TileSink
 from outcore.flow.tiles.weight import StreamedWeight, TileWork
 from outcore.flow.weights import SlabRanges, WeightArrival, WeightSource
 from outcore.staging import UploadLane

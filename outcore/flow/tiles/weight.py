@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from outcore.flow.parts import StreamUnsupported
+from outcore.flow.tiles.chunks import RowSink, TileSink
 from outcore.flow.tiles.matrix import TiledMatrix
 from outcore.flow.tiles.ring import TileRing
-from outcore.flow.tiles.sink import RowSink, TileSink
 from outcore.flow.weights import WeightSource
 from outcore.staging import UploadLane
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from outcore.flow.trace.file import Slice
-from outcore.flow.trace.moments import HostTime, Moment, moment
+from outcore.flow.trace.file import HostTime, Moment, Slice, moment
 from outcore.optim import Ticket
 from outcore.staging.lanes import CopyEvent
 from outcore.storage.engines import IoRequest

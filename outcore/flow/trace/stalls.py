@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import torch
 
-from outcore.flow.trace.moments import Moment, elapsed_s, moment
+from outcore.flow.trace.file import Moment, elapsed_s, moment
 from outcore.flow.trace.recorder import NO_TRACE, Trace
 
 Reason = Literal["pcie", "nvme", "optimizer"]

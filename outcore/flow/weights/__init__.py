@@ -1,10 +1,8 @@
 """Homes of the 16-bit parameters in RAM and on NVMe, and their arrival on the device."""
 
-from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.hand_over import HandOver
 from outcore.flow.weights.homes import WeightHomes
 from outcore.flow.weights.packed_weight import InPlaceProducts, PackedWeight
-from outcore.flow.weights.prefetch import WeightPrefetcher, settle
-from outcore.flow.weights.ranges import RangeUpload, SlabRanges
+from outcore.flow.weights.prefetch import RangeUpload, SlabRanges, WeightPrefetcher, settle
 from outcore.flow.weights.scratch import Scratch, Verification, choose_verification
-from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource
+from outcore.flow.weights.source import Expansion, FixedWeights, WeightArrival, WeightSource

@@ -1,6 +1,5 @@
 """Published checkpoints with packed weights: safetensors by their quantization_config."""
 
-from outcore.formats.checkpoint.entries import Entry, ExpandedEntry, PackedEntry, PlainEntry
 from outcore.formats.checkpoint.index import (
     GGUF,
     KEPT,
@@ -12,4 +11,11 @@ from outcore.formats.checkpoint.index import (
     usual_format,
     why_not_read,
 )
-from outcore.formats.checkpoint.places import TensorPlace, safetensors_places
+from outcore.formats.checkpoint.places import (
+    Entry,
+    ExpandedEntry,
+    PackedEntry,
+    PlainEntry,
+    TensorPlace,
+    safetensors_places,
+)

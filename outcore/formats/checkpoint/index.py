@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outcore.formats.checkpoint.entries import Entry, ExpandedEntry, PackedEntry, PlainEntry
 from outcore.formats.checkpoint.methods import METHODS
-from outcore.formats.checkpoint.places import safetensors_places
+from outcore.formats.checkpoint.places import Entry, ExpandedEntry, PackedEntry, PlainEntry, safetensors_places
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from outcore.formats.checkpoint.entries import Entry, ExpandedEntry, PackedEntry, Parts
-from outcore.formats.checkpoint.places import TensorPlace
-from outcore.formats.floats import FP4_VALUES
+from outcore.formats.checkpoint.places import Entry, ExpandedEntry, PackedEntry, Parts, TensorPlace
 from outcore.formats.packed import PackedSpec
+from outcore.formats.plain import FP4_VALUES
 from outcore.formats.registry import packed_format
 
 Places = dict[str, TensorPlace]

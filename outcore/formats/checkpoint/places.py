@@ -1,12 +1,14 @@
 """Places where the tensors of a published checkpoint lie: file, byte offset, type, shape; read from the headers alone.
 
 A safetensors file begins with 8 bytes (length of the header), the header as JSON, then the tensors' bytes. Reading a
-tensor is one read of exactly its bytes into memory of its own: no mapping, so nothing piles up in the page tables."""
+tensor is one read of exactly its bytes into memory of its own: no mapping, so nothing piles up in the page tables.
+
+One weight of a checkpoint, under the name that it has in the same checkpoint without quantization."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gb
+from outcore.formats.packed import PackedSpec, PackedTensor
 
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -105,3 +108,59 @@ def _header(path: Path) -> tuple[dict, int]:
         missing = format_gb(max(ends) - size_bytes)
         raise RuntimeError(f"{path} lacks its last {missing}: it is cut off. Download it again.")
     return header, start
+
+
+Parts = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PlainEntry:
+    """A weight stored as it is."""
+
+    place: TensorPlace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    def read(self) -> torch.Tensor:
+        """Read the values, in the type of the file."""
+        return self.place.read()
+
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """A weight that stays packed."""
+
+    spec: PackedSpec
+    parts: Mapping[str, TensorPlace]
+    """The checkpoint's tensors for it, by what they are."""
+    planes: Callable[[Parts], Sequence[torch.Tensor]]
+    """From those tensors to the planes of the format, without changing a number."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.value_shape
+
+    def read(self) -> PackedTensor:
+        """Read the packed bytes."""
+        parts = {name: place.read() for name, place in self.parts.items()}
+        return PackedTensor(self.spec, self.spec.assemble(self.planes(parts)))
+
+
+@dataclass(frozen=True)
+class ExpandedEntry:
+    """A weight stored in a way that no format here keeps: expanded to 16 bits when it is read."""
+
+    shape: tuple[int, ...]
+    why: str
+    """For people."""
+    parts: Mapping[str, TensorPlace]
+    values: Callable[[Parts], torch.Tensor]
+
+    def read(self) -> torch.Tensor:
+        """Read the values, fp32."""
+        return self.values({name: place.read() for name, place in self.parts.items()})
+
+
+Entry = PlainEntry | PackedEntry | ExpandedEntry

@@ -1,7 +1,15 @@
-"""A GGUF file as a packed checkpoint: its blocks stay as they are, under the model's names."""
+"""A GGUF file as a packed checkpoint: its blocks stay as they are, under the model's names.
+
+How llama.cpp names and keeps the weights of each architecture that is known here.
+
+Names come from the `gguf` package's own table. Its converter turns the rows of Llama's query and key projections from
+half-split to interleaved rotary order; everything else of these architectures is kept as it is.
+
+A byte-level BPE tokenizer in the words of a GGUF file."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,10 +27,74 @@ from outcore.formats.checkpoint import (
     TensorPlace,
     notes_on,
 )
-from outcore.formats.gguf_files.rules import gguf_names, row_order
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
 from outcore.model.facts import GgufTensor, gguf_header
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+"""transformers' model_type -> architecture of the file."""
+ONLY_READ = ("qwen3_moe",)
+INTERLEAVED = ("llama",)
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+class GgufRefused(ValueError):
+    """Why this model cannot be written to, or read from, a GGUF file."""
+
+
+def architecture_of(config: Any, *, to_file: bool) -> str:
+    """GgufRefused naming the architectures that are known."""
+    known = [name for name in ARCHITECTURES if not (to_file and name in ONLY_READ)]
+    if config.model_type not in known:
+        raise GgufRefused(
+            f"GGUF files are {'written' if to_file else 'read'} for {', '.join(known)}, not for {config.model_type}. "
+            + ("Convert the exported folder with llama.cpp's convert_hf_to_gguf.py" if to_file else "Take safetensors")
+            + " instead"
+        )
+    scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise GgufRefused(f"its positions are scaled ({kind}), which is not written to or read from GGUF files here")
+    return ARCHITECTURES[config.model_type]
+
+
+def rope_theta(config: Any) -> float:
+    """The base of rotary frequencies."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta", getattr(config, "rope_theta", None) or 10000.0))
+
+
+def gguf_names(config: Any, names: list[str], *, to_file: bool) -> dict[str, tuple[str, ...]]:
+    """The file's name of each parameter; of stacked experts' gate and up, which are two tensors there, both.
+
+    GgufRefused for a parameter that llama.cpp has no name for."""
+    import gguf
+
+    architecture = architecture_of(config, to_file=to_file)
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found = {}
+    for name in names:
+        # Stacked experts are parameters themselves; all others are a module's weight or bias.
+        stem, suffix = (name, "weight") if name.endswith(EXPERTS) else name.rsplit(".", 1)
+        stems = [stem.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")]
+        known = [table.get_name(one) for one in (stems if stem.endswith(EXPERTS[0]) else [stem])]
+        if None in known:
+            raise GgufRefused(f"llama.cpp's {architecture} has no place for {name}")
+        found[name] = tuple(f"{one}.{suffix}" for one in known)
+    return found
+
+
+def row_order(config: Any, name: str, *, to_file: bool) -> torch.Tensor | None:
+    """The rows of a parameter in the order of the file (or of the model); None where both are the same."""
+    leaf = name.split(".")[-2] if "." in name else ""
+    if ARCHITECTURES[config.model_type] not in INTERLEAVED or leaf not in ("q_proj", "k_proj"):
+        return None
+    heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (heads, 2, head_dim // 2) if to_file else (heads, head_dim // 2, 2)
+    return torch.arange(heads * head_dim).view(shape).transpose(1, 2).reshape(-1)
+
 
 Parts = dict[str, torch.Tensor]
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,3 +151,55 @@ def _value(raw: torch.Tensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor
         return raw
     blocks = raw.view(-1, raw.numel() // prod(shape[:-1])).numpy()
     return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])).view(shape)
+
+
+def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
+    """Write the folder's tokenizer.json. GgufRefused for other kinds than byte-level BPE."""
+    import gguf
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise GgufRefused(f"{folder} has no tokenizer.json, and a GGUF file carries its tokenizer")
+    described = json.loads(path.read_text(encoding="utf-8"))
+    model = described["model"]
+    parts = _flat(described.get("pre_tokenizer"))
+    if model["type"] != "BPE" or all(part["type"] != "ByteLevel" for part in parts):
+        raise GgufRefused(f"its tokenizer is {model['type']}; only byte-level BPE is written to GGUF files here")
+    added = {token["id"]: token for token in described.get("added_tokens", [])}
+    by_id = {number: token for token, number in model["vocab"].items()}
+    by_id |= {number: token["content"] for number, token in added.items()}
+    tokens, types = [], []
+    for number in range(max(vocab_size, max(by_id) + 1)):
+        tokens.append(by_id.get(number, f"[PAD{number}]"))
+        if number not in by_id:
+            types.append(gguf.TokenType.UNUSED)
+        elif number in added:
+            types.append(gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED)
+        else:
+            types.append(gguf.TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitting(parts))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges(merges)
+    gguf.SpecialVocab(folder, load_merges=False, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
+
+
+def _flat(described: Any) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer."""
+    if described is None:
+        return []
+    return described["pretokenizers"] if described["type"] == "Sequence" else [described]
+
+
+def _splitting(parts: list[dict[str, Any]]) -> str:
+    """llama.cpp's name for how text is split before merging. GgufRefused for a way that it has no name for here."""
+    patterns = [str(part.get("pattern", {}).get("Regex", "")) for part in parts if part["type"] == "Split"]
+    if any(part["type"] == "Digits" and part.get("individual_digits") for part in parts) and not patterns:
+        return "smollm"
+    if not patterns:
+        return "gpt-2"
+    if len(patterns) == 1 and "(?i:" in patterns[0]:
+        return "llama-bpe" if r"\p{N}{1,3}" in patterns[0] else "qwen2"
+    raise GgufRefused(f"its tokenizer splits text in a way that has no name here: {patterns[0][:60]}")

@@ -12,8 +12,14 @@ import numpy as np
 import torch
 
 from outcore.formats.checkpoint import TensorPlace, safetensors_places
-from outcore.formats.gguf_files.rules import GgufRefused, architecture_of, gguf_names, rope_theta, row_order
-from outcore.formats.gguf_files.tokens import add_tokenizer
+from outcore.formats.gguf_files.read import (
+    GgufRefused,
+    add_tokenizer,
+    architecture_of,
+    gguf_names,
+    rope_theta,
+    row_order,
+)
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
 from outcore.model.facts import end_ids

@@ -1,8 +1,5 @@
 """What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
 
-from outcore.model.facts.config_key import ConfigKey
-from outcore.model.facts.decay import undecayed
-from outcore.model.facts.ends import end_ids, read_end_tokens, set_end_tokens
 from outcore.model.facts.facts import (
     ModelFacts,
     language_config,
@@ -14,4 +11,14 @@ from outcore.model.facts.facts import (
     skeleton_and_tied,
 )
 from outcore.model.facts.gguf_file import GgufTensor, gguf_config_fields, gguf_header
-from outcore.model.facts.names import adapter_name, checkpoint_name, named_checkpoint_parameters, persistent_buffers
+from outcore.model.facts.names import (
+    ConfigKey,
+    adapter_name,
+    checkpoint_name,
+    end_ids,
+    named_checkpoint_parameters,
+    persistent_buffers,
+    read_end_tokens,
+    set_end_tokens,
+    undecayed,
+)

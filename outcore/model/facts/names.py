@@ -1,6 +1,22 @@
-"""One name per parameter, whatever is wrapped around the model: what checkpoints are keyed by."""
+"""One name per parameter, whatever is wrapped around the model: what checkpoints are keyed by.
+
+Questions whose answer follows from a model's config alone, asked by several parts of one start.
+
+Which parameters have no weight decay: biases and norms, found as Hugging Face's Trainer finds them, by a norm's type
+or by how it is called (`Trainer.get_decay_parameter_names`).
+
+Tokens that end what a model writes, set where other programs look for them.
+
+`generate`, vLLM and converters read `generation_config.json`, and some the configuration. A base model whose chats end
+their turns with another token than its text would run on in all of them, because both know the text's end only."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,3 +73,68 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A config as a key of `functools.lru_cache`: two of one class with equal fields and attention are one."""
+
+    config: Any = field(compare=False)
+    kind: type
+    fields: str
+    attention: str | None
+
+    @classmethod
+    def about(cls, config: Any) -> ConfigKey:
+        """Read the key off a transformers config as it is now; what changes it later changes no answer given."""
+        attention = getattr(config, "_attn_implementation", None)
+        return cls(config, type(config), config.to_json_string(use_diff=False), attention)
+
+
+UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+"""Names, in lower case, of parameters without weight decay."""
+
+
+def undecayed(model: nn.Module) -> frozenset[str]:
+    """Checkpoint names of the model's parameters that have no weight decay."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False) if UNDECAYED.search(name.lower())}
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            named.update(name for name, _ in module.named_parameters(prefix=prefix))
+    return frozenset(map(checkpoint_name, named))
+
+
+GENERATION_FILE = "generation_config.json"
+
+
+def end_ids(eos_token_id: Any) -> list[int]:
+    """`eos_token_id` as configurations write it (a number, several, or nothing) as a list."""
+    if eos_token_id is None:
+        return []
+    return [int(token) for token in eos_token_id] if isinstance(eos_token_id, list | tuple) else [int(eos_token_id)]
+
+
+def set_end_tokens(model: Any, tokenizer: Any, trained: Iterable[int]) -> list[int]:
+    """Have what is exported of `model` (one of transformers') end its answers with the tokens that ended them so far,
+    the tokenizer's EOS and those that the data trains. Returns all of them; nothing of a model without a configuration.
+    """
+    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    if config is None or not hasattr(config, "save_pretrained"):
+        return []
+    own = end_ids(tokenizer.eos_token_id)
+    before = end_ids(generation.eos_token_id if generation is not None else None) or end_ids(config.eos_token_id)
+    ends = list(dict.fromkeys([*before, *own, *trained]))
+    if own and own[0] not in end_ids(config.eos_token_id):
+        config.eos_token_id = own[0]  # one number: not every architecture's configuration takes more
+    if generation is not None and ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return ends
+
+
+def read_end_tokens(model: Any, folder: str | Path) -> None:
+    """Give `model` the generation config that lies in `folder` beside an adapter or a checkpoint's configuration: its
+    base has the one from before the training. Nothing where there is none."""
+    from transformers import GenerationConfig
+
+    if (Path(folder) / GENERATION_FILE).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

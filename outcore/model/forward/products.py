@@ -6,7 +6,11 @@ differentiate) and multiplied by the tensor cores, which sum in fp32. Embedding,
 stay as they are.
 
 `fp16_accumulation`: products of fp16 are summed in fp16 as well, which doubles their rate on GeForce cards. torch's own
-switch, which holds for the whole process while the engine is open."""
+switch, which holds for the whole process while the engine is open.
+
+A pass of torch's compiler: what several linear layers take (queries, keys and values; a gate and what it gates) is
+rounded to 8 bits once. The compiler itself joins equal operations only in graphs that it differentiates. Imported where
+layers multiply in float8 only, as it imports the compiler."""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from outcore.model.forward.float8 import FLOAT8, MULTIPLE, float8_product, float8_rounded
 
@@ -61,8 +66,6 @@ def _tell_compiler() -> None:
     """The compiler of torch 2.10 cannot look into an autograd.Function below torch.func: it takes the call as it is.
     What it compiles from now on rounds a matrix once for all that take it."""
     from torch._inductor import config as inductor_config
-
-    from outcore.model.forward.shared_rounding import SharedRounding
 
     torch.compiler.allow_in_graph(_float8)
     inductor_config.post_grad_custom_pre_pass = SharedRounding()
@@ -149,3 +152,22 @@ class LayerProducts:
         self._changed = []
         if self.name == "fp16_accumulation":
             torch.backends.cuda.matmul.allow_fp16_accumulation = self._was
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+class SharedRounding(CustomGraphPass):
+    """Leaves the first of equal views and roundings in a graph without mutations."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        first: dict[str, torch.fx.Node] = {}
+        for node in graph.nodes:
+            if node.target in (*VIEWS, torch.ops.outcore.float8_rounded.default):
+                kept = first.setdefault(repr((node.target, node.args, node.kwargs)), node)  # nodes by their names
+                if kept is not node:
+                    node.replace_all_uses_with(kept)
+                    graph.erase_node(node)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))

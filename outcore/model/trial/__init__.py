@@ -12,5 +12,4 @@ from outcore.model.trial.abilities import (
     run_once,
 )
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
-from outcore.model.trial.shrink import VOCAB, shrink_config
-from outcore.model.trial.vocabulary import check_token_ids, embedding_rows
+from outcore.model.trial.shrink import VOCAB, check_token_ids, embedding_rows, shrink_config

@@ -2,8 +2,7 @@
 
 from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFeed, by_layer, name_rules, shard_files
 from outcore.model.weights.initialise import Gather, initialise_weights, meta_skeleton, seeded_cpu
-from outcore.model.weights.integrity import check_weight_files
-from outcore.model.weights.standin import is_stand_in, stand_in, without_memory
+from outcore.model.weights.standin import check_weight_files, is_stand_in, stand_in, without_memory
 from outcore.model.weights.zero3 import (
     full_numel,
     full_shape,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from outcore.model.making import made_of
-from outcore.model.weights.random_stream import RandomStream, SharedStreamNeeded
+from outcore.model.weights.standin import RandomStream, SharedStreamNeeded
 
 AHEAD_BYTES = 1 << 30
 """Initial values in fp32 that may wait for their place."""

@@ -2,15 +2,24 @@
 
 `poll()` reads only what was appended since the last call; a file that was replaced or cut (a resumed run) is read again
 from its start. Torn and damaged lines are skipped and counted. Cost: one pass over the bytes; records stay in memory.
-"""
+
+plot_loss: loss.png from metrics.jsonl, readable at first glance.
+
+Training loss raw (faint) and smoothed (bold), evaluation loss as marked points, the learning rate in a small strip
+below; resumes are marked, missing steps leave gaps. Drawn with matplotlib without pyplot, so it needs no
+display, touches no global state and may run on any thread; written aside and renamed, so a viewer never sees half a
+picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and highest of each bin are kept)."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from outcore.common import replacing
 from outcore.monitor.metrics.log import parse_line
 
 
@@ -129,3 +138,185 @@ def restore_nonfinite(record: dict[str, Any]) -> bool:
         except (KeyError, IndexError, ValueError, TypeError):
             return False
     return True
+
+
+MAX_POINTS = 4000
+FONTS = (
+    "DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Source Han Sans SC",
+    "Droid Sans Fallback", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic",
+    "PingFang SC",
+)  # fmt: skip
+"""Fonts of the title, where they are installed: matplotlib's own first, which has no Chinese, Japanese or Korean."""
+RAW_COLOUR, SMOOTH_COLOUR, EVAL_COLOUR, RATE_COLOUR = "#9ec5f4", "#1f5fbf", "#d9480f", "#868e96"
+
+
+def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | None = None) -> bool:
+    """Draw the run's loss.
+
+    Args:
+        metrics_path: metrics.jsonl.
+        png_path: the picture; replaced atomically.
+        title: default: the header's run and model.
+
+    Returns:
+        False where there is nothing to draw yet (no step has a loss); then no file is written.
+
+    Raises:
+        FileNotFoundError: no metrics.jsonl.
+        OSError: the picture cannot be written."""
+    metrics = read_metrics(metrics_path)
+    points = numbers(metrics.steps, "loss")
+    if not points:
+        return False
+    figure = _draw(metrics, points, title or _title(metrics))
+    png_path = Path(png_path)
+    png_path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(png_path) as file:
+        figure.savefig(file, format="png", dpi=110)
+    return True
+
+
+def smooth(losses: list[float], span: int) -> list[float]:
+    """Centred mean over `span` points of the running median of 5, so neither lag nor single spikes show.
+
+    Values that are not finite are skipped. At the left end the window shrinks to both sides alike (the loss is steep
+    there), at the right end only its right side does (it is flat and noisy there)."""
+    finite = [(index, loss) for index, loss in enumerate(losses) if math.isfinite(loss)]
+    values = [loss for _, loss in finite]
+    medians = [sorted(values[max(0, at - 2) : at + 3])[(min(len(values), at + 3) - max(0, at - 2)) // 2]
+               for at in range(len(values))]  # fmt: skip
+    sums = [0.0, *accumulate(medians)]
+    smoothed = [math.nan] * len(losses)
+    for at, (index, _) in enumerate(finite):
+        half = min(at, span // 2)
+        start, stop = at - half, min(len(values), at + half + 1)
+        smoothed[index] = (sums[stop] - sums[start]) / (stop - start)
+    return smoothed
+
+
+def with_gaps(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
+    """Put NaN where steps are missing (a jump of more than three usual distances), so that the line breaks there."""
+    if len(steps) < 3:
+        return [float(step) for step in steps], list(values)
+    jumps = sorted(after - before for before, after in pairwise(steps))
+    limit = 3 * jumps[len(jumps) // 2]
+    xs, ys = [float(steps[0])], [values[0]]
+    for before, after, value in zip(steps, steps[1:], values[1:], strict=False):
+        if after - before > limit:
+            xs.append((before + after) / 2)
+            ys.append(math.nan)
+        xs.append(float(after))
+        ys.append(value)
+    return xs, ys
+
+
+def thin(points: list[tuple[int, float]], max_points: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """At most `max_points` points: the lowest and the highest of each bin, in their order."""
+    if len(points) <= max_points:
+        return points
+    per_bin = math.ceil(len(points) / (max_points // 2))
+    kept = []
+    for start in range(0, len(points), per_bin):
+        chunk = points[start : start + per_bin]
+        finite = [point for point in chunk if math.isfinite(point[1])] or chunk[:1]
+        low, high = min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])
+        kept += [low] if low[0] == high[0] else sorted((low, high))
+    return kept
+
+
+def y_limits(losses: list[float], smoothed: list[float], evals: list[float]) -> tuple[float, float] | None:
+    """The range to show: everything smoothed and evaluated, and raw losses without their highest 1 % (spikes)."""
+    raw = sorted(loss for loss in losses if math.isfinite(loss))
+    shown = [value for value in (*smoothed, *evals) if math.isfinite(value)]
+    if not raw or not shown:
+        return None
+    top = raw[min(len(raw) - 1, int(len(raw) * 0.99))]
+    low, high = min(raw[0], *shown), max(top, *shown)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
+    return low - margin, high + margin
+
+
+def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    rates = numbers(metrics.steps, "lr")
+    axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[6, 1]) if rates else (figure.subplots(), None)
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
+    smoothed = smooth(losses, max(5, len(losses) // 40))
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(points) < 30 else {}
+    axes.plot(*_line(points), color=RAW_COLOUR, linewidth=1.0, label="training loss", **dots)
+    if len(points) >= 10:
+        line = _line(list(zip(steps, smoothed, strict=True)))
+        axes.plot(*line, color=SMOOTH_COLOUR, linewidth=2.2, label="smoothed")
+    evals = sorted(dict(numbers([*metrics.evals, *metrics.steps], "eval_loss")).items())
+    if evals:
+        xs, ys = zip(*evals, strict=True)
+        axes.plot(
+            xs, ys, color=EVAL_COLOUR, marker="D", markersize=6, linewidth=1.2, markeredgecolor="white",
+            label="evaluation loss", zorder=5,
+        )  # fmt: skip
+    limits = y_limits(losses, smoothed if len(points) >= 10 else losses, [loss for _, loss in evals])
+    if limits is not None:
+        axes.set_ylim(*limits)
+    for number, step in enumerate(sorted(set(metrics.resumed_at))):
+        label = "resumed" if number == 0 else None
+        axes.axvline(step + 0.5, color="#adb5bd", linestyle=":", linewidth=1.2, label=label, zorder=1)
+    broken = [step for step, loss in points if not math.isfinite(loss)]
+    if broken and limits is not None:
+        at = [limits[1] - 0.03 * (limits[1] - limits[0])] * len(broken)
+        axes.plot(broken, at, "x", color="#c92a2a", markersize=8, label="loss not finite", zorder=6)
+    words, fonts = _drawable(f"{title}\n{_summary(losses, smoothed, evals)}")
+    axes.set_title(words, loc="left", fontsize=11, family=fonts, parse_math=False)
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(True, color="#e9ecef")
+    axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    bottom = axes
+    if rate_axes is not None:
+        rate_axes.plot(*_line(rates), color=RATE_COLOUR, linewidth=1.5)
+        rate_axes.set_ylabel("learning\nrate", fontsize=9, color="#495057")
+        rate_axes.set_ylim(bottom=0)
+        rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        rate_axes.tick_params(axis="y", labelsize=8)
+        rate_axes.grid(True, color="#e9ecef")
+        bottom = rate_axes
+    bottom.set_xlabel("optimizer step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    bottom.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for each in figure.axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _drawable(text: str) -> tuple[str, list[str]]:
+    """The text with a box for every letter that no installed font has, and the fonts to draw it with."""
+    from matplotlib.font_manager import findfont, fontManager, get_font
+
+    installed = fontManager.get_font_names()
+    fonts = [name for name in FONTS if name in installed]
+    known = {ord("\n")}.union(*(get_font(findfont(name)).get_charmap() for name in fonts))
+    return "".join(letter if ord(letter) in known else "□" for letter in text), fonts
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    kept = thin(points)
+    return with_gaps([step for step, _ in kept], [value for _, value in kept])
+
+
+def _title(metrics: Metrics) -> str:
+    parts = [metrics.header.get("run"), metrics.model_name]
+    return " · ".join(str(part) for part in parts if part) or "Training loss"
+
+
+def _summary(losses: list[float], smoothed: list[float], evals: list[tuple[int, float]]) -> str:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return "no finite loss yet"
+    last = smoothed[-1] if len(losses) >= 10 else finite[-1]
+    text = f"training loss {finite[0]:.3f} → {last:.3f}"
+    finite_evals = [(step, loss) for step, loss in evals if math.isfinite(loss)]
+    if finite_evals:
+        step, best = min(finite_evals, key=lambda item: item[1])
+        text += f",  best evaluation {best:.3f} at step {step} (perplexity {math.exp(min(best, 700)):.4g})"
+    return text

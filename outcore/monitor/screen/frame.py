@@ -1,25 +1,36 @@
 """RunFrame: one picture of a run for the terminal, made from metrics.jsonl only.
 
 Loss as a sparkline, speed and where the time of a step goes, how full each tier is, the links against their measured
-limits, temperatures, time left. Rows without data are left out; everything fits the width it is given."""
+limits, temperatures, time left. Rows without data are left out; everything fits the width it is given.
+
+`outcore watch [RUN]`: a live terminal view of a running or finished run, from its metrics.jsonl only.
+
+It reads what was appended once a second and redraws; the run itself is not touched, so it may be on another machine's
+shared folder. `--once` (and any output that is no terminal) prints a single frame."""
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
+import sys
+import time
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from outcore.common.output import tell_error
 from outcore.common.quantities import GB, format_count, format_gb, format_s
+from outcore.config.commands import watch_flags
 from outcore.monitor.metrics import Metrics, numbers
-from outcore.monitor.metrics.loss_plot import smooth
+from outcore.monitor.metrics.reader import smooth
 from outcore.monitor.screen.live import bar
-from outcore.monitor.screen.tiers import tiers_of
+from outcore.monitor.screen.progress import tiers_of
 
 RECENT_STEPS = 50
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -200,3 +211,73 @@ def _rate(gb_per_s: float, limit_gb_per_s: float | None, cells: int) -> Text:
 def _bar_and_words(fill: float | None, words: str, cells: int) -> Text:
     text = Text(" " * cells) if fill is None else bar(fill, cells, "red" if fill > 0.95 else "cyan")
     return Text.assemble(text, " " + words)
+
+
+METRICS_NAME = "metrics.jsonl"
+POLL_S = 1.0
+
+
+def watch(run_dir: Path | str, *, once: bool = False, width: int | None = None, file: IO[str] | None = None) -> None:
+    """Show the run until Ctrl-C, or once.
+
+    Args:
+        run_dir: the run's log folder (with metrics.jsonl) or that file.
+        once: print one frame and return; so does an output that is no terminal.
+        width: columns; default: the terminal's.
+        file: where to; default: stdout.
+
+    Raises:
+        FileNotFoundError: no metrics.jsonl there."""
+    from rich.console import Console
+    from rich.live import Live
+
+    path = Path(run_dir)
+    path = path if path.name.endswith(".jsonl") else path / METRICS_NAME
+    metrics = Metrics(path)
+    metrics.poll()
+    console = Console(file=file or sys.stdout, width=width, highlight=False)
+
+    def frame() -> RunFrame:
+        metrics.poll()
+        return RunFrame(metrics, path.absolute().parent.name, max(0.0, time.time() - path.stat().st_mtime))
+
+    if once or not console.is_terminal:
+        console.print(frame().render(console.width))
+        return
+    with Live(frame().render(console.width), console=console, auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                live.update(frame().render(console.width), refresh=True)
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            return
+
+
+def find_run(run: str | None, logs: Path | str = "logs") -> Path:
+    """The log folder of a run given by name or path; without one, the run that was written to last.
+
+    Raises:
+        ValueError: no such run; the message lists those there are."""
+    logs = Path(logs)
+    runs = sorted(logs.glob(f"*/{METRICS_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if run is None:
+        if not runs:
+            raise ValueError(f"There is no run under {logs.absolute()} yet: start one with train_model.py.")
+        return runs[0].parent
+    for candidate in (Path(run), logs / run, logs / Path(run).name):  # the last: of another folder of the run
+        if candidate.is_file() or (candidate / METRICS_NAME).is_file():
+            return candidate
+    there = ", ".join(path.parent.name for path in runs[:10]) or "none"
+    raise ValueError(f"No run {run!r}: neither {run} nor {logs / run} has a {METRICS_NAME}. Runs there: {there}.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = watch_flags().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a pipe that knows no block characters gets question marks
+    try:
+        watch(find_run(args.run, args.log_dir), once=args.once)
+    except ValueError as error:
+        return tell_error("watch", error)
+    return 0

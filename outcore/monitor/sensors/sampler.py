@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.monitor.sensors.block_device import BlockCounters
-from outcore.monitor.sensors.drive import DriveSample, DriveSensor
+from outcore.monitor.sensors.drive import BlockCounters, DriveSample, DriveSensor
 from outcore.monitor.sensors.gpu import GpuSample, GpuSensor
 from outcore.monitor.sensors.host import HostSample, HostSensor
 from outcore.monitor.sensors.sensor import SensorBoard

@@ -30,8 +30,7 @@ from typing import Literal
 
 import torch
 
-from outcore.optim.formats.moments8 import Codes, pack_nearest, unpack
-from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
+from outcore.optim.formats.state_format import BLOCK_NUMEL, Codes, StateFormat, pack_nearest, unpack
 
 
 def join_master(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

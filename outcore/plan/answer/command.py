@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 
 from outcore.config import FIELDS, TrainConfig
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import Plan
-from outcore.plan.request import RunRequest
 
 PLANNED = {
     "model_name_or_path", "preset", "config_file", "random_base", "trust_remote_code", "seq_length", "dataset",

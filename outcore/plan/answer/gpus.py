@@ -9,8 +9,8 @@ from outcore.common.quantities import format_s
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Hardware
 from outcore.plan.learned import LEARNED, expected_s
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import Plan
-from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
 
 

@@ -26,10 +26,9 @@ from outcore.plan.deepspeed.staged import (
     staged_update,
 )
 from outcore.plan.hardware import Hardware
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import Plan, StepTime
-from outcore.plan.request import RunRequest
-from outcore.plan.terms.case import Case, Spill
-from outcore.plan.terms.rates import Pass, Rates, Traffic
+from outcore.plan.terms import Case, Pass, Rates, Spill, Traffic
 from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.swapping import Device

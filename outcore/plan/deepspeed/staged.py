@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from outcore.common.quantities import round_up
 from outcore.plan import constants as k
-from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
+from outcore.plan.deepspeed.memory import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.rates import Pass
+from outcore.plan.terms import Case, Pass
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import StagedFacts, staged_sizes

@@ -15,7 +15,7 @@ from outcore.common.quantities import GB
 from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, state_bytes_of
-from outcore.plan.terms.rates import Pass
+from outcore.plan.terms import Pass
 from outcore.sizing.inference import InPlaceRates, KvSize, Placement, pairs, row_cost_of
 from outcore.sizing.shape import ModelShape
 

@@ -19,15 +19,13 @@ from outcore.machine import Machine, detect_machine
 from outcore.model import ModelSettings
 from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.gpus import BesideOne, beside_one
-from outcore.plan.answer.show import show
-from outcore.plan.answer.whole import WholeRun, whole_run
+from outcore.plan.answer.show import WholeRun, show, whole_run
 from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.hardware import LINKS, Hardware, Overrides
 from outcore.plan.learned import LEAST_STEPS, last_time, remember
-from outcore.plan.profile import MEASURED_PROFILE, load_hardware
+from outcore.plan.profile import MEASURED_PROFILE, STAGES, RunRequest, load_hardware
 from outcore.plan.record import Plan
-from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 from outcore.sizing.shape import ModelShape

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from outcore.common.quantities import format_gib, format_s
 from outcore.plan.hardware import Hardware
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, SPARE, STAYING, Item, Plan
-from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRAPHS,
     beginning_ahead,
@@ -26,7 +26,7 @@ from outcore.plan.stream.memory import (
     vram_parts,
 )
 from outcore.plan.stream.time import Placed, step_time
-from outcore.plan.terms.case import Case, Spill
+from outcore.plan.terms import Case, Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape

@@ -13,8 +13,7 @@ from functools import lru_cache, partial
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
-from outcore.plan.terms.case import Case
-from outcore.plan.terms.work import device_bytes, step_flops
+from outcore.plan.terms import Case, device_bytes, step_flops
 from outcore.sizing.activations import (
     compiled_activation_bytes,
     forward_bytes,

@@ -12,8 +12,7 @@ from functools import cached_property
 
 from outcore.plan import constants as k
 from outcore.plan.record import StepTime
-from outcore.plan.terms.case import Case, Spill
-from outcore.plan.terms.rates import Pass, Rates, Traffic, overlapped_s
+from outcore.plan.terms import Case, Pass, Rates, Spill, Traffic, overlapped_s
 from outcore.sizing.activations import long_link_bytes, mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops

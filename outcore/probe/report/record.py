@@ -14,11 +14,11 @@ from outcore.common.files import write_atomic
 from outcore.machine import Drive, LinkRates, Machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult, drive_rate
+from outcore.probe.bench.host import UpdateRates
 from outcore.probe.bench.lanes import StagingTest, upload_rates
 from outcore.probe.bench.latency import LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
 from outcore.probe.bench.measurement import Measurement, best
-from outcore.probe.bench.update import UpdateRates
 from outcore.probe.gds.verdict import LadderRow, PathVerdict
 from outcore.probe.report.recommend import Recommendation
 

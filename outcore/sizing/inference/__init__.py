@@ -12,6 +12,5 @@ from outcore.sizing.inference.pass_bytes import (
     PassSize,
 )
 from outcore.sizing.inference.placement import Placement
-from outcore.sizing.inference.rates import InPlaceRates
-from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of
+from outcore.sizing.inference.rates import InPlaceRates, RowCost, pairs, row_cost_of
 from outcore.sizing.inference.rule import DoesNotFit, place_inference

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.common.quantities import format_gib
-from outcore.sizing.inference.homes import in_ram, spread
 from outcore.sizing.inference.needs import PRESETS, Home, InferenceLimits, InferenceNeeds
 from outcore.sizing.inference.pass_bytes import PassSize, pass_bytes
-from outcore.sizing.inference.placement import Placement
+from outcore.sizing.inference.placement import Placement, in_ram, spread
 
 RAM_SHARE_OF_KV = 0.4
 """Share of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""

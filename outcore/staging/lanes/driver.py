@@ -25,11 +25,9 @@ from queue import SimpleQueue
 
 import torch
 
-from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
-from outcore.staging.lanes.copy_waiter import CopyWaiter
+from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams, CopyWaiter
 from outcore.staging.lanes.homes import BLOCK_BYTES, Home
-from outcore.staging.lanes.slots import SlotPlace, SlotRing
-from outcore.staging.lanes.stats import LaneClock
+from outcore.staging.lanes.slots import LaneClock, SlotPlace, SlotRing
 from outcore.staging.lanes.transfer import LaneTransfer
 from outcore.storage import StorageError, Transfer
 

@@ -17,8 +17,8 @@ import torch
 
 from outcore.common.quantities import format_gib, format_s
 from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
-from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.homes import Home
+from outcore.staging.lanes.slots import Gate
 
 logger = logging.getLogger(__name__)
 

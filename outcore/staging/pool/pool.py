@@ -19,9 +19,8 @@ from collections import deque
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, Lease, PoolExtent
 from outcore.staging.pool.cuda_runtime import CudaRuntime
-from outcore.staging.pool.lease import Lease
 from outcore.staging.pool.pinned_grant import PinnedGrant, settle_grant
 from outcore.staging.pool.slab import Slab, build_slabs
 

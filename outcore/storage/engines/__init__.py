@@ -1,5 +1,4 @@
 """Who moves bytes of files: threads over POSIX calls, or kvikio."""
 
 from outcore.storage.engines.kvikio import KvikioEngine
-from outcore.storage.engines.request_queue import IoRequest
-from outcore.storage.engines.worker import PosixEngine, WorkerEngine
+from outcore.storage.engines.worker import IoRequest, PosixEngine, WorkerEngine

@@ -25,10 +25,9 @@ import torch
 
 from outcore.common.quantities import MIB, round_up
 from outcore.storage.block_file import BlockFile
-from outcore.storage.engines.request_queue import Kind
-from outcore.storage.engines.worker import STALL_S, PosixMover, WorkerEngine
+from outcore.storage.block_spans import address_of, host_bytes
+from outcore.storage.engines.worker import STALL_S, Kind, PosixMover, WorkerEngine
 from outcore.storage.errors import StorageError
-from outcore.storage.host_buffer import address_of, host_bytes
 
 BLOCK_BYTES = 4096  # cuFile's and kvikio's alignment for direct transfers
 

@@ -1,16 +1,26 @@
 """The files of a tensor store: per directory one lock and one preallocated data file.
 
-The lock (flock on `store.lock`) ends with the process that holds it, however it ends."""
+The lock (flock on `store.lock`) ends with the process that holds it, however it ends.
+
+`StripeLayout`: one run of bytes dealt out over several files, stripe by stripe, as RAID 0 does.
+
+A tensor of several stripes thus uses all drives at once. With one file every range is one piece.
+
+`TensorSpec`: name, element type and shape of a stored tensor; `Entry` and `Extent`: where it lies."""
 
 from __future__ import annotations
 
 import errno as errno_module
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from outcore.common.files import lock_file
-from outcore.common.quantities import format_gb
+from outcore.common.quantities import format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError, StoreInUse
 
@@ -123,3 +133,70 @@ def remove_files(directories: Sequence[Path]) -> None:
                 (directory / name).unlink(missing_ok=True)
             except OSError as error:
                 raise StorageError("delete", path=directory / name, errno=error.errno) from error
+
+
+@dataclass(frozen=True)
+class StripeLayout:
+    """Byte ranges of the store -> byte ranges of its files."""
+
+    num_files: int
+    stripe_bytes: int
+    """Bytes in a row on one file; whole blocks of a drive."""
+
+    def pieces(self, start: int, n_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(file number, offset in that file, bytes) of [start, start + n_bytes), in order."""
+        if self.num_files == 1:
+            if n_bytes:
+                yield 0, start, n_bytes
+            return
+        end = start + n_bytes
+        while start < end:
+            stripe, inside = divmod(start, self.stripe_bytes)
+            row, file = divmod(stripe, self.num_files)
+            take = min(self.stripe_bytes - inside, end - start)
+            yield file, row * self.stripe_bytes + inside, take
+            start += take
+
+    def file_sizes(self, total_bytes: int) -> list[int]:
+        """Bytes of each file that together hold `total_bytes`, whole stripes where there are several files."""
+        if self.num_files == 1:
+            return [total_bytes]
+        rows, rest = divmod(round_up(total_bytes, self.stripe_bytes) // self.stripe_bytes, self.num_files)
+        return [(rows + (number < rest)) * self.stripe_bytes for number in range(self.num_files)]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is stored under one name. Raises ValueError for an empty name or a negative size."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if not self.name or not isinstance(self.name, str):
+            raise ValueError(f"a stored tensor needs a non-empty name, got {self.name!r}")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{self.name}: shape {self.shape} has a negative size")
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor and its place in the store's byte range."""
+
+    spec: TensorSpec
+    start: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`n_bytes` of a tensor at byte `offset` of the file `path`."""
+
+    path: Path
+    offset: int
+    n_bytes: int

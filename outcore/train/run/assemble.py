@@ -19,12 +19,11 @@ from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.loop import TrainingLoop
-from outcore.train.process import fix_order, seed_everything
+from outcore.train.process.random_state import fix_order, seed_everything
 from outcore.train.run.context import RunContext
 from outcore.train.run.data import default_seq_length, load_data
 from outcore.train.run.job import RunJob
-from outcore.train.run.planned import Planned
-from outcore.train.run.space import check_drives
+from outcore.train.run.planned import Planned, check_drives
 from outcore.train.run.telling import tell_at_exit
 
 

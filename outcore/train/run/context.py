@@ -29,9 +29,8 @@ from outcore.runs import RunFolder
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import ComputeDevice, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.run.space import export_bytes, space_reserves
-from outcore.train.sample_prompt import sample_prompt
-from outcore.train.trainer_parts import BestSoFar, TrainerParts
+from outcore.train.loop import BestSoFar, TrainerParts, sample_prompt
+from outcore.train.run.planned import export_bytes, space_reserves
 
 SAME_RUN = ("use_dora", "use_rslora", "quantize", "label_smoothing", "seed")
 CHANGEABLE = (

@@ -8,7 +8,7 @@ from outcore.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from outcore.checkpoint.export import how_to_load, push
 from outcore.common import FileError
 from outcore.common.quantities import counted, format_s
-from outcore.train.process import StopRequest
+from outcore.train.process.stop_request import StopRequest
 from outcore.train.run.assemble import Ready
 
 

@@ -10,8 +10,8 @@ import outcore
 from outcore.common import explain_error
 from outcore.common.output import say
 from outcore.storage import ChangedBytes
-from outcore.train.memory_advice import explain
-from outcore.train.process import explain_order
+from outcore.train.changes import explain
+from outcore.train.process.random_state import explain_order
 from outcore.train.run.job import RunJob
 
 TOLD = (ValueError, RuntimeError, OSError, MemoryError)

@@ -28,7 +28,7 @@ import torch
 
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.staged.shares import Share
+from outcore.engine.deepspeed.staged.states import Share
 from outcore.flow.weights import scratch as scratch_room
 from outcore.model import LoraSettings, ModelSettings
 from outcore.storage import Transfer, open_engine
@@ -161,7 +161,7 @@ def perform(actions: list, engine: DeepSpeedEngine, result: dict[str, Any]) -> N
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     import outcore.engine.deepspeed.staged.gradients as staged_gradients
     import outcore.engine.deepspeed.staged.params as staged_params
-    import outcore.engine.deepspeed.staged.shares as staged_shares
+    import outcore.engine.deepspeed.staged.states as staged_shares
 
     staged_params.MIN_BYTES = staged_gradients.MIN_BYTES = job.get("min_bytes", 1 << 20)
     staged_gradients.GRADIENT_SLOT_BYTES = job.get("slot_bytes", 8192)  # several to a share

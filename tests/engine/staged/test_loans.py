@@ -13,8 +13,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.common.deadline import Deadline
-from outcore.engine.deepspeed.staged.loans import Loans
-from outcore.engine.deepspeed.staged.param_store import STORE_NAME
+from outcore.engine.deepspeed.staged.param_store import STORE_NAME, Loans
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.session import StagedMemory, StagedSession
 from outcore.flow.weights import Scratch

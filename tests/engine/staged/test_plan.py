@@ -10,7 +10,7 @@ import torch
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
-from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
+from outcore.engine.deepspeed.staged.states import element_offsets, real_numel
 from outcore.machine.offload import SPACE_SAFETY
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 from outcore.sizing.swapping import WeightCounts

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import MIB, round_up
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.staged.shares import Share, element_offsets
-from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
+from outcore.engine.deepspeed.staged.states import RingSize, Share, ShareStates, element_offsets
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES

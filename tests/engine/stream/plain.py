@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.state import seed_of
 
 Batch = dict[str, torch.Tensor]
 

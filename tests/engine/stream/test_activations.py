@@ -8,8 +8,7 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
-from outcore.engine.stream.activations.memory import DEVICE_STACKS
-from outcore.engine.stream.activations.nvme import BEHIND_LAYERS
+from outcore.engine.stream.activations.memory import BEHIND_LAYERS, DEVICE_STACKS
 from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.weights.scratch import FOLDER

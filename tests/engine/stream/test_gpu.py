@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outcore.common.quantities import MIB
-from outcore.engine.stream import updaters as updates_module
+from outcore.engine.stream import updates as updates_module
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from tests.engine.inside import parts_of

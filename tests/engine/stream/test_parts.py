@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.download import GradAccumulator, GradientDownload
-from outcore.engine.stream.loss_scale import LossScaler
-from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.state import LossScaler, seed_of
 from outcore.flow.parts import SlabLayout
 from outcore.flow.trace import PhaseClock, wait_for
 from outcore.flow.weights.prefetch import plan_slots

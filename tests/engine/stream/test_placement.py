@@ -17,8 +17,8 @@ from outcore.engine.stream.decision.decide import stream_decision
 from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, STAYING, Plan
-from outcore.plan.request import RunRequest
 from outcore.plan.run.forecast import plan_layout, run_request
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS

@@ -7,7 +7,7 @@ import torch
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.parts import discover_units, shell
-from outcore.flow.parts.masks import BitMask, MaskShrinker, restored
+from outcore.flow.parts.shell import BitMask, MaskShrinker, restored
 from tests.data.layout.isolation import packed_attention_mask
 from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, tiny_loaded

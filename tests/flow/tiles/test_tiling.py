@@ -8,7 +8,7 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.check.tiles import try_tiled_copy
+from outcore.engine.stream.check.gradients import try_tiled_copy
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported

@@ -23,7 +23,7 @@ from outcore.sizing.inference import (
     compute_in_place,
     place_inference,
 )
-from outcore.sizing.inference.homes import PartHome
+from outcore.sizing.inference.placement import PartHome
 from outcore.staging import PinnedPool
 from tests.flow.models import tiny_loaded
 from tests.infer.models import MIXTURE, TinyEngine

@@ -9,8 +9,8 @@ import pytest
 from outcore.common.quantities import GIB, format_s
 from outcore.model import preset_shape
 from outcore.plan import constants as k
+from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, BORDERS, STAYING
-from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.activations import compiled_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout

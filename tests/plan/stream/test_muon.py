@@ -9,8 +9,7 @@ from outcore.model.presets import preset_config
 from outcore.model.shape import preset_shape
 from outcore.model.weights import meta_skeleton
 from outcore.plan.main import main
-from outcore.plan.profile import load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.layouts import StreamLayout

@@ -15,8 +15,7 @@ from outcore.plan.answer.advice import packed_words
 from outcore.plan.choose import choose, choose_or_change
 from outcore.plan.fields import parse_plan
 from outcore.plan.inference import changes, plan_inference
-from outcore.plan.profile import load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.sizing.states import QUANTIZED, packed_size
 
 FORMATS = ("nf4", "int8", "mxfp4", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "fp8_128", "fp8_64", "int8_64")

@@ -12,9 +12,9 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units
 from outcore.flow.tiles import plan_tiles
 from outcore.model import shape_from_config
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest
 from outcore.plan.stream.memory import tiling_of
-from outcore.plan.terms.case import Case
+from outcore.plan.terms import Case
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.tiles import Holding, Model, TilingWork, UnitSize, choose_holding, held_bytes
 from tests.flow.models import tiny_loaded

@@ -11,8 +11,8 @@ from outcore.checkpoint.manifest import Manifest
 from outcore.config import ConfigError, DeepSpeedFile
 from outcore.train.configure import parse_config
 from outcore.train.configure.rooms import run_length, schedule_of
+from outcore.train.loop import BestSoFar
 from outcore.train.run import main
-from outcore.train.trainer_parts import BestSoFar
 from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
 

@@ -34,8 +34,7 @@ from outcore.engine.deepspeed.offload import (
     usable_for_deepspeed,
 )
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, Notes, RunFacts
-from outcore.engine.deepspeed.staged.choice import can_stage, staged_costs
-from outcore.engine.deepspeed.staged.plan import drive_bytes
+from outcore.engine.deepspeed.staged.plan import can_stage, drive_bytes, staged_costs
 from outcore.optim import check_eps, state_format
 from outcore.sizing.swapping import WeightCounts
 from outcore.storage import DriveAccess

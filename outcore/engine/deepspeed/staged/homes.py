@@ -25,8 +25,7 @@ from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.params import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.engine.deepspeed.staged.shares import Share, element_offsets, real_numel
-from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
+from outcore.engine.deepspeed.staged.states import RingSize, Share, ShareStates, element_offsets, real_numel
 from outcore.optim import OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
 from outcore.sizing.staged import frozen_in_ram, leading_in_ram

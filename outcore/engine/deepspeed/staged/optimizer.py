@@ -18,7 +18,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.homes import HousedZero3
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.engine.deepspeed.staged.shares import Share
+from outcore.engine.deepspeed.staged.states import Share
 from outcore.optim import AdamWHyper
 from outcore.sizing.staged import NORM_NUMEL
 

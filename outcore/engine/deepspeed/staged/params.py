@@ -25,8 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import format_gib
 from outcore.engine.deepspeed.environment import accelerator
-from outcore.engine.deepspeed.staged.loans import Loans
-from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
+from outcore.engine.deepspeed.staged.param_store import Loans, ParamStore, ShareBuffer, ShareTransfer
 from outcore.sizing.staged import MIN_BYTES
 from outcore.staging import PinnedPool, PinnedPoolFull
 from outcore.staging.pool import pageable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from outcore.engine.stream.ranks.published import PublishedUpdates
-from outcore.engine.stream.ranks.slow import SHARE, STEPS, SlowRank
+from outcore.engine.stream.ranks.host import PublishedUpdates
+from outcore.engine.stream.ranks.reduce import SHARE, STEPS, SlowRank
 from outcore.flow.weights import Scratch
 from outcore.staging.shared import RankEnded, RankGroup
 from outcore.storage.store import STORE_NAMES, lock_directories

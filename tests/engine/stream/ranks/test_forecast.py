@@ -6,7 +6,7 @@ from outcore.model import preset_shape
 from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import choose
 from outcore.plan.learned import remember
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import RANK_SLOTS
 from outcore.sizing.layouts import StreamLayout

@@ -88,7 +88,7 @@ def try_once(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def stream_settings(**fields: Any) -> Iterator[None]:
     """The main job's streaming engine gets these settings as well, whether or not there is a flag for them."""
-    from outcore.engine.stream.decision import decision
+    from outcore.engine.stream.decision import decide as decision
 
     original = decision.build_stream_engine
 
@@ -148,7 +148,7 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.engine.stream.gradients.arena import GradientArena
     from outcore.engine.stream.gradients.download import GradientDownload
     from outcore.flow.layers import PartRunner
-    from outcore.optim import torch_backend
+    from outcore.optim import reference as torch_backend
     from outcore.storage.block_file import BlockFile
     from outcore.train.loop import TrainingLoop
 

@@ -11,7 +11,7 @@ import torch
 
 from outcore.common.quantities import GIB
 from outcore.engine.base import NonFiniteLossError
-from outcore.engine.stream import updaters as updates_module
+from outcore.engine.stream import updates as updates_module
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, freeze_most, homes_of
 from tests.refused import refused

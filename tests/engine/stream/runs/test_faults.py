@@ -24,7 +24,8 @@ from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.parts import EngineParts
 from outcore.flow.layers import PartRunner
 from outcore.flow.weights import scratch
-from outcore.optim import OptimizerPool, torch_backend
+from outcore.optim import OptimizerPool
+from outcore.optim import reference as torch_backend
 from outcore.staging import PinnedPool
 from outcore.staging.lanes.copy_streams import HostStreams
 from outcore.storage import open_engine
