@@ -36,8 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ui": ("outcore.ui.command", "all of it in the browser: train, watch, chat, evaluate, the machine"),
         "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
-        "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
-        "trace": ("outcore.flow.trace.picture", "a traced run's timeline as a picture"),
+        "watch": ("outcore.monitor.screen.frame", "a running or finished run, live in the terminal"),
     }
 )
 """Name -> (module with `main(argv) -> int`, what it is for)."""

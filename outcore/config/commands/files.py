@@ -107,16 +107,6 @@ def watch_flags() -> argparse.ArgumentParser:
     return parser
 
 
-def trace_flags() -> argparse.ArgumentParser:
-    """All flags of `outcore trace`."""
-    parser = CommandParser(prog="outcore trace", description="One step of a traced run as a picture.")
-    parser.add_argument("run", help="name or folder of a run that was trained with --trace, or its trace.json")
-    parser.add_argument("png", type=Path, nargs="?", help="the picture to write (default: schedule.png beside it)")
-    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="where runs are looked for (default: logs)")
-    parser.add_argument("--step", type=int, help="which of the traced steps; default: the last")
-    return parser
-
-
 def models_flags() -> argparse.ArgumentParser:
     """All flags of `outcore models`."""
     parser = CommandParser(

@@ -51,20 +51,6 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(tmp_path, straight, 
         assert main(["watch", run, "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
 
 
-@pytest.mark.more
-def test_a_traced_run_is_drawn_by_name_or_folder(tmp_path, corpus, monkeypatch, capsys):
-    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--no_export")
-    assert main(["train", *argv, "--trace", "1", "--save_strategy", "no"]) == 0
-    monkeypatch.chdir(tmp_path)
-    for number, run in enumerate(("r", "log/r", "log/r/trace.json")):
-        png = tmp_path / f"{number}.png"
-        assert main(["trace", run, str(png), "--log_dir", "log"]) == 0 and png.stat().st_size > 1000
-    assert main(["trace", "r", "--log_dir", "log"]) == 0 and (tmp_path / "log/r/schedule.png").is_file()
-    capsys.readouterr()
-    assert main(["trace", "s", "--log_dir", "log"]) == 2
-    assert "no trace.json there or in log/s. Traced runs in log: r. A run is traced" in capsys.readouterr().err
-
-
 def test_a_run_is_opened_by_name_or_folder(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate`, `generate`, `chat`, `score` and `serve` find its finished model, else its newest checkpoint."""
     from outcore.infer.opening.model import find_place
