@@ -86,16 +86,8 @@ class OutputFields:
     """The answer as JSON on stdout."""
     upgrade: bool = setting(False, common=True)
     """Which purchase (a second drive, RAM, a card) halves the step."""
-    png: str | None = setting(None, common=True)
-    """File for stacked bars per tier against capacity."""
-    paper_png: str | None = None
-    """File for the ZeRO-Infinity paper's efficiency curves."""
     efficiency: bool = False
     """What the ZeRO-Infinity paper's formulas give with this machine's rates, by tokens a step; no model is needed."""
-    guide: str | None = setting(None, bare="docs/planning.md")
-    """Write the tables of this document."""
-    check: bool = False
-    """With --guide: compare, write nothing."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@
     outcore plan --model llama-8b --machine rtx3090 --upgrade     (what to buy)
     outcore plan --infer my-run     (final_model/my-run or its checkpoints, as outcore chat takes it)
     outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
-    outcore plan --guide            (writes the tables of docs/planning.md)
 
 Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile."""
 
@@ -16,7 +15,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Any
 
 from outcore.common.classes import same_named
@@ -24,18 +22,16 @@ from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
-from outcore.plan.answer.advice import Advice, advise
+from outcore.plan.answer.advice import Advice, Upgrade, advise, upgrade_lines, upgrades
 from outcore.plan.answer.command import Said, check_undecided, command, kept, notes
 from outcore.plan.answer.gpus import beside_one
-from outcore.plan.answer.upgrade import Upgrade, upgrade_lines, upgrades
-from outcore.plan.answer.whole import WholeRun, whole_run
+from outcore.plan.answer.show import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, SOURCES, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.inference import DoesNotFit, InferencePlan, plan_inference, to_json, words_of
 from outcore.plan.learned import known_rates, last_time
-from outcore.plan.profile import load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.sizing.shape import ModelShape
 
 
@@ -43,17 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     try:
         args = parse_plan(argv)
-        if args.guide is not None:
-            return _guide(Path(args.guide), args.check)
         if args.efficiency:
             return _efficiency(args)
-        if args.paper_png is not None:
-            from outcore.plan.answer.figures import save_paper_curves
-
-            save_paper_curves(Path(args.paper_png))
-            print(f"written: {args.paper_png}", file=sys.stderr)
-            if _model_of(args) is None:
-                return 0
         return _plan(args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"outcore plan: {error}", file=sys.stderr)
@@ -129,16 +116,10 @@ def _plan(args: PlanConfig) -> int:
     if args.infer is not None:
         return _infer(args)
     asked = answer_to(args)
-    if args.png is not None:
-        from outcore.plan.answer.figures import save_bars
-
-        save_bars(asked.answer, asked.hardware, Path(args.png))
     if args.json:
         print(json.dumps(asked.to_dict(), indent=2))
     else:
         asked.show()
-        if args.png is not None:
-            print(f"picture: {args.png}")
     return 0 if asked.answer.plan.fits else 1
 
 
@@ -270,17 +251,3 @@ def _request(config: PlanConfig, hardware: Hardware) -> RunRequest:
         save_total_limit=config.save_total_limit,
         checkpoints_elsewhere=config.checkpoints_elsewhere,
     )
-
-
-def _guide(path: Path, check: bool) -> int:
-    from outcore.plan.answer.guide import guide_state
-
-    state = guide_state(path)
-    if check:
-        if state.is_current:
-            return 0
-        print(f"{path} is not what the planner says now: run outcore plan --guide {path}", file=sys.stderr)
-        return 1
-    path.write_text(state.text, encoding="utf-8")
-    print(f"written: {path}" if not state.is_current else f"already current: {path}")
-    return 0

@@ -9,10 +9,9 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.model import preset_shape
 from outcore.plan.answer.advice import advise, shortage_words
-from outcore.plan.answer.guide import family_shape, largest_models
 from outcore.plan.choose import batches, choose, choose_or_change, mild_changes, smaller_micro_batches
-from outcore.plan.profile import load_hardware
-from outcore.plan.request import RunRequest
+from outcore.plan.profile import RunRequest, load_hardware
+from tests.docs.planning import family_shape, largest_models
 from tests.plan.fakes import server
 
 LAPTOP = load_hardware("rtx4070-laptop")

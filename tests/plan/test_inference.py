@@ -250,7 +250,7 @@ def test_the_command_refuses(capsys):
     [
         ("--infer llama-8b --lora_r 4", "lora_r changes nothing beside --infer"),
         ("--infer llama-8b --seq_length 64", "seq_length changes nothing"),
-        ("--infer llama-8b --png f.png", "png changes nothing"),
+        ("--infer llama-8b --upgrade", "upgrade changes nothing"),
         ("--infer llama-8b --num_gpus 2", "num_gpus changes nothing"),
         (
             "--infer llama-8b --model llama-1b",

@@ -1,4 +1,4 @@
-"""`outcore plan` and `outcore`: tables, JSON, pictures, exit codes, the guide in the docs, and what is not imported."""
+"""`outcore plan` and `outcore`: tables, JSON, exit codes, the guide in the docs, and what is not imported."""
 
 import dataclasses
 import json
@@ -10,10 +10,8 @@ import pytest
 
 from outcore import cli
 from outcore.machine import LinkRates, Machine
-from outcore.plan.answer.figures import category
-from outcore.plan.answer.guide import BEGIN, END, guide_state, replace_between_markers
 from outcore.plan.main import main
-from outcore.plan.record import NOT_TENSORS
+from tests.docs.planning import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ["--machine", "rtx4070-laptop"]
@@ -21,22 +19,7 @@ LAPTOP = ["--machine", "rtx4070-laptop"]
 
 @pytest.mark.more
 def test_the_guide_in_the_docs_is_what_the_planner_says():
-    assert guide_state(ROOT / "docs" / "planning.md").is_current, "run: outcore plan --guide"
-
-
-def test_guide_is_written_and_checked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("outcore.plan.answer.guide.guide_text", lambda: "the | tables")
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert main(["--guide", str(page), "--check"]) == 1
-    assert main(["--guide", str(page)]) == 0
-    assert main(["--guide", str(page), "--check"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "the | tables" in text
-    assert main(["--guide", str(page)]) == 0 and "already current" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="has no"):
-        replace_between_markers("nothing", "x")
-    assert main(["--guide", str(tmp_path / "missing.md")]) == 2
+    assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.docs.planning"
 
 
 def test_tables(capsys):
@@ -89,35 +72,6 @@ def test_adapters_on_named_modules(capsys):
     assert main([*flags, "--lora_target_modules", "all-linear"]) == 0
     by_default = json.loads(capsys.readouterr().out)["plan"]
     assert by_default["lora_targets"] == [] and by_default["trainable_params"] > 5 * named
-
-
-@pytest.mark.more
-def test_pictures(tmp_path, capsys):
-    bars, curves = tmp_path / "new folder" / "bars.png", tmp_path / "curves.png"
-    assert main(["--model", "llama-70b", "--png", str(bars), "--json", *LAPTOP]) == 1
-    json.loads(capsys.readouterr().out)  # stdout is the JSON alone
-    assert main(["--paper_png", str(curves)]) == 0
-    for path in (bars, curves):
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
-
-
-def test_every_part_has_a_category(capsys):
-    assert main(["--model", "llama-3b", "--json", *LAPTOP]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    expected = {
-        "parameters": "parameters", "gathered parameters": "parameters", "lanes' slots": "staging and buffers",
-        "gradients before they are summed": "gradients", "masks of packed rows": "activations and logits",
-        "fp32 gradients in the step beyond activations": "gradients", "checkpoints": "checkpoints",
-        "optimizer swap buffers": "staging and buffers", "parameter swap buffers": "staging and buffers",
-        "DeepSpeed's further copies": "DeepSpeed's copies", "activation checkpoints": "activations and logits",
-        "page cache reserve": "framework and reserve", "parameters kept or copied in RAM": "DeepSpeed's copies",
-    }  # fmt: skip
-    for name, wanted in expected.items():
-        assert category(name) == wanted, name
-    for plan in (*answer["stages"].values(), answer["stream"]):
-        for tier in plan["parts_bytes"].values():
-            for name in tier:
-                assert category(name) != "framework and reserve" or name in NOT_TENSORS
 
 
 @pytest.mark.parametrize(("argv", "words"), [

@@ -1,27 +1,23 @@
-"""The guide's tables, generated so that they cannot drift: the planner's own output between markers in its document.
+"""Tables of docs/planning.md, made by the planner between markers: `python -m tests.docs.planning` writes them.
 
-`outcore plan --guide` writes them, `--guide --check` and a default test compare. They depend on nothing but the code:
-shipped profile of the reference laptop, presets, default settings.
-
-The largest model that a machine trains, by kind of training: search over a family of Llama shapes with the planner.
-
-The family: width h in steps of 256, h/128 heads of 128, 8 key-value heads, feed-forward 3.5 h, one layer per 128 of
-width (32 at 4,096 and 64 at 8,192, about the published shapes), vocabulary 128,256, untied."""
+They depend on nothing but the code: shipped profile of the reference laptop, presets, default settings. The largest
+model that a machine trains, by kind of training: search over a family of Llama shapes, width h in steps of 256, h/128
+heads of 128, 8 key-value heads, feed-forward 3.5 h, one layer per 128 of width (32 at 4,096 and 64 at 8,192, about the
+published shapes), vocabulary 128,256, untied."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 from outcore.common.quantities import format_count, format_gb, format_gib, format_s
 from outcore.model import preset_shape
 from outcore.plan.choose import PlanAnswer, best_stage, best_stream, choose_or_change, seq_length_of
 from outcore.plan.hardware import Hardware
-from outcore.plan.profile import load_hardware
+from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.record import Plan
-from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape, shape_from_fields
+from tests.forked import ROOT
 
 STEP = 256
 WIDEST = 32768
@@ -93,11 +89,11 @@ def _largest(hardware: Hardware, how: str, fmt: str | None, rank: int) -> Plan |
 
 MACHINE = "rtx4070-laptop"
 MODELS = ("llama-1b", "llama-3b", "llama-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama-70b")
-DOCUMENT = Path("docs/planning.md")
-BEGIN, END = "<!-- begin: outcore plan --guide -->", "<!-- end: outcore plan --guide -->"
+PAGE = ROOT / "docs/planning.md"
+BEGIN, END = "<!-- begin: python -m tests.docs.planning -->", "<!-- end: python -m tests.docs.planning -->"
 
 
-def guide_text() -> str:
+def tables() -> str:
     """The tables as Markdown."""
     hardware = load_hardware(MACHINE)
     lines = [
@@ -177,30 +173,11 @@ def _figures(plan: Plan) -> str:
     return " | ".join(cells)
 
 
-def replace_between_markers(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
-    """The document with the tables between its markers; ValueError when the markers are missing."""
-    at, until = text.find(begin), text.find(end)
-    if at < 0 or until < at:
-        raise ValueError(f"the document has no '{begin}' ... '{end}' lines: put them where the tables belong")
-    return f"{text[: at + len(begin)]}\n{tables}\n{text[until:]}"
+def page() -> str:
+    """The whole page as the planner would have it."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
 
 
-@dataclasses.dataclass(frozen=True)
-class GuideState:
-    """Whether the document holds what the planner says now."""
-
-    path: Path
-    is_current: bool
-    text: str
-
-
-def guide_state(path: Path = DOCUMENT) -> GuideState:
-    """Compare the document with the planner's output. OSError / ValueError when it cannot be read or has no markers."""
-    return document_state(path, guide_text(), BEGIN, END)
-
-
-def document_state(path: Path, tables: str, begin: str, end: str) -> GuideState:
-    """Compare what a document has between these markers with `tables`; raises as `guide_state` does."""
-    before = path.read_text(encoding="utf-8")
-    after = replace_between_markers(before, tables, begin, end)
-    return GuideState(path, before == after, after)
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
