@@ -18,9 +18,6 @@ from outcore.infer.opening import OpenedModel
 
 MAX_POINTS = 0.1
 """Difference of a score, in points of accuracy or per cent of a perplexity, up to which two backends agree."""
-MAX_FARTHER = 1.25
-"""In 16 bits two orders of the same sums differ by rounding. Ours may be this many times as far from fp32 as the
-harness's backend is: over 160 endings its own two attention implementations are 1.25 times apart."""
 Record = dict[str, Any]
 Answers = tuple[Sequence[Record], Sequence[Record], float]
 """Scores, documents, seconds in the model."""
@@ -36,33 +33,7 @@ class Reference:
     device: str
     max_length: int
     batch_size: int
-    uses_device_map: bool = False
-    vram_gib: float | None = None
     trust_remote_code: bool = False
-    asks_fp32: bool = False
-    """Whether the harness's backend also runs on the same weights widened to fp32."""
-
-
-@dataclass(frozen=True)
-class FromExact:
-    """How far both backends are from fp32 on the same weights: one row for each metric that has log-probabilities."""
-
-    theirs: tuple[Comparison, ...]
-    ours: tuple[Comparison, ...]
-
-    def distances(self) -> list[tuple[str, str, float, float]]:
-        """(task, metric, theirs, ours), nat a document."""
-        return [
-            (a.task, a.metric, a.rms_logprob_difference, b.rms_logprob_difference)
-            for a, b in zip(self.theirs, self.ours, strict=True)
-            if a.rms_logprob_difference is not None and b.rms_logprob_difference is not None
-        ]
-
-    @property
-    def is_as_near(self) -> bool:
-        """Whether ours is as near as the harness's backend in every metric."""
-        found = self.distances()
-        return bool(found) and all(ours <= MAX_FARTHER * theirs for _, _, theirs, ours in found)
 
 
 @dataclass(frozen=True)
@@ -72,8 +43,6 @@ class Parity:
     comparisons: tuple[Comparison, ...]
     ours_s: float
     theirs_s: float
-    exact: FromExact | None = None
-    """Distance of each from fp32, if that was asked for."""
 
     @property
     def is_equal(self) -> bool:
@@ -87,16 +56,10 @@ class Parity:
         head = ("task", "metric", "hf", "outcore", *columns[4:])
         verdict = "equal" if self.is_equal else f"NOT within {MAX_POINTS} points"
         ratio = self.theirs_s / self.ours_s if self.ours_s else 0.0
-        exact = "" if self.exact is None else f"\n{self._exact_words(self.exact)}"
         return (
-            f"{as_table(rows, head)}{exact}\nscores {verdict}; in the model: hf {self.theirs_s:.1f} s, outcore "
+            f"{as_table(rows, head)}\nscores {verdict}; in the model: hf {self.theirs_s:.1f} s, outcore "
             f"{self.ours_s:.1f} s ({ratio:.2f}x as fast)"
         )
-
-    def _exact_words(self, exact: FromExact) -> str:
-        head = ("task", "metric", "hf from fp32, nat", "outcore from fp32, nat")
-        verdict = "as near to fp32 as hf" if exact.is_as_near else f"NOT within {MAX_FARTHER} times hf's distance"
-        return f"{as_table([list(row) for row in exact.distances()], head)}\noutcore is {verdict}"
 
 
 def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
@@ -108,13 +71,7 @@ def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
             "and name that folder.",
             "parity",
         )
-    if args.hf_fp32 and args.hf_device_map:
-        raise EvaluationError(
-            "--hf_fp32 widens weights that device_map has laid out for 16 bits: leave one of them out.", "hf_fp32"
-        )
     dtype = next(p.dtype for p in opened.found.loaded.model.parameters() if p.is_floating_point())
-    if args.hf_fp32 and dtype == torch.float32:
-        raise EvaluationError("--hf_fp32 compares 16 bits with fp32, and this model is in fp32 already.", "hf_fp32")
     return Reference(
         folders[0],
         folders[1] if len(folders) > 1 else None,
@@ -122,10 +79,7 @@ def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
         str(opened.device),
         max_length,
         args.hf_batch_size,
-        args.hf_device_map,
-        args.vram_gib,
         args.trust_remote_code,
-        args.hf_fp32,
     )
 
 
@@ -137,15 +91,11 @@ def softmax_of(device: str) -> dict[str, str]:
     return {"softmax_dtype": "float32" if device.startswith("cuda") else "float64"}
 
 
-def run_reference(reference: Reference, settings: EvaluationSettings, *, widened: bool = False) -> Answers:
-    """What the harness's own backend says; `widened`: in fp32, on the weights as their own precision rounds them."""
+def run_reference(reference: Reference, settings: EvaluationSettings) -> Answers:
+    """What the harness's own backend says."""
     from lm_eval.models import huggingface
 
     backend: Any = huggingface.HFLM  # its decorator hides the class's own parameters
-    spread: dict[str, Any] = {"parallelize": True} if reference.uses_device_map else {}
-    spread |= softmax_of(reference.device)
-    if spread and reference.vram_gib is not None:
-        spread["max_memory_per_gpu"] = f"{reference.vram_gib}GiB"
     lm = backend(
         pretrained=reference.pretrained,
         peft=reference.adapter,
@@ -154,10 +104,8 @@ def run_reference(reference: Reference, settings: EvaluationSettings, *, widened
         max_length=reference.max_length,
         batch_size=reference.batch_size,
         trust_remote_code=reference.trust_remote_code,
-        **spread,
+        **softmax_of(reference.device),
     )
-    if widened:
-        lm.model.float()
     lm.model.eval()
     found = timed_suite(lm, settings)
     del lm
@@ -189,14 +137,7 @@ def compare_with_reference(
     """Ours against the harness's own backend."""
     say(f"the harness's own backend on {reference.pretrained} ({reference.dtype}, {reference.device}) ...")
     scores, samples, seconds = run_reference(reference, settings)
-    exact = None
-    if reference.asks_fp32:
-        say("the same in fp32 ...")
-        true = run_reference(reference, settings, widened=True)
-        exact = FromExact(
-            tuple(compare(true[0], true[1], scores, samples)), tuple(compare(true[0], true[1], ours[0], ours[1]))
-        )
-    return Parity(tuple(compare(scores, samples, ours[0], ours[1])), ours[2], seconds, exact)
+    return Parity(tuple(compare(scores, samples, ours[0], ours[1])), ours[2], seconds)
 
 
 def save_parity(parity: Parity, folder: Path) -> Path:
@@ -207,8 +148,6 @@ def save_parity(parity: Parity, folder: Path) -> Path:
         "outcore_s": parity.ours_s,
         "hf_s": parity.theirs_s,
         "is_equal": parity.is_equal,
-        "from_fp32_nat": [] if parity.exact is None else parity.exact.distances(),
-        "is_as_near_to_fp32": None if parity.exact is None else parity.exact.is_as_near,
     }
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
     return path

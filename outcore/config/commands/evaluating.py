@@ -43,8 +43,6 @@ def evaluate_flags() -> argparse.ArgumentParser:
     group = found.add_argument_group("against Hugging Face")
     group.add_argument("--parity", action="store_true", help="run the harness's own backend too and compare documents")
     group.add_argument("--hf_batch_size", type=int, default=8, help="rows of the harness's backend (default: 8)")
-    group.add_argument("--hf_fp32", action="store_true", help="and its backend in fp32, to compare both with")
-    group.add_argument("--hf_device_map", action="store_true", help="let accelerate spread it over GPU, RAM and drive")
     return found
 
 
