@@ -4,9 +4,9 @@
 values; `open_packed` reads published checkpoints. `docs/formats.md` is the guide."""
 
 from outcore.formats.feed import PackedWeights, open_packed
+from outcore.formats.ggml import QUANTIZE_CHOICES, packed_format
 from outcore.formats.gpu_products import DeviceProducts, device_products
 from outcore.formats.kernel_layout import Again
 from outcore.formats.packed import PackedFormat, PackedSpec, PackedTensor, Plane
 from outcore.formats.plain import PLAIN_FORMATS
 from outcore.formats.products import PackedProducts, Scattered, call_of, stack_of
-from outcore.formats.registry import QUANTIZE_CHOICES, packed_format

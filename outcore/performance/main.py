@@ -22,9 +22,8 @@ from outcore.common.files import nearest_existing, newest, user_folder, write_at
 from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
-from outcore.performance.against_plan import compare, project
+from outcore.performance.against_plan import compare, compared, judge, last_report, project
 from outcore.performance.health import before_the_trial, during_the_trial, measured_steps, median_of
-from outcore.performance.judge import compared, judge, last_report
 from outcore.performance.show import Check, Findings, show
 from outcore.plan import MEASURED_PROFILE, differs
 

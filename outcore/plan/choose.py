@@ -17,8 +17,7 @@ from outcore.plan.deepspeed.memory import STAGE_NUMBER
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import STAGES, RunRequest
 from outcore.plan.record import Plan
-from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import TILES
+from outcore.plan.stream.memory import TILES, plan_stream
 from outcore.sizing.engine_rule import why_not_muon, why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
 from outcore.sizing.shape import ModelShape

@@ -22,9 +22,8 @@ from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
-from outcore.plan.answer.advice import Advice, Upgrade, advise, upgrade_lines, upgrades
+from outcore.plan.answer.advice import Advice, Upgrade, advise, beside_one, upgrade_lines, upgrades
 from outcore.plan.answer.command import Said, check_undecided, command, kept, notes
-from outcore.plan.answer.gpus import beside_one
 from outcore.plan.answer.show import WholeRun, whole_run
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, SOURCES, PlanConfig, parse_plan

@@ -74,7 +74,7 @@ def layer_backward_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int
 def compiled_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
     """Alive at the peak of a compiled layer's backward.
 
-    Adapters add nothing that counts (outcore/flow/layers/adapters.py): in the code that torch 2.13's compiler makes
+    Adapters add nothing that counts (outcore/flow/layers/compiled.py): in the code that torch 2.13's compiler makes
     for the CPU, what is alive of a layer of Llama, Qwen3, Gemma 2 or GPT-2 is within 1 % of that without them, or less.
     """
     return int(COMPILED_ACTIVATIONS * layer_activation_bytes(shape, e, seq_length, tokens))

@@ -178,7 +178,7 @@ def test_damaged_export_files_are_told_and_made_again(run: Path, tmp_path: Path)
 
 
 def test_damaged_exports_and_indices_that_lead_out_are_refused_when_loaded(run: Path, tmp_path: Path) -> None:
-    from outcore.model.weights.standin import check_weight_files
+    from outcore.model.weights.initialise import check_weight_files
 
     folder = export_checkpoint(open_checkpoint(run / "step-00000004"), tmp_path / "out")
     assert check_weight_files(str(folder)) == () == check_weight_files(None) == check_weight_files("owner/name")

@@ -9,7 +9,7 @@ from outcore.flow.check import why_not_streamed
 from outcore.flow.check.trial import FORWARD, forward_difference
 from outcore.flow.weights import WeightHomes, WeightPrefetcher
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool.pool import HostMemory
 from tests.flow.models import padded_batch, plain_batch, tiny_loaded
 from tests.refused import failing, refused
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from outcore.model.facts import model_class_of
 from outcore.model.weights import initialise
-from outcore.model.weights.initialise import InitPlan, meta_skeleton
-from outcore.model.weights.standin import RandomStream, SharedStreamNeeded
+from outcore.model.weights.initialise import InitPlan, RandomStream, SharedStreamNeeded, meta_skeleton
 from tests.model.cases import tiny_config
 
 

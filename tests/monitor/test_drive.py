@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor.sensors.drive import BlockDevice, DriveSensor, run_json_command
-from outcore.monitor.sensors.sensor import SensorBoard
+from outcore.monitor.sensors.host import SensorBoard
 from tests.monitor.fakes import fake_system, write_stat
 from tests.refused import refused
 

@@ -160,8 +160,7 @@ def test_resident_bytes_include_children_that_come_and_go(tmp_path: Path) -> Non
 
     import psutil
 
-    from outcore.monitor.sensors.host import HostSensor
-    from outcore.monitor.sensors.sensor import SensorBoard
+    from outcore.monitor.sensors.host import HostSensor, SensorBoard
 
     code = "import sys; held = bytearray(b'x' * (64 << 20)); print('ready', flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -14,7 +14,7 @@ import pytest
 
 from outcore.monitor import MemoryWatch, MetricsLog, RunWarnings, SpaceWatch, hold_off_sleep
 from outcore.monitor.screen.frame import find_run, main, sparkline, watch
-from outcore.monitor.watches.space import SpaceVerdict
+from outcore.monitor.watches.run_warnings import SpaceVerdict
 from tests.monitor.fakes import fake_system
 from tests.refused import failing, refused
 from tests.waiting import until

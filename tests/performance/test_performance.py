@@ -14,9 +14,8 @@ from outcore.common.files import user_folder
 from outcore.common.quantities import GB, GIB
 from outcore.performance import health
 from outcore.performance import main as main_module
-from outcore.performance.against_plan import compare, project
+from outcore.performance.against_plan import compare, compared, judge, last_report, project
 from outcore.performance.command import main
-from outcore.performance.judge import compared, judge, last_report
 from outcore.performance.main import PerformanceTest, write
 from outcore.performance.show import Check, ComparedRow, Findings, Projection, Regression, Verdict, show
 from outcore.performance.trial import TrialRun

@@ -5,7 +5,7 @@ from typing import Any
 
 from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, RunSettings, TrainConfig, resolve
-from outcore.engine.deepspeed.decision import deepspeed_layout
+from outcore.engine.deepspeed.build import deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.decision.decide import stream_layout
 from outcore.engine.stream.settings import StreamSettings

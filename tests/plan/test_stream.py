@@ -16,7 +16,7 @@ from outcore.optim import FORMATS
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.profile import RunRequest, load_hardware
-from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import plan_stream
 from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields

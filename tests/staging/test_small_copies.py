@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outcore.staging.pool import SmallCopies
-from outcore.staging.pool.host_memory import HALF_BYTES
+from outcore.staging.pool.pool import HALF_BYTES
 
 KINDS = [
     torch.tensor([[3, -1], [2**40, 7]]), torch.tensor([True, False, True]), torch.tensor([0.1], dtype=torch.float64),

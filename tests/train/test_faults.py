@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from outcore.plan.run import forecast as forecast_module
-from outcore.train.run import context, main
+from outcore.train.run import assemble as context
+from outcore.train.run import main
 from tests.monitor.fakes import FakeNvml, FakeNvmlError, make_sampler
 
 ROOT = Path(__file__).resolve().parents[2]

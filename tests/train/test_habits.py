@@ -261,7 +261,7 @@ def test_rows_of_one_length_together_are_transformers_own(tmp_path, corpus, stra
     from transformers import trainer_pt_utils
 
     from outcore.data.layout.permutation import Permutation
-    from outcore.train.run import context
+    from outcore.train.run import assemble as context
 
     streams: list[Any] = []
     real = context.BatchStream

@@ -1,10 +1,10 @@
 """Can this model be streamed? Found out on a tiny copy of it."""
 
-from outcore.flow.check.packed_rows import attention_to_packed_rows
 from outcore.flow.check.trial import (
     TOLERANCE,
     Batch,
     Trial,
+    attention_to_packed_rows,
     config_of_type,
     sharing_holds,
     slab_of,

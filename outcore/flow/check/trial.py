@@ -2,10 +2,17 @@
 
 The structure is taken apart on the model itself (`discovery`); whether the parts put together are the model is a
 question of numbers, for padded and (where the model trains on them) packed rows. What is compared is a `Trial`: the
-logits here; whoever trains compares gradients. No list of model names is kept. Cost: a fraction of a second."""
+logits here; whoever trains compares gradients. No list of model names is kept. Cost: a fraction of a second.
+
+How attention learns of the documents in packed rows: by their borders or by masks. Decided when an engine is built.
+
+By their borders (`outcore.model.packed.trial`), documents cost what they would cost alone and there is no mask of
+T x T; this needs sdpa attention in a model that passes two trials (`outcore.model.packed.trial`). Everything else goes
+on with masks, with the reason said once. On the CPU the same borders become masks within each layer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +39,7 @@ from outcore.formats.checkpoint import why_not_read
 from outcore.model import LoadedModel
 from outcore.model.facts import language_config, model_facts, parameter_types, quantization_of, resolve_attention
 from outcore.model.forward import IGNORE, attention_of, forward_inputs, unwrap
-from outcore.model.packed import PACKED_ATTENTION, takes_packed_attention
+from outcore.model.packed import PACKED_ATTENTION, takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.trial import (
     MAX_TRIAL_PARAMS,
     VOCAB,
@@ -285,3 +292,34 @@ def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, 
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
     run_once(model.eval())
     return LoadedModel(model, config, model_facts(model), abilities, "a tiny copy")
+
+
+logger = logging.getLogger(__name__)
+
+
+def attention_to_packed_rows(
+    loaded: LoadedModel, device: torch.device, dtype: torch.dtype, *, wanted: bool = True, trial: bool = True
+) -> str:
+    """Have the model attend to packed rows by their borders where it can; in words, what it does ('' when it does not
+    come up). `wanted`: whether the choice of attention was left to us; `trial`: first on a tiny copy."""
+    causal = unwrap(loaded.model)
+    if attention_of(causal) != "sdpa" or loaded.abilities.isolation != "position_ids":
+        return ""
+    if not wanted:
+        return "masks, as asked"
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        return "masks (torch's variable-length kernel computes in bf16 and fp16)"
+    why = why_no_kernel(loaded.config, device, dtype) if device.type == "cuda" else ""
+    if not why and trial:
+        try:
+            with seeded_cpu(0, "stream trial"):
+                tiny = tiny_copy(loaded).model
+        except Exception as error:  # any model's own code may fail in any way on a shrunken config
+            why = f"a tiny copy of it could not be built to try it ({type(error).__name__}: {error})"
+        else:
+            why = why_masks_differ(tiny)
+    why = why or takes_packed_attention(causal)
+    if why:
+        logger.warning("packed rows are computed with masks: %s", why)
+        return f"masks ({why})"
+    return "variable-length flash attention" if device.type == "cuda" else "masks, made in each layer (no GPU)"

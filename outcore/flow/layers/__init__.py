@@ -9,11 +9,9 @@ from outcore.flow.layers.compiled import (
     draws_random_numbers,
 )
 from outcore.flow.layers.graphs import GraphPool, LayerGraphs
-from outcore.flow.layers.head import Head
-from outcore.flow.layers.head_groups import Attending
-from outcore.flow.layers.long_rows import LongRows
+from outcore.flow.layers.head import Head, HeadRow, TiledHead
+from outcore.flow.layers.long_rows import Attending, LongRows
 from outcore.flow.layers.packed_linear import with_packed_linears
 from outcore.flow.layers.row_homes import RowHomes
 from outcore.flow.layers.runner import Batch, HeadInput, PartRunner, RouterTaps
-from outcore.flow.layers.tiled_head import HeadRow, TiledHead
 from outcore.flow.layers.unit_weights import in_place

@@ -35,7 +35,7 @@ from outcore.common.deadline import Deadline
 from outcore.common.errors import EngineError
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.flow.weights.source import Expansion, WeightSource
+from outcore.flow.weights.homes import Expansion, WeightSource
 from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
 
 

@@ -27,8 +27,8 @@ from outcore.formats.checkpoint import (
     TensorPlace,
     notes_on,
 )
+from outcore.formats.ggml import packed_format
 from outcore.formats.packed import PackedSpec
-from outcore.formats.registry import packed_format
 from outcore.model.facts import GgufTensor, gguf_header
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from outcore.formats.checkpoint import TensorPlace, safetensors_places
+from outcore.formats.ggml import packed_format
 from outcore.formats.gguf_files.read import (
     GgufRefused,
     add_tokenizer,
@@ -21,7 +22,6 @@ from outcore.formats.gguf_files.read import (
     row_order,
 )
 from outcore.formats.packed import PackedSpec
-from outcore.formats.registry import packed_format
 from outcore.model.facts import end_ids
 
 ENDS = ("token_embd.weight", "output.weight")

@@ -1,4 +1,11 @@
 """Which GPUs reach each other fast (NVLink islands, PCIe switches, NUMA nodes, hosts), and groups laid on them."""
 
-from outcore.machine.topology.islands import PlacedGpu, Topology, detect_topology, read_cluster
-from outcore.machine.topology.stages import ParallelLayout, balanced_stages, lay_out
+from outcore.machine.topology.stages import (
+    ParallelLayout,
+    PlacedGpu,
+    Topology,
+    balanced_stages,
+    detect_topology,
+    lay_out,
+    read_cluster,
+)

@@ -1,24 +1,22 @@
 """What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
 
 from outcore.model.facts.facts import (
-    ModelFacts,
-    language_config,
-    model_class_of,
-    model_facts,
-    parameter_types,
-    quantization_of,
-    resolve_attention,
-    skeleton_and_tied,
-)
-from outcore.model.facts.gguf_file import GgufTensor, gguf_config_fields, gguf_header
-from outcore.model.facts.names import (
     ConfigKey,
+    ModelFacts,
     adapter_name,
     checkpoint_name,
     end_ids,
+    language_config,
+    model_class_of,
+    model_facts,
     named_checkpoint_parameters,
+    parameter_types,
     persistent_buffers,
+    quantization_of,
     read_end_tokens,
+    resolve_attention,
     set_end_tokens,
+    skeleton_and_tied,
     undecayed,
 )
+from outcore.model.facts.gguf_file import GgufTensor, gguf_config_fields, gguf_header

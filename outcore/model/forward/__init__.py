@@ -1,6 +1,5 @@
 """A micro-batch through a model: its arguments, and the model taken apart into decoder and head."""
 
-from outcore.model.forward.float8 import float8_product, float8_rounded
 from outcore.model.forward.head import CausalParts, unwrap
 from outcore.model.forward.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.forward.inputs import (
@@ -13,4 +12,4 @@ from outcore.model.forward.inputs import (
     forward_inputs,
     shifted_targets,
 )
-from outcore.model.forward.products import MATMULS, Float8Linear, LayerProducts
+from outcore.model.forward.products import MATMULS, Float8Linear, LayerProducts, float8_product, float8_rounded

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from outcore.common.files import nearest_existing
 from outcore.machine import drive_of
-from outcore.monitor.sensors.sensor import SensorBoard, describe
+from outcore.monitor.sensors.host import SensorBoard, describe
 
 SECTOR_BYTES = 512  # the unit of /sys/block/*/stat whatever the drive's own sector (kernel: Documentation/block/stat)
 

@@ -3,20 +3,83 @@
 Resident bytes are summed from /proc/<pid>/statm (psutil elsewhere); pages that parent and children share count once
 for each, so with forked loader workers the sum is an upper bound. The exact figure (smaps_rollup) walks page tables
 under the process's memory lock and would stall a run with tens of GB resident, so it is not used.
-Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s."""
+Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s.
+
+SensorBoard: reads sensors that may be missing, fail or vanish, and says so once for each.
+
+A sensor that fails is switched off for the rest of the run (its value is None from then on) and leaves one sentence
+for people. Nothing a sensor does can raise into the run. Cost: one dict look-up per read beside the sensor itself."""
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outcore.common.quantities import KIB
 from outcore.machine import detect_ram
-from outcore.monitor.sensors.sensor import SensorBoard
+
+T = TypeVar("T")
+
+
+class SensorBoard:
+    """Which sensors work, and one sentence for each that does not. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._off: set[str] = set()
+        self._sentences: dict[str, str] = {}
+        self._num_taken = 0
+        self._lock = threading.Lock()
+
+    def read(self, name: str, read: Callable[[], T | None], *, what: str) -> T | None:
+        """The value of `read()`, or None where the sensor is off or fails now (then it is off from now on).
+
+        Args:
+            name: key of the sensor, e.g. "gpu_temp_c".
+            what: the sensor in words for the sentence, e.g. "GPU temperature"."""
+        if name in self._off:
+            return None
+        try:
+            return read()
+        except Exception as error:  # a sensor must never stop a training run, whatever its driver raises
+            self.switch_off(name, f"{what}: not available ({describe(error)}); {name} is null from now on.")
+            return None
+
+    def switch_off(self, name: str, sentence: str) -> None:
+        """Turn the sensor off for good; `sentence` is kept unless one was given for it before."""
+        self._off.add(name)
+        self.note(name, sentence)
+
+    def note(self, name: str, sentence: str) -> None:
+        """Keep a sentence under `name` once, without turning anything off."""
+        with self._lock:
+            self._sentences.setdefault(name, sentence)
+
+    def is_off(self, name: str) -> bool:
+        return name in self._off
+
+    def explanations(self) -> list[str]:
+        """Every sentence so far, in the order in which the sensors fell away."""
+        with self._lock:
+            return list(self._sentences.values())
+
+    def take_new(self) -> list[str]:
+        """The sentences that an earlier call has not returned."""
+        with self._lock:
+            sentences = list(self._sentences.values())[self._num_taken :]
+            self._num_taken += len(sentences)
+            return sentences
+
+
+def describe(error: BaseException) -> str:
+    """An exception in words: its message, or its type where it has none."""
+    return str(error).strip().rstrip(".") or type(error).__name__
+
 
 CHILDREN_REFRESH_S = 10.0
 

@@ -1,4 +1,3 @@
 """The forecast of a run as it was decided."""
 
-from outcore.plan.run.drive import drive_performance, write_combined_measured
-from outcore.plan.run.forecast import Forecast, Forecaster
+from outcore.plan.run.forecast import Forecast, Forecaster, drive_performance, write_combined_measured

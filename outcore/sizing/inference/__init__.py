@@ -1,6 +1,5 @@
 """Sizes and decisions of inference: where everything lives, by preset and machine."""
 
-from outcore.sizing.inference.by_experts import place_by_experts
 from outcore.sizing.inference.in_place import compute_in_place
 from outcore.sizing.inference.needs import PRESETS, InferenceLimits, InferenceNeeds, KvSize, PartSize
 from outcore.sizing.inference.pass_bytes import (
@@ -13,4 +12,4 @@ from outcore.sizing.inference.pass_bytes import (
 )
 from outcore.sizing.inference.placement import Placement
 from outcore.sizing.inference.rates import InPlaceRates, RowCost, pairs, row_cost_of
-from outcore.sizing.inference.rule import DoesNotFit, place_inference
+from outcore.sizing.inference.rule import DoesNotFit, place_by_experts, place_inference

@@ -2,7 +2,14 @@
 
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, Lease, LeaseError, PoolExtent
 from outcore.staging.pool.cuda_runtime import CudaRuntime, PinRefused, load_libcudart
-from outcore.staging.pool.host_memory import HomeMemory, HostMemory, SmallCopies, device_view, pageable
 from outcore.staging.pool.pinned_grant import PinnedGrant, probe_pinned_memory, refusal_is_harmless
-from outcore.staging.pool.pool import PinnedPool, PinnedPoolFull
+from outcore.staging.pool.pool import (
+    HomeMemory,
+    HostMemory,
+    PinnedPool,
+    PinnedPoolFull,
+    SmallCopies,
+    device_view,
+    pageable,
+)
 from outcore.staging.pool.slab import MappedSlab

@@ -1,30 +1,272 @@
-"""From a checked configuration to a run that is ready to train: choose, prepare, build, and say why."""
+"""From a checked configuration to a run that is ready to train: choose, prepare, build, and say why.
+
+What the training loop works with, put together: streams, sampler, logs, watches, and the run's header and plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
 from typing import Any
 
-from outcore.checkpoint import changed_settings
+import torch
+
+from outcore import __version__
+from outcore.checkpoint import Checkpoint, changed_settings, model_fingerprint
 from outcore.checkpoint.export import check_login
+from outcore.checkpoint.materials import Material
 from outcore.common import file_errors
 from outcore.common.quantities import format_count
-from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolve
-from outcore.data import PreparedData
-from outcore.engine.base import Decision, Engine
+from outcore.config import ConfigError, RunSettings, TrainConfig, read_deepspeed_file, resolve
+from outcore.data import BatchStream, DataError, EvalStream, PreparedData
+from outcore.data.chat import end_tokens_of
+from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.engine.decide import choose_engine
 from outcore.model import ModelSettings, resolve_source
-from outcore.monitor.watches import hold_off_sleep
-from outcore.runs import TakenRun, default_name, take_run_together
+from outcore.model.facts import set_end_tokens
+from outcore.model.forward import unwrap
+from outcore.monitor import MetricsLog, RunProgress, Sampler
+from outcore.monitor.metrics import MetricsServer, make_loggers
+from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch, hold_off_sleep
+from outcore.plan.run import Forecast
+from outcore.runs import RunFolder, TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes, settle_materials
-from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
-from outcore.train.loop import TrainingLoop
+from outcore.train.configure.rooms import (
+    ComputeDevice,
+    epoch_words,
+    lora_alpha,
+    model_settings_of,
+    run_length,
+    schedule_of,
+)
+from outcore.train.configure.schedule import LrSchedule, RunLength
+from outcore.train.loop import BestSoFar, TrainerParts, TrainingLoop, sample_prompt
 from outcore.train.process.random_state import fix_order, seed_everything
-from outcore.train.run.context import RunContext
 from outcore.train.run.data import default_seq_length, load_data
 from outcore.train.run.job import RunJob
-from outcore.train.run.planned import Planned, check_drives
+from outcore.train.run.planned import Planned, check_drives, export_bytes, space_reserves
 from outcore.train.run.telling import tell_at_exit
+
+SAME_RUN = ("use_dora", "use_rslora", "quantize", "label_smoothing", "seed")
+CHANGEABLE = (
+    "per_device_train_batch_size", "weight_decay", "decay_all", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What was settled before the loop's parts are made."""
+
+    config: TrainConfig
+    device: ComputeDevice
+    folder: RunFolder
+    decided: Decision
+    data: PreparedData
+    tokenizer: Any
+    schedule: LrSchedule
+    length: RunLength
+    checkpoint: Checkpoint | None
+    is_main: bool
+    changes: tuple[str, ...] = ()
+    """What a resumed run does otherwise than before, on purpose."""
+    made_of: Mapping[str, Material] = field(default_factory=dict)
+    """The run's tokenizer, and the base below an adapter."""
+    forecast: Forecast | None = None
+    """What the planner says of this run, once its engine is there."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
+        return {
+            "precision": self.device.precision,
+            "train_batch_size": self.decided.settings.train_batch_size,
+            "lora_r": self.config.lora_r,
+            "lora_alpha": lora_alpha(self.config),
+            "lora_modules_to_save": self.config.lora_modules_to_save or "",
+            **{name: getattr(self.config, name) for name in SAME_RUN},
+            "schedule": asdict(self.schedule),
+        }
+
+    @property
+    def changeable(self) -> dict[str, Any]:
+        """What, by flag, a resumed run may change: the checkpoint does not depend on it, what comes after does."""
+        return {
+            **{name: getattr(self.decided.settings, name) for name in CHANGEABLE},
+            "lora_dropout": self.config.lora_dropout,
+            "neftune_noise_alpha": self.config.neftune_noise_alpha,
+            "state_format": self.decided.state_format,
+        }
+
+    def start_trace(self, engine: Engine, say: Callable[[str], None]) -> None:
+        """Have the steps that `--trace` asks for recorded, if any."""
+        if not self.config.trace:
+            return
+        steps_done = self.checkpoint.step if self.checkpoint else 0
+        plan = TracePlan.for_run(
+            self.folder.logs / "trace.json", self.config.trace, steps_done, self.length.total_steps
+        )
+        engine.trace(plan, say)
+
+    def make_parts(self, engine: Engine, opened: ExitStack, say: Callable[[str], None]) -> TrainerParts:
+        """The loop's parts; what must be closed is left with `opened`."""
+        config, folder, is_main = self.config, self.folder, self.is_main
+        micro = self.decided.settings.per_device_train_batch_size
+        eval_micro = config.per_device_eval_batch_size or micro
+        group_rows = self.decided.settings.train_batch_size if config.group_by_length else 0
+        stream = BatchStream(
+            self.data.train, micro, engine.rank, engine.world_size, seed=config.seed, group_rows=group_rows
+        )
+        end_tokens = self._set_end_tokens(engine, say)
+        fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
+        if (model := model_fingerprint(engine.loaded.config)) is not None:
+            fingerprint["model"] = model
+        keeps_data_position = self._settle_data(fingerprint, stream, say)  # before the log is cut off at its step
+        evals = None
+        if self.data.eval is not None and config.eval_strategy != "no":
+            evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
+        gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.device.has_cuda else None
+        nvme_path = self.decided.nvme_path
+        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu, pinned_bytes=lambda: engine.facts().pinned_bytes)
+        opened.callback(sampler.start().close)
+        resume_step = self.checkpoint.step if self.checkpoint else None
+        loggers = make_loggers(config.report_to, folder.logs, resume_step=resume_step, enabled=is_main, say=say)
+        opened.callback(loggers.close)
+        if config.metrics_port is not None and is_main:
+            loggers.add("metrics server", MetricsServer(config.metrics_port, run=folder.name, say=say))
+        metrics = None
+        if is_main:
+            header = self._header(engine, sampler, end_tokens)
+            metrics = MetricsLog(folder.metrics, resume_step=resume_step, say=say)
+            opened.callback(metrics.close)
+            if metrics.damaged_lines:
+                say(
+                    f"WARNING: {folder.metrics}: {metrics.damaged_lines} line(s) were torn by a crash or damaged on "
+                    "the drive, and are left out: the curve has a gap there, the training none"
+                )
+            metrics.write_header(header)
+            loggers.log_header(header)
+        facts, state_bytes = engine.loaded.facts, engine.facts().state_bytes
+        exported = export_bytes(config, facts.total_params, facts.trainable_params, self.device.precision)
+        space = SpaceWatch(space_reserves(config, folder, nvme_path, state_bytes, exported))
+        progress = RunProgress(
+            self.length.total_steps,
+            first_step=resume_step or 0,
+            plain_every_steps=config.logging_steps,
+            limits=sampler.describe(),
+            enabled=is_main,
+            doing=lambda: engine.facts().doing,
+        )
+        opened.callback(progress.close)
+        tokenizer = self.tokenizer
+        return TrainerParts(
+            config=config,
+            folder=folder,
+            engine=engine,
+            stream=stream,
+            eval_batches=(lambda: iter(evals)) if evals is not None else None,
+            schedule=self.schedule,
+            length=self.length,
+            sampler=sampler,
+            progress=progress,
+            metrics=metrics,
+            loggers=loggers,
+            warnings=RunWarnings(sampler.describe, drive_gb_per_s=self._links().get("drive_mixed_gb_per_s")),
+            watches=(space, MemoryWatch()),
+            prompt_ids=sample_prompt(config.sample_prompt, self.data, tokenizer),
+            decode=lambda ids: tokenizer.decode(ids),
+            end_tokens=end_tokens_of(unwrap(engine.loaded.model), tokenizer),
+            best=self._best(),
+            keeps_data_position=keeps_data_position,
+            tokenizer=tokenizer,
+            fingerprint=fingerprint,
+            settings=self.changeable,
+            made_of={kind: asdict(material) for kind, material in self.made_of.items()},
+        )
+
+    def _best(self) -> BestSoFar | None:
+        config = self.config
+        if not (config.load_best_model_at_end or config.early_stopping_patience):
+            return None
+        return BestSoFar(config.metric_for_best_model, config.early_stopping_patience, config.early_stopping_threshold)
+
+    def _settle_data(self, fingerprint: dict[str, Any], stream: BatchStream, say: Callable[[str], None]) -> bool:
+        """Go on in the data where the checkpoint was; False where it starts anew. DataError or CheckpointError."""
+        if self.checkpoint is None:
+            return True
+        on_purpose = self.config.continue_with_changes
+        settle_changes(self.checkpoint, fingerprint, on_purpose=on_purpose)
+        try:
+            stream.load_state_dict(self.checkpoint.trainer_state()["data"])
+        except DataError as error:
+            if not on_purpose:
+                raise DataError(f"{error}, or add --continue_with_changes to go on with this data") from error
+            say("resume: the data, its order or its rows changed: they are read from their beginning")
+            return False
+        return True
+
+    def _set_end_tokens(self, engine: Engine, say: Callable[[str], None]) -> list[int]:
+        """Have the exported model stop where the data's answers end; said where that is not where its text ends."""
+        trained, own = self.data.summary.end_tokens, self.tokenizer.eos_token_id
+        found = set_end_tokens(unwrap(engine.loaded.model), self.tokenizer, trained)
+        if found and set(trained) - {own}:
+            words = [f"{self.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in found]
+            say(f"answers end with {' or '.join(words)}: the exported generation_config.json says so")
+        return found
+
+    def _header(self, engine: Engine, sampler: Sampler, end_tokens: list[int]) -> dict[str, Any]:
+        """Line 0 of metrics.jsonl."""
+        versions = {"outcore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        for name in ("transformers", *["deepspeed"] * (self.decided.name == "deepspeed")):
+            versions[name] = version(name)
+        return {
+            "run": self.folder.name,
+            "versions": versions,
+            "machine": {
+                "host": platform.node(),
+                "device": self.device.reason,
+                **sampler.describe(),
+                "links": self._links(),
+            },
+            "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts), "end_tokens": end_tokens},
+            "data": self.data.summary.header(),
+            "plan": {
+                "total_steps": self.length.total_steps,
+                "train_batch_size": self.decided.settings.train_batch_size,
+                "engine": self.decided.name,
+                "engine_reason": self.decided.reason,
+                "forecast": self.forecast.header() if self.forecast else None,
+            },
+            "config": asdict(self.config),
+            "changes": list(self.changes),
+        }
+
+    def _links(self) -> dict[str, float]:
+        return self.forecast.measured_links() if self.forecast else {}
+
+    def write_plan(self, said: list[str], startup_s: dict[str, float]) -> None:
+        """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
+        if self.is_main:
+            forecast = self.forecast.to_dict() if self.forecast else None
+            plan = {**_record_of(self.decided), "said": said, "startup_s": startup_s, "forecast": forecast}
+            (self.folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")
+
+
+def _record_of(decision: Decision) -> dict[str, Any]:
+    """The engine, every resolved value with its reason, what the engine made of them."""
+    settings = decision.settings
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
+    nested = {"offload": asdict(settings.offload), "loss_scaling": asdict(settings.loss_scaling)}
+    resolved = {"train_batch_size": settings.train_batch_size, **plain, **nested, "reasons": dict(settings.reasons)}
+    return {
+        "engine": {"name": decision.name, "reason": decision.reason},
+        "notes": decision.notes,
+        "settings": resolved,
+        **decision.record(),
+    }
 
 
 @dataclass(frozen=True)

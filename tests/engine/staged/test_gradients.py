@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outcore.engine.deepspeed.staged.gradients as room
-import outcore.engine.deepspeed.staged.homes as homes_room
+import outcore.engine.deepspeed.staged.optimizer as homes_room
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer

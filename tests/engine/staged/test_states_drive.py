@@ -16,7 +16,7 @@ from outcore.engine.deepspeed.staged.states import RingSize, Share, ShareStates,
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES
-from outcore.staging.pool.host_memory import HostMemory, pageable
+from outcore.staging.pool.pool import HostMemory, pageable
 from outcore.states.placement import GradPlace
 from outcore.storage import TensorSpec, open_engine
 from tests.refused import failing, refused

@@ -19,7 +19,7 @@ from outcore.engine.stream.state import LossScaler, seed_of
 from outcore.flow.parts import SlabLayout
 from outcore.flow.trace import PhaseClock, wait_for
 from outcore.flow.weights.prefetch import plan_slots
-from outcore.staging.pool.host_memory import HostMemory, pageable
+from outcore.staging.pool.pool import HostMemory, pageable
 from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, plain_batch, set_dropout, tiny_loaded
 from tests.refused import refused

@@ -20,8 +20,7 @@ from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
 from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, STAYING, Plan
 from outcore.plan.run.forecast import plan_layout, run_request
-from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS
+from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS, plan_stream
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import CPU_PROCESS_BYTES, LANE_BYTES, RAM_RESERVE_BYTES

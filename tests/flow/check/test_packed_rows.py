@@ -10,7 +10,8 @@ import torch
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
-from outcore.flow.check import attention_to_packed_rows, packed_rows, sharing_holds
+from outcore.flow.check import attention_to_packed_rows, sharing_holds
+from outcore.flow.check import trial as packed_rows
 from outcore.flow.layers import CompiledLayers
 from outcore.flow.parts import DeviceBatch, discover_units
 from outcore.model import LoraSettings

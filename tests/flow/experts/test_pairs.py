@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from outcore.flow.experts import by_pairs as pairs
+from outcore.flow.experts import few_tokens as pairs
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")

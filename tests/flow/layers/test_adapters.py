@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, vjp
 from transformers.pytorch_utils import Conv1D
 
-from outcore.flow.layers.adapters import AddedAdapter, with_added_adapters
+from outcore.flow.layers.compiled import AddedAdapter, with_added_adapters
 
 WIDTH, WIDER, RANK = 12, 20, 3
 

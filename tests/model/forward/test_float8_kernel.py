@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from outcore.model.forward.float8 import FLOAT8, float8_rounded, round_by_kernels
+from outcore.model.forward.products import FLOAT8, float8_rounded, round_by_kernels
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICES = [

@@ -11,7 +11,7 @@ from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, BORDERS, STAYING
-from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import plan_stream
 from outcore.sizing.activations import compiled_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from tests.plan.fakes import prototype_shape, server

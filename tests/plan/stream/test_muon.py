@@ -11,7 +11,7 @@ from outcore.model.weights import meta_skeleton
 from outcore.plan.main import main
 from outcore.plan.profile import RunRequest, load_hardware
 from outcore.plan.run import Forecast, Forecaster
-from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import plan_stream
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.states import muon_flops
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from outcore.engine.stream.backward.head import StreamedHeadGradient
-from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.backward.long_rows import AFTER_BACK, BEFORE_BACK
+from outcore.engine.stream.backward.layer import AFTER_BACK, BEFORE_BACK, BackwardRunner
 from outcore.engine.stream.check.gradients import gradient_difference, run_units, why_not_in_tiles_of_tokens
 from outcore.flow.check import slab_of
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, LongRows, PartRunner, RowHomes
@@ -17,7 +16,7 @@ from outcore.model import LoraSettings, preset_shape, shape_from_config
 from outcore.model.adapters import apply_lora
 from outcore.plan import RunRequest, load_hardware
 from outcore.plan.hardware import Overrides
-from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import plan_stream
 from outcore.sizing.activations import long_head_bytes, long_layer_bytes, long_rows_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.tiles import Model, TilingWork, UnitSize, choose_holding, needed_bytes

@@ -3,12 +3,11 @@
 import pytest
 
 from outcore.model import preset_shape
-from outcore.plan.answer.gpus import beside_one
+from outcore.plan.answer.advice import beside_one
 from outcore.plan.choose import choose
 from outcore.plan.learned import remember
 from outcore.plan.profile import RunRequest
-from outcore.plan.stream.forecast import plan_stream
-from outcore.plan.stream.memory import RANK_SLOTS
+from outcore.plan.stream.memory import RANK_SLOTS, plan_stream
 from outcore.sizing.layouts import StreamLayout
 from tests.plan.fakes import server
 
