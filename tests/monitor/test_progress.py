@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outcore.monitor import MetricsLog, RunProgress, plot_loss
-from outcore.monitor.metrics.reader import smooth, thin, with_gaps
+from outcore.monitor.metrics.reader import smooth
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -186,21 +186,6 @@ def test_smoothing_follows_without_lag_or_spikes() -> None:
     for at in (0, 100, 200, 250, 300):
         assert abs(smoothed[at] - line[at]) < 0.05, at
     assert smooth([], 5) == [] and all(math.isnan(value) for value in smooth([math.nan] * 3, 5))
-
-
-def test_gaps_break_the_line() -> None:
-    xs, ys = with_gaps([1, 2, 3, 40, 41], [5.0, 4.0, 3.0, 2.0, 1.0])
-    assert len(xs) == 6 and math.isnan(ys[3]) and ys[4] == 2.0
-    assert with_gaps([10, 20, 30], [1.0, 2.0, 3.0]) == ([10.0, 20.0, 30.0], [1.0, 2.0, 3.0])
-
-
-def test_thinning_keeps_the_extremes() -> None:
-    points = [(step, math.sin(step)) for step in range(20_000)]
-    points[12_345] = (12_345, 9.0)
-    points[777] = (777, -9.0)
-    kept = thin(points, 1000)
-    assert len(kept) <= 1000 and (12_345, 9.0) in kept and (777, -9.0) in kept
-    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
 
 
 def test_a_long_step_is_heard_of_in_a_pipe():

@@ -6,16 +6,15 @@ from its start. Torn and damaged lines are skipped and counted. Cost: one pass o
 plot_loss: loss.png from metrics.jsonl, readable at first glance.
 
 Training loss raw (faint) and smoothed (bold), evaluation loss as marked points, the learning rate in a small strip
-below; resumes are marked, missing steps leave gaps. Drawn with matplotlib without pyplot, so it needs no
+below; resumes are marked. Drawn with matplotlib without pyplot, so it needs no
 display, touches no global state and may run on any thread; written aside and renamed, so a viewer never sees half a
-picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and highest of each bin are kept)."""
+picture. Cost: about 0.5 s."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,6 @@ def restore_nonfinite(record: dict[str, Any]) -> bool:
     return True
 
 
-MAX_POINTS = 4000
 FONTS = (
     "DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Source Han Sans SC",
     "Droid Sans Fallback", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic",
@@ -177,63 +175,17 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | No
 
 
 def smooth(losses: list[float], span: int) -> list[float]:
-    """Centred mean over `span` points of the running median of 5, so neither lag nor single spikes show.
+    """Centred mean over `span` points of the running median of 5, so neither lag nor single spikes show. Values that
+    are not finite are skipped; beyond its ends the run counts as its first and its last values."""
+    import numpy as np
 
-    Values that are not finite are skipped. At the left end the window shrinks to both sides alike (the loss is steep
-    there), at the right end only its right side does (it is flat and noisy there)."""
-    finite = [(index, loss) for index, loss in enumerate(losses) if math.isfinite(loss)]
-    values = [loss for _, loss in finite]
-    medians = [sorted(values[max(0, at - 2) : at + 3])[(min(len(values), at + 3) - max(0, at - 2)) // 2]
-               for at in range(len(values))]  # fmt: skip
-    sums = [0.0, *accumulate(medians)]
-    smoothed = [math.nan] * len(losses)
-    for at, (index, _) in enumerate(finite):
-        half = min(at, span // 2)
-        start, stop = at - half, min(len(values), at + half + 1)
-        smoothed[index] = (sums[stop] - sums[start]) / (stop - start)
-    return smoothed
-
-
-def with_gaps(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
-    """Put NaN where steps are missing (a jump of more than three usual distances), so that the line breaks there."""
-    if len(steps) < 3:
-        return [float(step) for step in steps], list(values)
-    jumps = sorted(after - before for before, after in pairwise(steps))
-    limit = 3 * jumps[len(jumps) // 2]
-    xs, ys = [float(steps[0])], [values[0]]
-    for before, after, value in zip(steps, steps[1:], values[1:], strict=False):
-        if after - before > limit:
-            xs.append((before + after) / 2)
-            ys.append(math.nan)
-        xs.append(float(after))
-        ys.append(value)
-    return xs, ys
-
-
-def thin(points: list[tuple[int, float]], max_points: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """At most `max_points` points: the lowest and the highest of each bin, in their order."""
-    if len(points) <= max_points:
-        return points
-    per_bin = math.ceil(len(points) / (max_points // 2))
-    kept = []
-    for start in range(0, len(points), per_bin):
-        chunk = points[start : start + per_bin]
-        finite = [point for point in chunk if math.isfinite(point[1])] or chunk[:1]
-        low, high = min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])
-        kept += [low] if low[0] == high[0] else sorted((low, high))
-    return kept
-
-
-def y_limits(losses: list[float], smoothed: list[float], evals: list[float]) -> tuple[float, float] | None:
-    """The range to show: everything smoothed and evaluated, and raw losses without their highest 1 % (spikes)."""
-    raw = sorted(loss for loss in losses if math.isfinite(loss))
-    shown = [value for value in (*smoothed, *evals) if math.isfinite(value)]
-    if not raw or not shown:
-        return None
-    top = raw[min(len(raw) - 1, int(len(raw) * 0.99))]
-    low, high = min(raw[0], *shown), max(top, *shown)
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
-    return low - margin, high + margin
+    values = np.array(losses, dtype=float)
+    finite = np.isfinite(values)
+    if finite.any():
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(np.pad(values[finite], 2, "edge"), 5), axis=1)
+        half = min(span, len(medians)) // 2
+        values[finite] = np.convolve(np.pad(medians, half, "edge"), np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
+    return [value if is_finite else math.nan for value, is_finite in zip(values.tolist(), finite, strict=True)]
 
 
 def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
@@ -246,10 +198,9 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
     steps, losses = [step for step, _ in points], [loss for _, loss in points]
     smoothed = smooth(losses, max(5, len(losses) // 40))
     dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(points) < 30 else {}
-    axes.plot(*_line(points), color=RAW_COLOUR, linewidth=1.0, label="training loss", **dots)
+    axes.plot(steps, losses, color=RAW_COLOUR, linewidth=1.0, label="training loss", **dots)
     if len(points) >= 10:
-        line = _line(list(zip(steps, smoothed, strict=True)))
-        axes.plot(*line, color=SMOOTH_COLOUR, linewidth=2.2, label="smoothed")
+        axes.plot(steps, smoothed, color=SMOOTH_COLOUR, linewidth=2.2, label="smoothed")
     evals = sorted(dict(numbers([*metrics.evals, *metrics.steps], "eval_loss")).items())
     if evals:
         xs, ys = zip(*evals, strict=True)
@@ -257,16 +208,13 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
             xs, ys, color=EVAL_COLOUR, marker="D", markersize=6, linewidth=1.2, markeredgecolor="white",
             label="evaluation loss", zorder=5,
         )  # fmt: skip
-    limits = y_limits(losses, smoothed if len(points) >= 10 else losses, [loss for _, loss in evals])
-    if limits is not None:
-        axes.set_ylim(*limits)
+    finite = sorted(filter(math.isfinite, losses))
+    shown = [*smoothed[1:], *(loss for _, loss in evals), *finite[: int(len(finite) * 0.99) + 1]]
+    if shown := list(filter(math.isfinite, shown)):  # the highest 1 % of losses, spikes, may leave the picture
+        axes.set_ylim(top=max(shown) + 0.06 * (max(shown) - min(shown)) + 1e-3)
     for number, step in enumerate(sorted(set(metrics.resumed_at))):
         label = "resumed" if number == 0 else None
         axes.axvline(step + 0.5, color="#adb5bd", linestyle=":", linewidth=1.2, label=label, zorder=1)
-    broken = [step for step, loss in points if not math.isfinite(loss)]
-    if broken and limits is not None:
-        at = [limits[1] - 0.03 * (limits[1] - limits[0])] * len(broken)
-        axes.plot(broken, at, "x", color="#c92a2a", markersize=8, label="loss not finite", zorder=6)
     words, fonts = _drawable(f"{title}\n{_summary(losses, smoothed, evals)}")
     axes.set_title(words, loc="left", fontsize=11, family=fonts, parse_math=False)
     axes.set_ylabel("loss (nats per token)")
@@ -274,7 +222,7 @@ def _draw(metrics: Metrics, points: list[tuple[int, float]], title: str) -> Any:
     axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
     bottom = axes
     if rate_axes is not None:
-        rate_axes.plot(*_line(rates), color=RATE_COLOUR, linewidth=1.5)
+        rate_axes.plot(*zip(*rates, strict=True), color=RATE_COLOUR, linewidth=1.5)
         rate_axes.set_ylabel("learning\nrate", fontsize=9, color="#495057")
         rate_axes.set_ylim(bottom=0)
         rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -297,11 +245,6 @@ def _drawable(text: str) -> tuple[str, list[str]]:
     fonts = [name for name in FONTS if name in installed]
     known = {ord("\n")}.union(*(get_font(findfont(name)).get_charmap() for name in fonts))
     return "".join(letter if ord(letter) in known else "□" for letter in text), fonts
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    kept = thin(points)
-    return with_gaps([step for step, _ in kept], [value for _, value in kept])
 
 
 def _title(metrics: Metrics) -> str:
