@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB, round_up
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
 from outcore.engine.stream import StreamDecision
+from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.decide import stream_decision
+from outcore.engine.stream.ranks import RankPlace
 from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
@@ -23,7 +28,7 @@ from outcore.plan.run.forecast import plan_layout, run_request
 from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS, plan_stream
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import CPU_PROCESS_BYTES, LANE_BYTES, RAM_RESERVE_BYTES
+from outcore.sizing.streaming import CPU_PROCESS_BYTES, LANE_BYTES, PROCESS_BYTES, RAM_RESERVE_BYTES
 from outcore.sizing.tiles import Holding
 from outcore.sizing.training import PartNeeds, Pins, TrainingLimits, TrainingNeeds, needs_of_shape, place_training
 from tests.engine.inside import parts_of
@@ -40,7 +45,7 @@ SHAPES = {
 
 
 def decided(
-    shape: ModelShape, rows: int, count: int, length: int, ram_gib: int, **said: Any
+    shape: ModelShape, rows: int, count: int, length: int, ram_gib: float, **said: Any
 ) -> tuple[StreamDecision, Plan]:
     """The decision of a run on a server with so much RAM, and its forecast."""
     ranks = said.pop("ranks", 1)
@@ -49,9 +54,9 @@ def decided(
     tokens = (rows * length,) * count
     uses_muon = settings.optimizer == "muon"
     needs = needs_of_shape(shape, 2, settings.state_format, tokens, uses_muon=uses_muon, ranks=ranks)
-    host = Host(True, ram_gib * GIB, "run")
+    host = Host(True, int(ram_gib * GIB), "run")
     decision = stream_decision(settings, needs, host, tokens, length, nvme_check=lambda folder, needed_gb: (True, ""))
-    hardware = server(ram_bytes=ram_gib * GIB, pinned_bytes=ram_gib * GIB // 2, num_gpus=ranks)
+    hardware = server(ram_bytes=int(ram_gib * GIB), pinned_bytes=int(ram_gib * GIB) // 2, num_gpus=ranks)
     layout = dataclasses.replace(decision.layout, tiling="off", device_bytes=None)
     return decision, plan_layout(shape, run_request(settings, layout, length, 0), hardware, layout)
 
@@ -188,3 +193,55 @@ def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, 
     assert parts.arena.size_bytes == sum(round_up(needs.gradient_bytes(part), 4096) for part in needs.parts)
     assert getattr(parts.schedule.activations, "host_bytes", 0) == placed.beyond
     assert (placed.on_drive == 0) == (spare_mib == 64 or (spare_mib == 30 and "lora" in changes))
+
+
+PLACED = (
+    "needs", "cuts", "states", "gradients", "lent", "beyond", "rank_slots", "ring", "read_ahead", "pinned", "has_homes",
+    "stored_chunk", "waits_for_norm", "holding", "waits",
+)  # fmt: skip
+"""What a decision settles of a run; layers that stay and optimistic updates are found out later."""
+FORMATS = st.sampled_from(["split", "fp32", "split8", "fp32_m8"])
+ACTIVATIONS = st.sampled_from(["ram", "nvme", "device"])
+
+
+@given(
+    preset=st.sampled_from(["tiny", "gpt2", "tiny-moe"]),
+    changes=st.sampled_from([{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}]),
+    ranks=st.sampled_from([1, 1, 2, 3]), state_format=FORMATS, activations=ACTIVATIONS,
+    rows=st.integers(1, 8), count=st.integers(1, 4), clip=st.sampled_from([1.0, 0.0]),
+    room=st.floats(0, 1.5), drive=st.booleans(),
+)  # fmt: skip
+@hypothesis.settings(max_examples=15, deadline=None, phases=[hypothesis.Phase.generate])  # shrinking takes minutes
+def test_decision_plan_and_blueprint_are_one_placement(
+    preset: str, changes: dict, ranks: int, state_format: str, activations: Any, rows: int, count: int, clip: float,
+    room: float, drive: bool,
+) -> None:  # fmt: skip
+    """Of random runs, on a drive and with several ranks, too. `room`: for homes, as a share of what they take."""
+    model = ModelSettings(preset=preset, precision="bf16", seq_length=64, vocab_size=300, **changes)
+    shape, tokens = run_shape(model, None), (rows * 64,) * count
+    said = {"nvme_offload_path": "/drive", "zero_stage": "infinity"} if drive or activations == "nvme" else {}
+    needs = needs_of_shape(shape, 2, state_format, tokens, ranks=ranks)
+    beside = ranks * (PROCESS_BYTES + 2 * LANE_BYTES) + RAM_RESERVE_BYTES
+    homes = needs.weights + needs.states + needs.gradients + needs.checkpoints
+    decision, plan = decided(
+        shape, rows, count, 64, (beside + room * homes) / GIB, state_format=state_format, activations=activations,
+        ranks=ranks, max_grad_norm=clip, **said,
+    )  # fmt: skip
+    drawn = draw_blueprint(
+        load_model(model, lazy=True, packed_feed=open_packed),
+        decision.told,
+        torch.device("cpu"),
+        trial=False,
+        build=build_stream_engine,
+        place=RankPlace(0, ranks),
+    )
+    assert {name: getattr(drawn.placed, name) for name in PLACED} == {
+        name: getattr(decision.placed, name) for name in PLACED
+    }
+    placed = drawn.placed
+    assert in_ram(plan, "parameters") == placed.weights and in_ram(plan, "gradients") == placed.gradients
+    assert abs(in_ram(plan, "master", "moments") - placed.states) <= 1
+    assert in_ram(plan, BEYOND) == placed.beyond and in_ram(plan, RANK_SLOTS) == placed.rank_slots
+    assert in_ram(plan, RING) == placed.ring and in_ram(plan, "weights read ahead") == placed.read_ahead
+    assert plan.part_bytes("nvme", "parameters") == placed.spilled_weights
+    assert plan.part_bytes("pinned", SLOTS) == placed.lanes
