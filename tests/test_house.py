@@ -71,6 +71,30 @@ def test_no_room_grows():
     assert set(house.LINES) == set(lines) - {"", "engine", "__main__"}
 
 
+def test_no_function_gets_more_parameters_and_no_class_more_methods():
+    assert house.with_many_parameters() == house.MANY_PARAMETERS, "give it a settings object; take off what is mended"
+    assert house.with_many_methods() == house.MANY_METHODS, "take a class out of it; take off what is mended"
+
+
+def test_journeys_get_no_longer():
+    """Every file on the way is there, and one before it names something that it defines."""
+    found = house.journeys((house.ROOT / "docs/architecture.md").read_text("utf-8"))
+    assert {name: len(files) for name, files in found.items()} == house.JOURNEYS
+    for files in found.values():
+        said = files[0].read_text("utf-8")
+        for file in files[1:]:
+            source = file.read_text("utf-8")
+            named = re.findall(r"^(?:def|class) (\w+)|^    def (\w+)", source, re.MULTILINE)
+            assert any(re.search(rf"\b{a or b}\b", said) for a, b in named), file
+            said += source
+
+
+def test_a_setting_stands_in_no_more_files():
+    texts = [path.read_text(encoding="utf-8") for path in KNOWN.values()]
+    files = {name: sum(bool(re.search(rf"\b{name}\b", text)) for text in texts) for name in house.SETTINGS}
+    assert not {name: count for name, count in files.items() if count > house.SETTINGS[name]}
+
+
 def test_levels_are_not_crowded():
     assert not house.crowded()
 
