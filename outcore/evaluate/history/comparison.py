@@ -39,8 +39,6 @@ class Comparison:
     """P-value of the paired test; None: nothing was paired, or nothing changed."""
     max_logprob_difference: float | None
     """Largest difference of one answer's log-probability; None without any."""
-    rms_logprob_difference: float | None = None
-    """Root mean square over documents of the largest difference in each."""
 
 
 def diff_of(history: History, first: Record, second: Record) -> dict[str, Any]:
@@ -106,7 +104,6 @@ def _of_metric(score: Record, other: Record, pairs: Sequence[tuple[Record, Recor
         down,
         (mcnemar(up, down) if is_share else paired(values)) if up + down else None,
         max(moved, default=None),
-        math.sqrt(sum(gap**2 for gap in moved) / len(moved)) if moved else None,
     )
 
 
