@@ -31,7 +31,6 @@ from outcore.infer.attention.exact import (
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.attention.tiles import (
-    FIXED_SINGLE_TOKENS,
     SINGLE_TOKENS,
     attend_mixed,
     attend_tiles,
@@ -236,7 +235,7 @@ class PagedAttention:
         output[used:] = 0  # rows that pad the call
         key = "tiles", group, heads // shape.heads
         if key not in tables.plans:
-            single = FIXED_SINGLE_TOKENS if self._is_deterministic else SINGLE_TOKENS
+            single = None if self._is_deterministic else SINGLE_TOKENS
             tables.plans[key] = cut_in_tiles(tables, group, rule.window, heads // shape.heads, single, device)
         for tiles in tables.plans[key]:
             attend_tiles(store, rule, tiles, query_HND, output)

@@ -57,6 +57,8 @@ class SequencePages:
     """Pages that came from the drive when it was opened."""
     is_minor: bool = False
     """Whether what it leaves in the prefix index makes room first."""
+    most_shared: int | None = None
+    """Tokens whose pages are offered to the index; None: all."""
 
     def next_cut(self, start: int, end: int) -> int:
         """The next place behind `start` where a chunk ends: a page end at which states are wanted, or `end`."""
@@ -156,6 +158,10 @@ class KvCache:
         """Tokens that one sequence could have if it were alone; windows alone set no limit."""
         whole = [ledger for ledger, window in zip(self.ledgers, self.windows, strict=True) if window is None]
         return min((ledger.num_pages * self.settings.page_tokens for ledger in whole), default=UNLIMITED)
+
+    def known_tokens(self, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning whose pages are in the prefix index."""
+        return 0 if self.index is None else len(self.index.find(tokens)) * self.settings.page_tokens
 
     def open(self, tokens: Sequence[int]) -> SequencePages:
         """Pages for a new sequence: those that hold its beginning already."""
@@ -263,7 +269,8 @@ class KvCache:
     def settle(self, sequence: SequencePages, tokens: Sequence[int], computed: int) -> None:
         """The first `computed` of `tokens` are stored: full pages may be shared, passed ones go."""
         size = self.settings.page_tokens
-        while self.index is not None and (sequence.num_offered + 1) * size <= computed:
+        most = computed if sequence.most_shared is None else min(computed, sequence.most_shared)
+        while self.index is not None and (sequence.num_offered + 1) * size <= most:
             number = sequence.num_offered
             pages = tuple(table[number] for table in sequence.tables)
             own = tokens[number * size : (number + 1) * size]
@@ -337,6 +344,8 @@ class Span:
     count: int
     row: int
     """Position at which they begin in the pass's row."""
+    is_answer: bool = False
+    """Whether they stand behind the prompt."""
 
     @property
     def length(self) -> int:

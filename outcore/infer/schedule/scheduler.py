@@ -1,7 +1,8 @@
 """Which tokens of which sequences go through the next pass.
 
 Answers that are being written come first, one token each (and their guesses); what is left of the pass goes to prompts
-in chunks, in the order of priority and arrival. While answers wait for the pass's end, passes cost the same: attention
+in chunks, in the order of priority and arrival, but prompts that need little reading (most of it was found) do not wait
+behind long ones: half of that is theirs. While answers wait for the pass's end, passes cost the same: attention
 counts, so chunks get shorter the more stands before them. A prompt that runs alone fills passes, which are fewer then.
 A sequence that finds no page waits, or takes those of the one that arrived last, which computes its tokens again later.
 """
@@ -18,6 +19,9 @@ from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
+SHORT_SHARE = 8
+"""A prompt that needs at most this part of a pass is short."""
+
 
 @dataclass(frozen=True)
 class ScheduleLimits:
@@ -33,6 +37,9 @@ class ScheduleLimits:
     """Guessed tokens of a pass, of all sequences together; 0: none are guessed."""
     whole_chunks: bool = False
     """Chunks end at multiples of `chunk_tokens`, never where a pass happens to be full."""
+    fixed_rows: int | None = None
+    """Rows of a call of answers' tokens, where each call has one of two sizes and those of prompts have
+    `chunk_tokens`: prompts are cut where such a call is full, and guesses take the rows that answers leave."""
     is_deterministic: bool = False
     """Nothing that is measured decides: guesses depend on their own text alone."""
     row_cost: RowCost = field(default_factory=RowCost)
@@ -69,9 +76,10 @@ class Work:
         assert self.sequence.pages is not None
         return self.sequence.pages
 
-    def is_continued(self, most: int) -> bool:
-        """Whether these are a few tokens, up to so many, behind others."""
-        return self.start > 0 and self.count <= most
+    def is_continued(self, most: int | None) -> bool:
+        """Whether these are a few tokens, up to so many, behind others. None: tokens of the answer, which no cut and
+        no page that was found makes of a prompt's."""
+        return self.start >= self.sequence.num_prompt if most is None else self.start > 0 and self.count <= most
 
     def begin_masks(self) -> None:
         """Have what a grammar allows worked out beside the pass, for every token that it may choose."""
@@ -123,6 +131,7 @@ class Scheduler:
             (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),
             len(self.waiting),
         )
+        sequence.unread = len(sequence.tokens) - self.cache.known_tokens(sequence.tokens)
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -139,6 +148,8 @@ class Scheduler:
         limits, row_cost = self.limits, self.limits.row_cost
         left, rows = _Left(limits.pass_tokens, limits.pass_tokens), sum(s.is_writing for s in self.running)
         drafts = limits.draft_tokens
+        if limits.fixed_rows is not None:
+            drafts = min(drafts, -rows % limits.fixed_rows)
         for sequence in list(self.running):
             if sequence.is_writing and sequence.pages is not None and left.tokens > 0:
                 work = self._writing(sequence, min(drafts, left.tokens - 1), rows, works)
@@ -150,15 +161,18 @@ class Scheduler:
             left.cost = max(left.cost, RowCost.LEAST_READ * limits.pass_tokens)
         else:
             row_cost = RowCost()
-        for sequence in list(self.running):
-            if not sequence.is_writing and sequence.pages is not None and left.tokens > 0:
+        reading = [sequence for sequence in self.running if not sequence.is_writing]
+        rest = _Left(left.tokens - left.tokens // 2, left.cost / 2)
+        for sequence in self._short_behind_long():
+            if left.tokens <= rest.tokens or left.cost <= rest.cost or len(self.running) >= limits.max_sequences:
+                break
+            if not self._begin(sequence, left, row_cost, works, now_s):
+                break
+        for sequence in reading:
+            if sequence.pages is not None and left.tokens > 0:
                 self._reading(sequence, left, row_cost, works)
         while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < limits.max_sequences:
-            sequence = self.waiting[0]
-            self._admit(sequence, now_s)
-            if not self._reading(sequence, left, row_cost, works):
-                if sequence in self.running:  # no page for it now: back, with what it holds given up
-                    self._send_back(sequence)
+            if not self._begin(self.waiting[0], left, row_cost, works, now_s):
                 break
         assert works or self.is_idle, "sequences wait and nothing can run"
         return works
@@ -171,6 +185,24 @@ class Scheduler:
             self.cache.settle(sequence.pages, sequence.tokens, computed)
 
     # --- parts of a pass
+
+    def _short_behind_long(self) -> list[Sequence]:
+        """Waiting prompts that need little reading, where one that needs much would be read before them."""
+        most = self.limits.pass_tokens // SHORT_SHARE
+        before = [s for s in self.running if not s.is_writing] + self.waiting[:1]
+        if all(sequence.unread <= most for sequence in before):
+            return []
+        least = max(sequence.request.priority for sequence in before)
+        return [s for s in self.waiting if s.unread <= most and s.request.priority >= least]
+
+    def _begin(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work], now_s: float) -> bool:
+        """Begin to read a waiting prompt; False where there is no page or no room for it now."""
+        self._admit(sequence, now_s)
+        if self._reading(sequence, left, row_cost, works):
+            return True
+        if sequence in self.running:  # no page for it now: back, with what it holds given up
+            self._send_back(sequence)
+        return False
 
     def _writing(self, sequence: Sequence, most_drafts: int, rows: int, works: list[Work]) -> Work | None:
         tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts, rows)
@@ -194,7 +226,7 @@ class Scheduler:
         end, size, whole = len(sequence.tokens), self.limits.chunk_tokens, self.limits.whole_chunks
         assert sequence.pages is not None
         while start < end:
-            known = sequence.pages.next_cut(start, end) - start
+            known = min(sequence.pages.next_cut(start, end) - start, self._rest_of_call(sequence, start, works))
             count = left.chunk(start, min(known, size), row_cost)
             least = min(known, size - start % size) if whole else 1
             if whole or not count:
@@ -208,11 +240,21 @@ class Scheduler:
             start += count
         return start > begin
 
+    def _rest_of_call(self, sequence: Sequence, start: int, works: list[Work]) -> int:
+        """Tokens from `start` on that may be computed together where calls have fixed sizes."""
+        size, fixed_rows = self.limits.chunk_tokens, self.limits.fixed_rows
+        if fixed_rows is None or start >= sequence.num_prompt:
+            return fixed_rows or size
+        of_prompts = sum(work.count for work in works if not work.is_continued(None))
+        return min(sequence.num_prompt - start, size - of_prompts % size)
+
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.pages = self.cache.open(sequence.tokens)
         sequence.pages.is_minor = sequence.request.priority < 0
+        if self.limits.is_deterministic:  # an answer's tokens have other bits than a prompt's
+            sequence.pages.most_shared = sequence.num_prompt
         sequence.computed = sequence.pages.num_cached
         if sequence.clock.began_s is None:
             sequence.clock.began_s = now_s

@@ -51,6 +51,8 @@ class Sequence:
     """Prompt and answer."""
     computed: int = 0
     """Tokens whose keys and values are stored."""
+    unread: int = 0
+    """Tokens to be computed before the first new one, as it was when the sequence was queued."""
     pages: SequencePages | None = None
     """Pages that it holds; None: it waits."""
     chosen: list[Chosen] = field(default_factory=list)

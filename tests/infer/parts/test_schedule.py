@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outcore.infer.passes.rows import lay_out
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
 from outcore.sizing.inference import (
@@ -69,5 +70,62 @@ def test_passes_cost_the_same_while_an_answer_waits_for_them(whole_chunks):
         tiny.cache.clear_prefixes()
         list(tiny.engine.generate(requests[1:]))
         assert [tokens for _, tokens, _ in sizes] == [48] * 4 + [8]  # alone: as few passes as there can be
+    finally:
+        tiny.close()
+
+
+def test_calls_of_fixed_sizes_hold_prompts_or_answers():
+    """However prompts are cut, whatever was found and given up: a token's call has its own kind and size."""
+    limits = ScheduleLimits(8, 64, 16, 8, fixed_rows=8, is_deterministic=True)
+    loaded = tiny_loaded("llama", max_position_embeddings=512)
+    prompts = [list(range(2 + at, 2 + at + count)) for at, count in enumerate((3, 40, 1, 21, 16, 17, 33, 2))]
+    prompts += [prompts[1] + [9, 9], [*prompts[3][:12], 5]]
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 12) for prompt in prompts]
+    tiny = TinyEngine("llama", limits=limits, loaded=loaded, tiny={"num_pages": 30})
+    rows, guesses = [], []
+
+    def passed(works, seconds):
+        for work in works:
+            ends = work.start + work.count
+            assert work.start >= work.sequence.num_prompt or ends <= work.sequence.num_prompt
+        for call in lay_out(works, 16, 8, is_by_place=True):
+            kinds = {work.start >= work.sequence.num_prompt for work, _ in call.works}
+            assert len(kinds) == 1 and call.padded_rows == (8 if kinds == {True} else 16) >= call.num_rows
+            rows.append((call.padded_rows, call.num_rows))
+        guesses.append(sum(work.num_drafts for work in works))
+
+    tiny.engine.observers.append(passed)
+    try:
+        assert tiny.greedy(prompts, 12) == expected
+        assert tiny.scheduler.num_preempted > 0, "answers' tokens were computed again"
+        assert (16, 16) in rows and 0 < max(guesses) < 8
+        shared = list(tiny.cache.index.all())
+        known = [tuple(prompt) for prompt in prompts]
+        assert shared and all(
+            any(page.tokens == p[i : i + 4] for p in known for i in range(0, len(p), 4)) for page in shared
+        )
+    finally:
+        tiny.close()
+
+
+def test_a_prompt_that_is_nearly_known_does_not_wait_behind_long_ones():
+    """It takes half of a pass at most, and none of those of higher priority."""
+    tiny = TinyEngine("llama", limits=ScheduleLimits(6, 48, 16, 0), speculates=False, tiny={"num_pages": 400})
+    seen: list[list[tuple[str, int]]] = []
+    tiny.engine.observers.append(lambda works, _: seen.append([(w.sequence.request.name, w.count) for w in works]))
+    known = tuple(range(2, 82))
+    try:
+        tiny.greedy([list(known)], 1)
+        for priority in (0, 1):
+            seen.clear()
+            plain, words = Sampling(max_tokens=1), list(range(2, 100)) * 3
+            asked = [Request(f"long {n}", tuple(words[n + 1 : n + 201]), plain, priority=priority) for n in range(2)]
+            asked += [Request(f"short {n}", (*known, 90 + n), plain) for n in range(2)]
+            list(tiny.engine.generate(asked))
+            names = "long 0", "short 0", "short 1"
+            firsts = [next(i for i, of in enumerate(seen) if name in dict(of)) for name in names]
+            assert firsts[0] == 0 and (firsts[1] > 4 if priority else firsts == [0, 0, 0])
+            tiny.cache.clear_prefixes()
+            tiny.greedy([list(known)], 1)
     finally:
         tiny.close()

@@ -36,8 +36,8 @@ class MixedSize:
     """Pages of all sequences together."""
     tile_tokens: int
     """Tokens of a prompt's tile at most."""
-    most_single: int
-    """Tokens that a running answer adds up to which each is a tile of its own."""
+    most_single: int | None
+    """Tokens that a running answer adds up to which each is a tile of its own; None: all of an answer are."""
 
 
 class LaidOut(Protocol):
@@ -51,7 +51,7 @@ class LaidOut(Protocol):
     def num_wanted(self) -> int: ...
     @property
     def pages(self) -> SequencePages: ...
-    def is_continued(self, most: int) -> bool: ...
+    def is_continued(self, most: int | None) -> bool: ...
 
 
 class MixedTables:
