@@ -15,7 +15,7 @@ import torch
 from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
-from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
+from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage, key_of
 from outcore.infer.cache.states import SequenceStates, Snapshots
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 from outcore.staging.pool import SmallCopies
@@ -177,6 +177,16 @@ class KvCache:
         self.counts.asked_tokens += len(tokens)
         self.counts.found_tokens += sequence.num_cached
         return sequence
+
+    def known_tokens(self, tokens: Sequence[int]) -> int:
+        """Tokens of the beginning that are kept, in memory or on the drive; nothing counts as used."""
+        parent, size, known = ROOT, self.settings.page_tokens, 0
+        while self.index is not None and known + size < len(tokens):
+            own = tokens[known : known + size]
+            if self.index.get(parent, own) is None and (self.kept is None or not self.kept.has(parent, own)):
+                break
+            parent, known = key_of(parent, own), known + size
+        return known
 
     def _with_states(self, sequence: SequencePages, tokens: Sequence[int], found: list[PrefixPage]) -> list[PrefixPage]:
         """Cut the found pages behind the last one at whose end states are kept."""

@@ -53,6 +53,8 @@ class Sequence:
     """Tokens whose keys and values are stored."""
     pages: SequencePages | None = None
     """Pages that it holds; None: it waits."""
+    is_brief: bool = False
+    """Whether little of its prompt was to be read when it came."""
     chosen: list[Chosen] = field(default_factory=list)
     passes: int = 0
     waited_s: Counter[str] = field(default_factory=Counter)
