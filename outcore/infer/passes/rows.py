@@ -57,7 +57,7 @@ class RowCall:
             pages = work.sequence.pages
             assert pages is not None
             spans.append(Span(pages, work.start, work.count, at))
-        return PassTables(spans, page_tokens, copies)
+        return PassTables(spans, page_tokens, copies, num_rows=self.padded_rows)
 
 
 def lay_out(works: Iterable[Work], call_tokens: int, fixed_rows: int | None) -> list[RowCall]:

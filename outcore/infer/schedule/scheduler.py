@@ -134,7 +134,8 @@ class Scheduler:
                 f"{sequence.request.sampling.max_tokens} more, but the cache holds {most}. "
                 f"Shorten the prompt, lower {sequence.request.sampling.length_name}, or give the cache more room."
             )
-        sequence.is_brief = sequence.num_prompt - self.cache.known_tokens(sequence.tokens) <= self.limits.chunk_tokens
+        known = self.cache.known_tokens(sequence.tokens, sequence.request.adapter)
+        sequence.is_brief = sequence.num_prompt - known <= self.limits.chunk_tokens
         place = next((i for i, s in enumerate(self.waiting) if _turn(s) > _turn(sequence)), len(self.waiting))
         self.waiting.insert(place, sequence)
 
@@ -245,7 +246,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.pages = self.cache.open(sequence.tokens)
+        sequence.pages = self.cache.open(sequence.tokens, sequence.request.adapter)
         sequence.pages.is_minor = sequence.request.priority < 0
         sequence.computed = sequence.pages.num_cached
         if sequence.clock.began_s is None:
