@@ -151,7 +151,8 @@ def open_model(
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
     elif adapters:
-        head = unwrap(loaded.model).get_output_embeddings()
+        causal: Any = unwrap(loaded.model)
+        head = causal.get_output_embeddings()
         names = [f"adapter{number}" for number in range(1, len(adapters) + 1)]
         for name, folder in zip(names, adapters, strict=True):
             loaded = replace(loaded, model=_with_adapter(loaded.model, Path(folder), name))

@@ -7,6 +7,7 @@ its rows ask for, and a row gets the numbers that it gets alone."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,7 @@ def _nobody() -> torch.Tensor | None:
 
 
 _choices: WeakValueDictionary[int, RowChoice] = WeakValueDictionary()
-"""By number: compiled code cannot hold an object."""
+"""Choices by number, because compiled code cannot hold an object."""
 
 
 class RowAdapted(nn.Module):
@@ -43,7 +44,7 @@ class RowAdapted(nn.Module):
     def __init__(
         self,
         base_layer: nn.Module,
-        factors: list[tuple[int, torch.Tensor, torch.Tensor, float]],
+        factors: Sequence[tuple[int, torch.Tensor, torch.Tensor, float]],
         num_adapters: int,
         choice: RowChoice,
     ) -> None:
@@ -102,7 +103,8 @@ def by_rows(model: nn.Module, names: list[str], head: nn.Module | None) -> RowCh
     from peft.tuners.lora import Linear, LoraLayer
 
     choice = RowChoice()
-    for path, module in [(path, module) for path, module in model.named_modules() if isinstance(module, LoraLayer)]:
+    adapted: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)]
+    for path, module in adapted:
         if type(module) is not Linear or module.lora_variant or module.fan_in_fan_out or module is head:
             kind = "DoRA" if module.lora_variant else type(module).__name__
             raise ValueError(
@@ -112,7 +114,7 @@ def by_rows(model: nn.Module, names: list[str], head: nn.Module | None) -> RowCh
         own = [name for name in names if name in module.lora_A]
         if any(layer.bias is not None for name in own for layer in (module.lora_A[name], module.lora_B[name])):
             raise ValueError(f"adapters side by side: {path} has a bias of its own. Serve such an adapter alone.")
-        factors = [
+        factors: list[Any] = [
             (names.index(name) + 1, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
             for name in own
         ]
