@@ -138,6 +138,8 @@ class InferenceEngine:
         """ValueError when the request could never be answered."""
         self._check_writes()
         request.sampling.check_vocabulary(self.speech.vocab_size)
+        if not 0 <= request.adapter < (count := len(self.scheduler.cache.settings.roots)):
+            raise ValueError(f"adapter is {request.adapter}, but the model was opened with {count - 1}.")
         if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
             raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
         limit, asked = self.max_tokens, request.sampling

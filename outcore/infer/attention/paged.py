@@ -112,6 +112,10 @@ class PagedAttention:
         if layer < 0:
             place.layer, place.call = 0, 0
 
+    def adapters(self) -> torch.Tensor | None:
+        """Adapter of each row of the call that a layer runs on; None: no row has one."""
+        return self._calls[self._place.call].adapters if self._calls else None
+
     def seen(self, size: AttentionSize) -> None:
         """An attention of this size is about to be computed; for who only looks."""
 

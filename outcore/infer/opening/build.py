@@ -111,6 +111,7 @@ def open_engine(
         name,
         precision=precision_of(settings, device),
         adapter=settings.adapter,
+        adapters=settings.adapters,
         quantize=settings.quantize,
         trust_remote_code=settings.trust_remote_code,
     )
@@ -358,8 +359,12 @@ def _runner(
     fixed_rows = fixed_rows_of(placement, settings, way, device)
     limits = RunnerLimits(sizes[1], sizes[0], is_deterministic=settings.deterministic, fixed_rows=fixed_rows)
     if way == "whole":
+        if found.choice is not None:
+            raise ValueError("adapters side by side: this model's sequences share no calls. Serve one by --adapter.")
         return WholeRunner(flow, found.loaded, limits, device)
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
+    if found.choice is not None:
+        found.choice.source = attention.adapters
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
     if way != "paged":

@@ -59,7 +59,7 @@ class RowCall:
             pages = work.sequence.pages
             assert pages is not None
             spans.append(Span(pages, work.start, work.count, at, work.is_continued(None)))
-        return PassTables(spans, page_tokens, copies)
+        return PassTables(spans, page_tokens, copies, num_rows=self.padded_rows)
 
 
 def lay_out(

@@ -1,10 +1,11 @@
 """Which tokens of which sequences go through the next pass.
 
 Answers that are being written come first, one token each (and their guesses); what is left of the pass goes to prompts
-in chunks, in the order of priority and arrival, but prompts that need little reading (most of it was found) do not wait
-behind long ones: half of that is theirs. While answers wait for the pass's end, passes cost the same: attention
+in chunks, in the order of priority and arrival. While answers wait for the pass's end, passes cost the same: attention
 counts, so chunks get shorter the more stands before them. A prompt that runs alone fills passes, which are fewer then.
 A sequence that finds no page waits, or takes those of the one that arrived last, which computes its tokens again later.
+Prompts of which little is to be read, because they are short or begin as an earlier one, go before long ones, in half
+of a pass at most; one that came `AHEAD_S` earlier is not overtaken, so that every prompt's turn comes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
-SHORT_SHARE = 8
-"""A prompt that needs at most this part of a pass is short."""
+BRIEF_SHARE = 4
+"""Little is to be read of a prompt that takes at most this part of a pass."""
+AHEAD_S = 10.0
+"""What a prompt of which little is to be read has come earlier, as the queue counts."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ class _Left:
     def take(self, start: int, count: int, row_cost: RowCost) -> None:
         self.tokens, self.cost = self.tokens - count, self.cost - row_cost.of(start, count)
 
+    def half(self) -> _Left:
+        """Take half of the room out."""
+        half = _Left(self.tokens // 2, self.cost / 2)
+        self.tokens, self.cost = self.tokens - half.tokens, self.cost - half.cost
+        return half
+
+    def give_back(self, other: _Left) -> None:
+        """Have the room that another left."""
+        self.tokens, self.cost = self.tokens + other.tokens, self.cost + other.cost
+
 
 class Scheduler:
     """Scheduler of passes. `waiting` and `running` are in order of priority and arrival."""
@@ -127,11 +140,9 @@ class Scheduler:
                 f"{sequence.request.sampling.max_tokens} more, but the cache holds {most}. "
                 f"Shorten the prompt, lower {sequence.request.sampling.length_name}, or give the cache more room."
             )
-        place = next(
-            (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),
-            len(self.waiting),
-        )
-        sequence.unread = len(sequence.tokens) - self.cache.known_tokens(sequence.tokens)
+        known = self.cache.known_tokens(sequence.tokens, sequence.request.adapter)
+        sequence.is_brief = sequence.num_prompt - known <= self.limits.pass_tokens // BRIEF_SHARE
+        place = next((i for i, s in enumerate(self.waiting) if _turn(s) > _turn(sequence)), len(self.waiting))
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -144,6 +155,25 @@ class Scheduler:
 
     def next_pass(self, now_s: float) -> list[Work]:
         """Work for the next pass, pages ready; empty when nothing is to do."""
+        works = self._works(now_s)
+        if not works and not self.is_idle:
+            # Of two prompts alike that were read at once, pages of the one that ended may stand in the index before
+            # those of the other, which is under way: nobody uses them, and no end of a chain is free to go.
+            self.cache.clear_prefixes()
+            works = self._works(now_s)
+        assert works or self.is_idle, "sequences wait and nothing can run"
+        return works
+
+    def done(self, work: Work, computed: int) -> None:
+        """The pass has run; `computed` tokens of the sequence are right and stored."""
+        sequence = work.sequence
+        sequence.computed = computed
+        if sequence.pages is not None:
+            self.cache.settle(sequence.pages, sequence.tokens, computed)
+
+    # --- parts of a pass
+
+    def _works(self, now_s: float) -> list[Work]:
         works: list[Work] = []
         limits, row_cost = self.limits, self.limits.row_cost
         left, rows = _Left(limits.pass_tokens, limits.pass_tokens), sum(s.is_writing for s in self.running)
@@ -162,47 +192,28 @@ class Scheduler:
         else:
             row_cost = RowCost()
         reading = [sequence for sequence in self.running if not sequence.is_writing]
-        rest = _Left(left.tokens - left.tokens // 2, left.cost / 2)
-        for sequence in self._short_behind_long():
-            if left.tokens <= rest.tokens or left.cost <= rest.cost or len(self.running) >= limits.max_sequences:
-                break
-            if not self._begin(sequence, left, row_cost, works, now_s):
-                break
+        if reading:
+            half = left.half()
+            self._admit_waiting(now_s, half, row_cost, works, only_brief=True)
+            left.give_back(half)
         for sequence in reading:
             if sequence.pages is not None and left.tokens > 0:
                 self._reading(sequence, left, row_cost, works)
-        while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < limits.max_sequences:
-            if not self._begin(self.waiting[0], left, row_cost, works, now_s):
-                break
-        assert works or self.is_idle, "sequences wait and nothing can run"
+        self._admit_waiting(now_s, left, row_cost, works)
         return works
 
-    def done(self, work: Work, computed: int) -> None:
-        """The pass has run; `computed` tokens of the sequence are right and stored."""
-        sequence = work.sequence
-        sequence.computed = computed
-        if sequence.pages is not None:
-            self.cache.settle(sequence.pages, sequence.tokens, computed)
-
-    # --- parts of a pass
-
-    def _short_behind_long(self) -> list[Sequence]:
-        """Waiting prompts that need little reading, where one that needs much would be read before them."""
-        most = self.limits.pass_tokens // SHORT_SHARE
-        before = [s for s in self.running if not s.is_writing] + self.waiting[:1]
-        if all(sequence.unread <= most for sequence in before):
-            return []
-        least = max(sequence.request.priority for sequence in before)
-        return [s for s in self.waiting if s.unread <= most and s.request.priority >= least]
-
-    def _begin(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work], now_s: float) -> bool:
-        """Begin to read a waiting prompt; False where there is no page or no room for it now."""
-        self._admit(sequence, now_s)
-        if self._reading(sequence, left, row_cost, works):
-            return True
-        if sequence in self.running:  # no page for it now: back, with what it holds given up
-            self._send_back(sequence)
-        return False
+    def _admit_waiting(
+        self, now_s: float, left: _Left, row_cost: RowCost, works: list[Work], *, only_brief: bool = False
+    ) -> None:
+        while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if only_brief and not sequence.is_brief:
+                break
+            self._admit(sequence, now_s)
+            if not self._reading(sequence, left, row_cost, works):
+                if sequence in self.running:  # no page for it now: back, with what it holds given up
+                    self._send_back(sequence)
+                break
 
     def _writing(self, sequence: Sequence, most_drafts: int, rows: int, works: list[Work]) -> Work | None:
         tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts, rows)
@@ -251,7 +262,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.pages = self.cache.open(sequence.tokens)
+        sequence.pages = self.cache.open(sequence.tokens, sequence.request.adapter)
         sequence.pages.is_minor = sequence.request.priority < 0
         if self.limits.is_deterministic:  # an answer's tokens have other bits than a prompt's
             sequence.pages.most_shared = sequence.num_prompt
@@ -283,6 +294,11 @@ class Scheduler:
         self.cache.close(sequence.pages)
         sequence.pages, sequence.computed = None, 0
         self.waiting.insert(0, sequence)
+
+
+def _turn(sequence: Sequence) -> tuple[int, float]:
+    """Place in the queue: by priority, then by arrival."""
+    return -sequence.request.priority, sequence.clock.arrived_s - AHEAD_S * sequence.is_brief
 
 
 def rows_of(works: Iterable[Work]) -> int:

@@ -51,10 +51,10 @@ class Sequence:
     """Prompt and answer."""
     computed: int = 0
     """Tokens whose keys and values are stored."""
-    unread: int = 0
-    """Tokens to be computed before the first new one, as it was when the sequence was queued."""
     pages: SequencePages | None = None
     """Pages that it holds; None: it waits."""
+    is_brief: bool = False
+    """Whether little of its prompt was to be read when it came."""
     chosen: list[Chosen] = field(default_factory=list)
     passes: int = 0
     waited_s: Counter[str] = field(default_factory=Counter)

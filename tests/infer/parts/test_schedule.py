@@ -6,7 +6,7 @@ import pytest
 
 from outcore.infer.passes.rows import lay_out
 from outcore.infer.requests import Request, Sampling
-from outcore.infer.schedule import ScheduleLimits
+from outcore.infer.schedule import ScheduleLimits, scheduler
 from outcore.sizing.inference import (
     RowCost,
     pairs,
@@ -74,6 +74,55 @@ def test_passes_cost_the_same_while_an_answer_waits_for_them(whole_chunks):
         tiny.close()
 
 
+def test_who_asks_for_little_waits_for_no_long_prompt():
+    limits = ScheduleLimits(8, 32, 16, 0)
+    tiny = TinyEngine("llama", limits=limits, speculates=False, max_position_embeddings=512)
+    known, seen = tuple(range(2, 98)), []
+    tiny.engine.observers.append(
+        lambda works, seconds: seen.append([(w.sequence.request.name, w.count) for w in works])
+    )
+    sampling = Sampling(temperature=0, max_tokens=2)
+    try:
+        list(tiny.engine.generate([Request("known", known, sampling)]))
+        for name in ("long", "longer"):
+            tiny.engine.submit(Request(name, tuple(range(100, 20, -1)) * 3, sampling))
+        tiny.engine.step()
+        seen.clear()
+        tiny.engine.submit(Request("short", (5, 6, 7), sampling))
+        tiny.engine.submit(Request("continued", (*known, 4, 5), sampling))
+        tiny.engine.step()
+        read = dict(seen[0])
+        assert read["short"] == 3 and read["continued"] == 2, "both at once, with what was known left out"
+        assert sum(count for name, count in seen[0] if name == "long") == 27, "a long one goes on in half of the pass"
+        list(tiny.engine.generate([]))
+        names = [name for works in seen for name, _ in works]
+        assert max(at for at, name in enumerate(names) if name == "continued") < names.index("longer")
+    finally:
+        tiny.close()
+
+
+def test_long_prompts_have_their_turn(monkeypatch):
+    limits = ScheduleLimits(1, 32, 16, 0)
+    tiny, sampling = (
+        TinyEngine("llama", limits=limits, max_position_embeddings=512),
+        Sampling(temperature=0, max_tokens=1),
+    )
+    started = []
+    tiny.engine.observers.append(lambda works, seconds: started.extend(w.sequence.request.name for w in works))
+    try:
+        tiny.engine.submit(Request("first", (5,) * 40, sampling))
+        tiny.engine.step()
+        tiny.engine.submit(Request("long", (6,) * 40, sampling))
+        tiny.engine.submit(Request("soon", (7,), sampling))
+        tiny.engine.step()
+        monkeypatch.setattr(scheduler, "AHEAD_S", 0.0)  # as if the long one had come so much earlier
+        tiny.engine.submit(Request("late", (8,), sampling))
+        list(tiny.engine.generate([]))
+        assert list(dict.fromkeys(started)) == ["first", "soon", "long", "late"]
+    finally:
+        tiny.close()
+
+
 def test_calls_of_fixed_sizes_hold_prompts_or_answers():
     """However prompts are cut, whatever was found and given up: a token's call has its own kind and size."""
     limits = ScheduleLimits(8, 64, 16, 8, fixed_rows=8, is_deterministic=True)
@@ -104,28 +153,5 @@ def test_calls_of_fixed_sizes_hold_prompts_or_answers():
         assert shared and all(
             any(page.tokens == p[i : i + 4] for p in known for i in range(0, len(p), 4)) for page in shared
         )
-    finally:
-        tiny.close()
-
-
-def test_a_prompt_that_is_nearly_known_does_not_wait_behind_long_ones():
-    """It takes half of a pass at most, and none of those of higher priority."""
-    tiny = TinyEngine("llama", limits=ScheduleLimits(6, 48, 16, 0), speculates=False, tiny={"num_pages": 400})
-    seen: list[list[tuple[str, int]]] = []
-    tiny.engine.observers.append(lambda works, _: seen.append([(w.sequence.request.name, w.count) for w in works]))
-    known = tuple(range(2, 82))
-    try:
-        tiny.greedy([list(known)], 1)
-        for priority in (0, 1):
-            seen.clear()
-            plain, words = Sampling(max_tokens=1), list(range(2, 100)) * 3
-            asked = [Request(f"long {n}", tuple(words[n + 1 : n + 201]), plain, priority=priority) for n in range(2)]
-            asked += [Request(f"short {n}", (*known, 90 + n), plain) for n in range(2)]
-            list(tiny.engine.generate(asked))
-            names = "long 0", "short 0", "short 1"
-            firsts = [next(i for i, of in enumerate(seen) if name in dict(of)) for name in names]
-            assert firsts[0] == 0 and (firsts[1] > 4 if priority else firsts == [0, 0, 0])
-            tiny.cache.clear_prefixes()
-            tiny.greedy([list(known)], 1)
     finally:
         tiny.close()
