@@ -75,7 +75,7 @@ LINES = {
     "flow": 8000,
     "formats": 2650,
     "hf": 1650,
-    "infer": 11200,
+    "infer": 11400,
     "install": 2850,
     "integrations": 100,
     "machine": 2050,

@@ -6,6 +6,8 @@
 A model of Qwen3-1.7B's shape with random weights is written to a folder, and every command is started on it in a
 process of its own. 256 prompts of about 520 tokens get 128 new ones each. The bound: weights once a pass and keys and
 values once a token at the device's memory rate, prompts at 40 % of its matrix rate, both measured here.
+`--cases prefix`: 64 streams of prompts of 1,000 to 8,000 tokens, and beside them, once a second, one that begins with
+20,000 tokens which were read before: how long its first token takes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -30,6 +34,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS, ANSWER_TOKENS = 520, 128
 PORT = 8971
+PREFIX_TOKENS, PREFIX_NEW_TOKENS, PREFIX_STREAMS, PREFIX_S = 20000, 200, 64, 25.0
+PREFIX_LENGTHS = (1000, 8000)
 
 
 def make_model(folder: Path, *, small: bool) -> None:
@@ -62,13 +68,13 @@ def make_model(folder: Path, *, small: bool) -> None:
     model.save_pretrained(folder)
 
 
-def prompts(count: int) -> list[str]:
-    """Texts of about `PROMPT_TOKENS` tokens (a letter is a token)."""
-    generator = random.Random(1)
+def prompts(count: int, least: int = PROMPT_TOKENS - 20, most: int = PROMPT_TOKENS + 20) -> list[str]:
+    """Texts of so many tokens (a letter is a token)."""
+    generator = random.Random(most)
     words = [line.strip() for line in (ROOT / "README.md").read_text().split() if line.isascii()]
     texts = []
     for _ in range(count):
-        length, text = generator.randint(PROMPT_TOKENS - 20, PROMPT_TOKENS + 20), ""
+        length, text = generator.randint(least, most), ""
         while len(text) < length:
             text += generator.choice(words) + " "
         texts.append(text[:length])
@@ -140,29 +146,83 @@ def _is_up() -> bool:
         return False
 
 
-def serve(model: Path, folder: Path, texts: list[str], counts: list[int], flags: list[str]) -> dict[str, Any]:
-    """`outcore serve`: every number of streams in turn, against one server."""
+@contextmanager
+def _server(model: Path, folder: Path, flags: list[str]) -> Iterator[float]:
+    """`outcore serve`, and how long its first answer took from its start."""
     log = (folder / "serve.log").open("w")
     began = time.perf_counter()
     asked = ["serve", str(model), "--served_name", "m", "--port", str(PORT), "--log_dir", str(folder / "logs"), *flags]
     process = subprocess.Popen(command(*asked), cwd=ROOT, stdout=log, stderr=log)
-    found: dict[str, Any] = {}
     try:
         while not _is_up():
             if process.poll() is not None or time.perf_counter() - began > 300:
                 raise RuntimeError((folder / "serve.log").read_text()[-1000:])
             time.sleep(0.1)
-        asyncio.run(_streams(texts[:1], 1))
-        found["up_s"] = time.perf_counter() - began
-        more = iter(prompts((len(counts) + 1) * len(texts)))  # none twice: what was read before would be found again
-        for count in [max(counts), *counts]:  # the first time makes graphs
-            own = list(itertools.islice(more, len(texts) if count > 1 else 4))
-            found[f"streams-{count}"] = asyncio.run(_streams(own, count))
+        asyncio.run(_streams(prompts(1), 1))
+        yield time.perf_counter() - began
     finally:
         process.terminate()
         process.wait(30)
         print((folder / "serve.log").read_text()[-2500:], flush=True)
+
+
+def serve(model: Path, folder: Path, texts: list[str], counts: list[int], flags: list[str]) -> dict[str, Any]:
+    """Every number of streams in turn, against one server."""
+    with _server(model, folder, flags) as up_s:
+        found: dict[str, Any] = {"up_s": up_s}
+        more = iter(prompts((len(counts) + 1) * len(texts)))  # none twice: what was read before would be found again
+        for count in [max(counts), *counts]:  # the first time makes graphs
+            own = list(itertools.islice(more, len(texts) if count > 1 else 4))
+            found[f"streams-{count}"] = asyncio.run(_streams(own, count))
     return found
+
+
+async def _prefix(seconds: float) -> dict[str, Any]:
+    (prefix,) = prompts(1, PREFIX_TOKENS, PREFIX_TOKENS)
+    asked = [prefix + text for text in prompts(int(seconds) + 4, PREFIX_NEW_TOKENS, PREFIX_NEW_TOKENS)]
+    cold: dict[str, list[float]] = {"first_s": [], "tokens": []}
+    alone: dict[str, list[float]] = {"first_s": [], "tokens": []}
+    beside: dict[str, list[float]] = {"first_s": [], "tokens": []}
+    streams: dict[str, list[float]] = {"first_s": [], "tokens": []}
+    await _stream(asked.pop(), cold)
+    for _ in range(3):
+        await _stream(asked.pop(), alone)
+    left, until_s = iter(prompts(4096, *PREFIX_LENGTHS)), time.perf_counter() + seconds
+
+    async def one() -> None:
+        while time.perf_counter() < until_s:
+            await _stream(next(left), streams)
+
+    async def probe() -> None:
+        waits = []
+        while time.perf_counter() < until_s:
+            await asyncio.sleep(1)
+            waits.append(asyncio.create_task(_stream(asked.pop(), beside)))
+        await asyncio.gather(*waits)
+
+    began = time.perf_counter()
+    await asyncio.gather(probe(), *(one() for _ in range(PREFIX_STREAMS)))
+    return {
+        "cold_first_s": cold["first_s"][0],
+        "alone_first_s": sorted(alone["first_s"]),
+        "first_median_s": statistics.median(beside["first_s"]),
+        "first_worst_s": max(beside["first_s"]),
+        "first_s": beside["first_s"],
+        "streams_first_median_s": statistics.median(streams["first_s"]),
+        "streams_first_worst_s": max(streams["first_s"]),
+        "streams_tokens_per_s": sum(streams["tokens"]) / (time.perf_counter() - began),
+        "streams": len(streams["tokens"]),
+    }
+
+
+def prefix(model: Path, folder: Path, flags: list[str], seconds: float) -> dict[str, Any]:
+    """First tokens of prompts whose beginning is cached, beside streams of prompts that are new."""
+    context = PREFIX_TOKENS + PREFIX_NEW_TOKENS + ANSWER_TOKENS
+    with _server(model, folder, ["--context", str(-(-context // 1024) * 1024), *flags]) as up_s:
+        found = {"up_s": up_s, **asyncio.run(_prefix(seconds))}
+        with urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=5) as page:
+            lines = [line.rsplit(" ", 1) for line in page.read().decode().splitlines() if "prompt_tokens" in line]
+        return found | {name: float(value) for name, value in lines if not name.startswith("#")}
 
 
 def transformers_batch(model: Path, texts: list[str]) -> dict[str, Any]:
@@ -219,6 +279,7 @@ def main() -> int:
         "--cases", default="bound,generate,generate-deterministic,serve,serve-deterministic,transformers"
     )
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=PREFIX_S, help="of the case prefix")
     parser.add_argument("--small", action="store_true", help="a tiny shape, to try the benchmark itself")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/outcore-commands"))
     parser.add_argument("--flags", default="", help="more flags for every command of ours")
@@ -245,6 +306,8 @@ def main() -> int:
             elif case.startswith("serve"):
                 counts = [64, 8] if deterministic else [64, 8, 1]
                 found[case] = serve(model, args.folder, texts, counts, [*flags, *deterministic])
+            elif case == "prefix":
+                found[case] = prefix(model, args.folder, flags, args.seconds)
             else:
                 found[case] = transformers_batch(model, texts)
         except Exception as error:

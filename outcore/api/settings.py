@@ -44,7 +44,7 @@ def infer_settings(config: InferSettings | None, said: Mapping[str, Any]) -> Inf
 
 def known_names() -> set[str]:
     """Names of settings of a model that answers."""
-    return {field.name for field in fields(InferSettings)} | OURS.keys()
+    return {field.name for field in fields(InferSettings)} - {"adapters"} | OURS.keys()
 
 
 def check_known(said: Iterable[str], known: Iterable[str]) -> None:

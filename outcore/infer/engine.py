@@ -43,6 +43,12 @@ from outcore.infer.requests import (
 from outcore.infer.schedule import Clock, Drafter, PassCost, Scheduler, Work, rows_of
 from outcore.infer.schedule import Sequence as Running
 
+SHORT_PASS_S = 0.05
+"""Seconds of a pass that text may wait for, so that it is told while the device computes the next one."""
+MANY, APART_S = 16, 0.01
+"""So many answers and more are told what they got so far apart, but for their first tokens and their ends: every
+telling costs this thread and its listeners as much as a token's choice does."""
+
 
 @dataclass(frozen=True)
 class Speech:
@@ -116,6 +122,9 @@ class InferenceEngine:
         self._talks: dict[str, _Talk] = {}
         self._texts = WaitingTexts(speech.vocab_size, speech.max_context)
         self._running: dict[str, list[Running]] = {}
+        self._untold: dict[Running, list[Chosen]] = {}
+        """Tokens of answers whose listeners have not been told."""
+        self._told_s = 0.0
 
     # --- from any thread
 
@@ -129,6 +138,8 @@ class InferenceEngine:
         """ValueError when the request could never be answered."""
         self._check_writes()
         request.sampling.check_vocabulary(self.speech.vocab_size)
+        if not 0 <= request.adapter < (count := len(self.scheduler.cache.settings.roots)):
+            raise ValueError(f"adapter is {request.adapter}, but the model was opened with {count - 1}.")
         if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
             raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
         limit, asked = self.max_tokens, request.sampling
@@ -197,7 +208,8 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Do what was noted and run one pass; False when nothing was to do. `meanwhile` is called once the pass has
-        been queued on the device, before its results are waited for.
+        been queued on the device, before its results are waited for; what the pass before gave is told just then,
+        where passes are short.
 
         What goes wrong in a pass ends the answers in it with "error" and is raised.
         """
@@ -206,7 +218,9 @@ class InferenceEngine:
 
     def _step(self, meanwhile: Callable[[], None]) -> bool:
         had_notes = self._take_notes()
-        self._texts.run(self.runner)
+        if self._texts.is_any:
+            self._tell()
+            self._texts.run(self.runner)
         self._end_late(self._clock())
         if self.drafts is not None:
             self.drafts.prepare(self.scheduler)
@@ -218,6 +232,7 @@ class InferenceEngine:
             work.begin_masks()
         try:
             found = self.runner.run(works)
+            self._tell_due()
             meanwhile()
             self._accept(works, found)
         except Exception as error:
@@ -231,6 +246,10 @@ class InferenceEngine:
             self.scheduler.cost.add(counts.last_pass_rows, seconds)
         for observer in self.observers:
             observer(works, seconds)
+        if seconds >= SHORT_PASS_S or self.scheduler.is_idle:
+            self._tell()
+        else:
+            self._tell([sequence for sequence in self._untold if sequence.finish is not None])
         return True
 
     def generate(self, requests: Iterable[Request], on_piece: OnPiece | None = None) -> Iterator[Answer]:
@@ -332,7 +351,7 @@ class InferenceEngine:
     def _end_late(self, now_s: float) -> None:
         for name, talk in list(self._talks.items()):
             limit = talk.request.deadline_s
-            if limit is not None and any(now_s - s.clock.arrived_s > limit for s in self._running[name]):
+            if limit is not None and any(now_s - s.clock.arrived_s > limit for s in self._running.get(name, ())):
                 self._end_all(name, "error", f"not finished within {limit:g} s")
 
     def _accept(self, works: list[Work], found: list[tuple[Work, torch.Tensor]]) -> None:
@@ -341,7 +360,6 @@ class InferenceEngine:
             wait_for(moment(self.runner.copies.device), "a pass")
             self._verify()
         now_s = self._clock()
-        said: dict[Running, tuple[str, list[Chosen]]] = {}
         right = dict.fromkeys((id(work) for work in works), 0)
         alive, place, choice = found, 0, TokenChoice(found, self.runner.copies.to)
         while alive:
@@ -350,11 +368,13 @@ class InferenceEngine:
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
-                text, tokens = said.setdefault(sequence, ("", []))
+                tokens = self._untold.setdefault(sequence, [])
                 if sequence in choice.lost:
                     sequence.finish, sequence.error = "error", choice.NO_NUMBERS
                     continue
-                said[sequence] = (text + sequence.take(token, now_s), [*tokens, token])
+                sequence.take(token, now_s)
+                tokens.append(token)
+                self.counts.answer_tokens += 1
                 if place < work.num_drafts and work.guesses[place] == token.token:
                     right[id(work)] += 1
                     if sequence.finish is None:
@@ -365,8 +385,8 @@ class InferenceEngine:
             sequence.passed(waited_s)
         for work in works:
             self._settle(work, right[id(work)])
-        for sequence, (text, tokens) in said.items():
-            self._tell(sequence, text, tokens)
+        for sequence in {work.sequence for work in works if work.sequence.finish is not None}:
+            self._leave(sequence)
 
     def _settle(self, work: Work, right: int) -> None:
         sequence, counts = work.sequence, self.counts
@@ -381,19 +401,32 @@ class InferenceEngine:
         counts.prompt_tokens += max(0, min(stored, sequence.num_prompt) - work.start)
         self.scheduler.done(work, min(stored, len(sequence.tokens)))
 
-    def _tell(self, sequence: Running, text: str, tokens: list[Chosen]) -> None:
-        talk = self._talks[sequence.request.name]
-        self.counts.answer_tokens += len(tokens)
-        if sequence.finish is not None:
-            self.scheduler.remove(sequence)
-        if talk.on_piece is not None:
-            talk.on_piece(sequence.piece(text, tokens))
-        sequence.said += text
-        if sequence.finish is not None:
-            self._ended(talk, sequence)
+    def _leave(self, sequence: Running) -> None:
+        """Give up what an answer that has ended holds."""
+        sequence.clock.ended_s = self._clock()
+        self.scheduler.remove(sequence)
+
+    def _tell_due(self) -> None:
+        """Tell what the pass before gave, where it does not wait for more."""
+        if len(self._untold) < MANY or self._clock() - self._told_s >= APART_S:
+            self._tell()
+        else:
+            self._tell([sequence for sequence in self._untold if not sequence.is_told])
+
+    def _tell(self, due: Sequence[Running] | None = None) -> None:
+        """Tell these answers' listeners what was chosen for them; None: all."""
+        untold = self._untold
+        if due is None:
+            due, self._told_s = list(untold), self._clock()
+        for sequence in due:
+            talk, tokens, sequence.is_told = self._talks[sequence.request.name], untold.pop(sequence), True
+            text = sequence.say()
+            if talk.on_piece is not None:
+                talk.on_piece(sequence.piece(text, tokens))
+            if sequence.finish is not None:
+                self._ended(talk, sequence)
 
     def _ended(self, talk: _Talk, sequence: Running) -> None:
-        sequence.clock.ended_s = self._clock()
         if self.drafts is not None:
             self.drafts.forget(sequence)
         answer = sequence.ended()
@@ -410,8 +443,10 @@ class InferenceEngine:
             self._end_all(name, "cancelled")
 
     def _end_all(self, name: str, why: FinishReason, error: str = "") -> None:
+        self._tell()
         for sequence in self._running.get(name, []):
             if sequence.finish is None:
-                self.scheduler.remove(sequence)
                 sequence.finish, sequence.error = why, error
-                self._tell(sequence, sequence.text.finish(), [])
+                self._leave(sequence)
+                self._untold[sequence] = []
+        self._tell()

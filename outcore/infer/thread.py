@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from outcore.infer.engine import InferenceEngine
+from outcore.infer.engine import SHORT_PASS_S, InferenceEngine
 
 MAX_FAILURES = 3
 """Passes that fail in a row after which the engine is not well."""
 TRIED_AGAIN_S = 30.0
 """An engine that is not well takes requests again so long after its last failure; a pass that succeeds mends it."""
 IDLE_S = 0.5
-SHORT_PASS_S = 0.05
-"""Seconds of a pass that text may wait for, so that it is passed on while the device computes the next one."""
 
 
 class EngineThread:

@@ -22,6 +22,7 @@ from outcore.serve.body import ignored_header, object_of, read_bytes
 from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.gate import Guard, KeyCheck, Keys, let_go
 from outcore.serve.jobs import Batches, Files, add_jobs
+from outcore.serve.models import Models
 from outcore.serve.protocols import PROTOCOLS, count_tokens
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
@@ -51,9 +52,9 @@ class Addition(Protocol):
         ...
 
 
-def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
-    """The application; the service is started and closed with it."""
-
+def create_app(service: Service, additions: Sequence[Addition] = (), models: Models | None = None) -> FastAPI:
+    """The application; the service is started and closed with it. `models`: what is served beside it."""
+    models = models or Models(service)
     logs = service.settings.logs
     batches = Batches(service, Files(logs / "files"), logs / "batches")
 
@@ -69,28 +70,29 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
             for addition in additions:
                 await addition.end()
             await batches.stop()
+            await models.close()
             await asyncio.to_thread(service.close)
 
     async def tell_clients() -> None:
         if count := service.num_under_way:
             say(f"stopping: who waits for {counted(count, 'answer')} is told; the pass under way ends first")
         await batches.stop()
-        service.end_answers()
+        models.end_answers()
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.tell_clients = tell_clients
     add_errors(app, service.metrics.refuse)
     add_gate(app, service.settings, service.metrics.refuse)
     app.add_middleware(RequestIds)
-    _add_plain(app, service)
+    _add_plain(app, models)
     add_jobs(app, service, batches)
-    _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
+    _add_answers(app, models, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
     for protocol in PROTOCOLS:
-        _add_answers(app, service, *protocol)
-    _add_answers(app, service, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
-    _add_answers(app, service, "/classify", plain.ClassifyCall, plain.classified, None)
+        _add_answers(app, models, *protocol)
+    _add_answers(app, models, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
+    _add_answers(app, models, "/classify", plain.ClassifyCall, plain.classified, None)
     for path in ("/rerank", "/v1/rerank"):
-        _add_answers(app, service, path, plain.RerankCall, plain.reranked, None)
+        _add_answers(app, models, path, plain.RerankCall, plain.reranked, None)
     for addition in additions:
         addition.add_to(app)
     return app
@@ -134,15 +136,16 @@ def add_gate(app: FastAPI, settings: ServeSettings, refused: Callable[[int], obj
     app.add_middleware(Guard, hosts=hosts, refused=refused, most_bytes=settings.max_body_bytes)
 
 
-def _add_plain(app: FastAPI, service: Service) -> None:
+def _add_plain(app: FastAPI, models: Models) -> None:
+    service = models.first
+
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return plain.models(service)
+    async def listed() -> dict[str, Any]:
+        return plain.listed(models)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model({"model": name})
-        return plain.models(service)["data"][0]
+        return plain.described(models, models.find(name)[0])
 
     @app.get("/health")
     @app.head("/health", operation_id="health_head")
@@ -151,38 +154,47 @@ def _add_plain(app: FastAPI, service: Service) -> None:
         return JSONResponse(body, status)
 
     @app.get("/metrics")
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(service.metrics.page(), media_type="text/plain; version=0.0.4")
+    async def metrics(model: str | None = None) -> PlainTextResponse:
+        page = models.loaded(model).metrics.page()
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
-        return await _understood(http, service, plain.tokenize)
+        return (await _understood(http, models, plain.tokenize))[1]
 
     @app.post("/v1/messages/count_tokens")
     async def counted(http: HttpRequest) -> dict[str, Any]:
-        return await _understood(http, service, count_tokens)
+        return (await _understood(http, models, count_tokens))[1]
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        return await _understood(http, service, plain.detokenize)
+        return (await _understood(http, models, plain.detokenize))[1]
 
 
-async def _understood(http: HttpRequest, service: Service, understand: Callable[[Service, dict[str, Any]], Any]) -> Any:
-    """What a body means to `understand`. Its place is taken meanwhile, so that only so many wait for it."""
-    data = await read_bytes(http, service.settings.max_body_bytes)
-    service.take_place()
+async def _understood(
+    http: HttpRequest, models: Models, understand: Callable[[Service, dict[str, Any]], Any]
+) -> tuple[Service, Any]:
+    """(who answers, what a body means to `understand`). Its place is taken meanwhile, so that only so many wait for it,
+    and for their models."""
+    first = models.first
+    data = await read_bytes(http, first.settings.max_body_bytes)
+    first.take_place()
+
+    async def read() -> tuple[Service, Any]:
+        async with models.held(body.get("model")) as service:
+            return service, await service.reading.of(body, len(data), understand, service, body)
+
     try:
         body = await asyncio.to_thread(object_of, data)
-        work = service.reading.of(body, len(data), understand, service, body)
-        return await while_connected(http, work, lambda: service.is_stopping)
+        return await while_connected(http, read(), lambda: first.is_stopping)
     finally:
-        service.leave_place()
+        first.leave_place()
         let_go(http.scope)
 
 
 def _add_answers(
     app: FastAPI,
-    service: Service,
+    models: Models,
     path: str,
     understand: Callable[[Service, dict[str, Any]], Any],
     whole: Callable[[Any], Awaitable[dict[str, Any]]],
@@ -190,7 +202,7 @@ def _add_answers(
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
-        call = await _understood(http, service, understand)
+        service, call = await _understood(http, models, understand)
         places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
         service.take_place(places)
         headers = ignored_header(call.ignored)

@@ -35,6 +35,8 @@ class CompletionCall:
         service.check_model(fields)
         self.is_stream, self.usage = flag(fields, "stream"), wants_usage(fields)
         self.echo = flag(fields, "echo")
+        if self.echo and fields.get("logprobs") is not None:
+            service.check_whole()
         if isinstance(fields.get("logprobs"), bool):
             raise bad("logprobs must be a whole number here; true and false are for chats.", "logprobs")
         given = fields.get("prompt")

@@ -14,29 +14,38 @@ from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError
 from outcore.serve.body import sorted_out
 from outcore.serve.completions import texts_of
 from outcore.serve.errors import bad
+from outcore.serve.models import Models
 from outcore.serve.service import Service
 
 FIELDS = CHAT_FIELDS | {"prompt", "tokens", "add_special_tokens"}
 
 
-def models(service: Service) -> dict[str, Any]:
+def listed(models: Models) -> dict[str, Any]:
     """GET /v1/models."""
-    context, answer = service.max_context, min(service.max_context, service.settings.max_answer_tokens)
-    one = {
-        "id": service.name,
+    data = [described(models, name) for name in models.named]
+    ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    catalogue = [_of_catalogue(one["id"], one["context_length"]) for one in data if one["state"] == "loaded"]
+    return {"object": "list", "data": data, **ends, "models": catalogue}
+
+
+def described(models: Models, name: str) -> dict[str, Any]:
+    """One model of them. How long its context is, is known while it is loaded."""
+    base, first = models.named[name], models.first
+    found = {
+        "id": name,
         "object": "model",
-        "created": service.started_s,
+        "created": first.started_s,
         "owned_by": "outcore",
-        "max_model_len": context,
-        "context_length": context,
         "type": "model",
-        "display_name": service.name,
-        "created_at": datetime.fromtimestamp(service.started_s, UTC).isoformat(),
-        "max_input_tokens": context,
-        "max_tokens": answer,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(first.started_s, UTC).isoformat(),
+        "state": base.state,
     }
-    ends = {"has_more": False, "first_id": service.name, "last_id": service.name}
-    return {"object": "list", "data": [one], **ends, "models": [_of_catalogue(service.name, context)]}
+    if base.views:
+        context = base.views[name].max_context
+        found |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens"), context)
+        found["max_tokens"] = min(context, first.settings.max_answer_tokens)
+    return found | ({"error": base.error} if base.error else {})
 
 
 def _of_catalogue(name: str, context: int) -> dict[str, Any]:
@@ -123,6 +132,7 @@ class TextsCall:
         self.fields, self.ignored = sorted_out(body, known, unsupported)
         self.service, self.labels = service, service.opened.engine.speech.labels
         service.check_model(self.fields)
+        service.check_whole()
 
     def check_texts(self, field: str) -> None:
         """ApiError, naming the field, for texts that do not fit."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from outcore.apart import Bench
@@ -27,7 +28,7 @@ from outcore.serve.errors import STOPS, ApiError, bad, stops
 from outcore.serve.kept import KeptResponses
 from outcore.serve.reading import Reading
 from outcore.serve.settings import ServeSettings
-from outcore.serve.under_way import UnderWay
+from outcore.serve.under_way import Places, UnderWay
 from outcore.serve.watch import Records, ServeMetrics, header_of
 
 logger = logging.getLogger(__name__)
@@ -169,11 +170,12 @@ async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
 
 
 class Service:
-    """Engine behind a server. `start` before the first request, `close` after the last."""
+    """Engine behind a server, under one name. `start` before the first request, `close` after the last. `first`: of the
+    same server, whose requests are listed together and whose conversations go on with any of its models."""
 
-    def __init__(self, opened: OpenedModel, settings: ServeSettings) -> None:
+    def __init__(self, opened: OpenedModel, settings: ServeSettings, first: Service | None = None) -> None:
         self.opened, self.settings = opened, settings
-        self.name = settings.name or opened.found.words
+        self.name, self.adapter = settings.name or opened.found.words, 0
         tokenizer, ends = opened.found.tokenizer, opened.engine.speech.end_tokens
         self.reading = Reading(Bench(tokenizer, sorted(ends), max(self.max_context, READ_TOKENS)))
         self.prompts = Prompts(tokenizer, self.reading.ask)
@@ -186,14 +188,19 @@ class Service:
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
-        self.num_under_way, self.under_way = 0, UnderWay()
+        self._places, self.under_way = Places(), UnderWay() if first is None else first.under_way
         self.is_stopping = False
-        self.responses = KeptResponses()
+        self.responses = KeptResponses() if first is None else first.responses
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together."""
         return self.opened.engine.max_tokens
+
+    @property
+    def num_under_way(self) -> int:
+        """Places that are taken, under all names of the engine."""
+        return self._places.taken
 
     def start(self) -> None:
         """Begin to run passes."""
@@ -247,6 +254,13 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
+    def check_whole(self) -> None:
+        """ApiError for what only the model itself gives."""
+        if self.adapter:
+            raise bad(
+                "Scores and vectors are of the model, not of an adapter beside it: ask the model by its name.", "model"
+            )
+
     def defaults_for(self, prompt_tokens: int) -> Sampling:
         """How tokens are chosen for a prompt of so many where the request does not say."""
         longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
@@ -267,6 +281,7 @@ class Service:
             sampling = sampling_of(body, self.defaults_for(len(ids)))
             chosen, deadline_s = self.grammars, self.settings.request_timeout_s
             request = request_of(body, name, ids, sampling, chosen, chat, deadline_s, priority)
+            request = replace(request, adapter=self.adapter)
             self.check_length(request)
             self.opened.engine.check(request)
         except ValueError as error:
@@ -297,23 +312,16 @@ class Service:
                 f"{self.settings.max_queue}. Try again later.",
                 code="queue_full", retry_s=self.retry_s(),
             )  # fmt: skip
-        self.num_under_way += count
+        self._places.taken += count
 
     def leave_place(self, count: int = 1) -> None:
         """Give places back."""
-        self.num_under_way -= count
+        self._places.taken -= count
 
     def retry_s(self) -> int:
         """Seconds after which some request should have ended."""
         last = self.opened.engine.counts.last_pass_s or 0.1
         return max(1, min(60, math.ceil(20 * last)))
-
-    def cancel(self, name: str) -> dict[str, Any]:
-        """End the request of this id within a pass; 404 when none is under way."""
-        found = self.under_way.get(name)
-        for part in self.under_way.names(name):
-            self.opened.engine.cancel(part)
-        return found | {"status": "cancelling"}
 
     async def stream(
         self, request: Request, endpoint: str, shown: str | None = None
@@ -325,7 +333,7 @@ class Service:
             self.metrics.answered(answer, len(request.prompt))
             self.records.add(request, answer, endpoint)
 
-        with self.under_way.listed(request, endpoint, shown) as told:
+        with self.under_way.listed(request, endpoint, shown, self.opened.engine.cancel) as told:
             async with aclosing(self.thread.stream(request, ended)) as items:
                 async for item in items:
                     told.hear(item)

@@ -36,6 +36,8 @@ class ServeSettings:
     """Names by which clients ask for this server, beside the address that they reach."""
     allowed_folders: tuple[Path, ...] = ()
     """Folders that requests may name, also those whose code is run; without one, none."""
+    unload_after_s: float = 300.0
+    """A further model that nobody asked for so long is closed."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -51,6 +53,8 @@ class ServeSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         check_hosts(self.allowed_hosts)
+        if not self.unload_after_s > 0:
+            raise ValueError(f"unload_after is {self.unload_after_s}, but must be above 0.")
         if not self.request_timeout_s > 0:
             raise ValueError(f"request_timeout is {self.request_timeout_s}, but must be above 0.")
 

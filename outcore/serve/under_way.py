@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,21 @@ class Told:
     id: str
     endpoint: str
     request: Request
+    cancel: Callable[[str], None]
+    """Ends the answers of a request by its name."""
     began_s: float = field(default_factory=time.time)
     answer_tokens: int = 0
 
     def hear(self, item: Piece | Answer) -> None:
         """Count what was written."""
         self.answer_tokens += len(item.tokens) if isinstance(item, Piece) else 0
+
+
+@dataclass(eq=False)
+class Places:
+    """Places of one engine that are taken."""
+
+    taken: int = 0
 
 
 class UnderWay:
@@ -34,9 +43,11 @@ class UnderWay:
         self._told: dict[str, Told] = {}
 
     @contextmanager
-    def listed(self, request: Request, endpoint: str, shown: str | None) -> Iterator[Told]:
+    def listed(
+        self, request: Request, endpoint: str, shown: str | None, cancel: Callable[[str], None]
+    ) -> Iterator[Told]:
         """List a request while it is answered, under the id that is shown, or else its own name."""
-        told = self._told[request.name] = Told(shown or request.name, endpoint, request)
+        told = self._told[request.name] = Told(shown or request.name, endpoint, request, cancel)
         try:
             yield told
         finally:
@@ -61,9 +72,12 @@ class UnderWay:
             "completion_tokens": written,
         }
 
-    def names(self, name: str) -> list[str]:
-        """Names by which the engine knows the request of this id; 404 when none is under way."""
-        return [told.request.name for told in self._parts(name)]
+    def cancel(self, name: str) -> dict[str, Any]:
+        """End the request of this id within a pass; 404 when none is under way."""
+        found = self.get(name)
+        for told in self._parts(name):
+            told.cancel(told.request.name)
+        return found | {"status": "cancelling"}
 
     def _parts(self, name: str) -> list[Told]:
         parts = [told for told in self._told.values() if told.id == name]

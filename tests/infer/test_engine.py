@@ -73,7 +73,7 @@ def test_answers_that_lose_their_pages_begin_again(tiny):
     loaded = tiny_loaded("llama")
     prompts = prompts_of(14)
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
-    one, waiting = tiny(loaded=loaded, limits=ScheduleLimits(14, 64, 16, 16)), []
+    one, waiting = tiny(loaded=loaded, limits=ScheduleLimits(14, 128, 32, 16)), []
     one.engine.observers.append(lambda *_: waiting.append([s.num_prompt for s in one.scheduler.waiting]))
     assert one.greedy(prompts, 20) == expected
     assert one.scheduler.num_preempted > 0

@@ -79,6 +79,13 @@ def test_deterministic_answers_do_not_depend_on_company(wide_folder, precision):
         others = [Request(f"o{i}", tuple(p), sampling) for i, p in enumerate(PROMPTS)]
         found = {a.request: a for a in opened.engine.generate([*others[:3], wanted, *others[3:]])}
         assert found["wanted"].tokens == alone.tokens
+        # Nor on what was asked before: pages of a prompt are found again, those of an answer are computed anew.
+        goes_on = (*wanted.prompt, *(chosen.token for chosen in alone.tokens), 7)
+        (after,) = opened.engine.generate([Request("after", goes_on, sampling)])
+        assert 0 < after.timings.cached_tokens <= len(wanted.prompt)
+        opened.engine.scheduler.cache.clear_prefixes()
+        (anew,) = opened.engine.generate([Request("anew", goes_on, sampling)])
+        assert not anew.timings.cached_tokens and anew.tokens == after.tokens
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -6,8 +6,8 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-from outcore.infer.opening import InferSettings, open_engine
-from outcore.serve import ServeSettings
+from outcore.infer.opening import InferSettings
+from outcore.serve import ServeSettings, listen, open_server
 from tests.waiting import until
 
 
@@ -28,21 +28,27 @@ def send(server, path, body):
 
 
 class Running:
-    """A server on a thread. `additions`: routes of rooms above."""
+    """A server on a thread. `additions`: routes of rooms above; `more`: further models, as NAME=MODEL."""
 
-    def __init__(self, folder, settings: ServeSettings, additions=lambda service: (), **infer):
-        from outcore.serve.app import create_app
-        from outcore.serve.service import Service
-        from outcore.serve.stopping import Server
+    def __init__(self, folder, settings: ServeSettings, additions=lambda service: (), more=(), **infer):
+        from outcore.serve.models import bases_of
 
-        opened = open_engine(str(folder), InferSettings(**{"context": 256, "ram_gib": 1, "page_tokens": 8, **infer}))
-        self.service = Service(opened, settings)
-        self.app = app = create_app(self.service, additions(self.service))
-        self.server = Server(app, host="127.0.0.1", port=0)
-        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        found = InferSettings(**{"context": 256, "ram_gib": 1, "page_tokens": 8, **infer})
+        services = []
+
+        def added(service):
+            services.append(service)
+            return additions(service)
+
+        bases = bases_of(settings.name, str(folder), None, more) if more else ()
+        listening = listen("127.0.0.1", 0)
+        self.server = open_server(str(folder), found, settings, listening, added, lambda line: None, bases)
+        (self.service,) = services
+        self.app = self.server.config.app
+        self._thread = threading.Thread(target=self.server.run, args=([listening],), daemon=True)
         self._thread.start()
         until(lambda: self.server.started)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def stop(self):

@@ -11,7 +11,8 @@ pytest.importorskip("fastapi")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("more", [[], ["other={}"]])
+def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_path, monkeypatch, capfd, more):
     """It died at every start once, because only servers made in tests were started by tests."""
     import uvicorn
     from fastapi.testclient import TestClient
@@ -22,9 +23,12 @@ def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_
         with TestClient(server.config.app) as client:
             (where,) = (one.getsockname() for one in sockets)
             seen.append((*where, client.get("/health").status_code, client.get("/metrics").status_code))
+            states = [model["state"] for model in client.get("/v1/models").json()["data"]]
+            assert states == ["loaded", *["unloaded"] * len(more)]
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     argv = [str(tiny_folder[0]), "--device", "cpu", "--context", "64", "--ram_gib", "1", "--port", "0"]
+    argv += [one.format(tiny_folder[0]) for one in more]  # behind flags, too
     assert main([*argv, "--log_dir", str(tmp_path)]) == 0, capfd.readouterr().err
     ((host, port, *codes),) = seen
     assert host == "127.0.0.1" and codes == [200, 200]

@@ -20,6 +20,16 @@ def serve_flags() -> argparse.ArgumentParser:
         description="Serve a model of any size under OpenAI's and Anthropic's API, on this machine's address.",
     )
     _add_serve_flags(found)
+    found.add_argument(
+        "more", nargs="*", metavar="NAME=MODEL",
+        help="further models, and LoRA adapters beside those they were trained over; each is served under its name",
+    )  # fmt: skip
+    found.add_argument(
+        "--unload_after",
+        type=float,
+        default=300.0,
+        help="seconds without a request after which a further one is closed",
+    )
     return found
 
 

@@ -9,4 +9,4 @@ from outcore.infer.attention.exact import (
     is_fused,
 )
 from outcore.infer.attention.paged import PagedAttention, Site, UnknownAttention
-from outcore.infer.attention.tiles import FIXED_SINGLE_TOKENS, LONG_ROWS, SINGLE_TOKENS, SPLIT_KEYS, has_kernel
+from outcore.infer.attention.tiles import LONG_ROWS, SINGLE_TOKENS, SPLIT_KEYS, has_kernel

@@ -31,7 +31,6 @@ from outcore.infer.attention.exact import (
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.attention.tiles import (
-    FIXED_SINGLE_TOKENS,
     SINGLE_TOKENS,
     attend_mixed,
     attend_tiles,
@@ -112,6 +111,10 @@ class PagedAttention:
         place.layer, place.call = (layer, call + 1) if call + 1 < len(self._calls) else (layer + 1, 0)
         if layer < 0:
             place.layer, place.call = 0, 0
+
+    def adapters(self) -> torch.Tensor | None:
+        """Adapter of each row of the call that a layer runs on; None: no row has one."""
+        return self._calls[self._place.call].adapters if self._calls else None
 
     def seen(self, size: AttentionSize) -> None:
         """An attention of this size is about to be computed; for who only looks."""
@@ -236,7 +239,7 @@ class PagedAttention:
         output[used:] = 0  # rows that pad the call
         key = "tiles", group, heads // shape.heads
         if key not in tables.plans:
-            single = FIXED_SINGLE_TOKENS if self._is_deterministic else SINGLE_TOKENS
+            single = None if self._is_deterministic else SINGLE_TOKENS
             tables.plans[key] = cut_in_tiles(tables, group, rule.window, heads // shape.heads, single, device)
         for tiles in tables.plans[key]:
             attend_tiles(store, rule, tiles, query_HND, output)

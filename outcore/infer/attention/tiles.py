@@ -26,9 +26,9 @@ SPLIT_KEYS = 256
 the pass, keeps a token's bits."""
 LEAST_ROWS = 16
 """Rows that the GPU multiplies at least."""
-SINGLE_TOKENS, FIXED_SINGLE_TOKENS = 8, 64
+SINGLE_TOKENS = 8
 """Tokens that a sequence adds up to which each is a tile of its own: an answer's next one and its guesses. Where bits
-may not depend on company all guesses are, because their number does."""
+may not depend on company the answer's tokens are, and no others."""
 
 
 @cache
@@ -57,12 +57,14 @@ class TokenTiles:
 
 
 def cut_in_tiles(
-    tables: PassTables, group: int, window: int | None, shares: int, most_single: int, device: torch.device
+    tables: PassTables, group: int, window: int | None, shares: int, most_single: int | None, device: torch.device
 ) -> list[TokenTiles]:
-    """Tiles of a call: of answers' tokens, one each, and of prompts'. `shares`: query heads of a key head."""
-    singles = [span for span in tables.spans if span.start and span.count <= most_single]
-    others = [span for span in tables.spans if not (span.start and span.count <= most_single)]
-    cuts = (singles, 1), (others, max(1, LONG_ROWS // shares))
+    """Tiles of a call: of single tokens, one each, and of prompts'. `shares`: query heads of a key head;
+    `most_single`: single are so many tokens of a sequence behind others, or, None, an answer's."""
+    cuts: tuple[tuple[list[Span], int], ...] = ([], 1), ([], max(1, LONG_ROWS // shares))
+    for span in tables.spans:
+        is_single = span.is_answer if most_single is None else span.start and span.count <= most_single
+        cuts[0 if is_single else 1][0].append(span)
     return [tiles_of(tables, spans, group, window, tokens, device) for spans, tokens in cuts if spans]
 
 

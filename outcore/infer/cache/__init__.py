@@ -5,10 +5,12 @@ from outcore.infer.cache.kept import KeptPrefixes, PrefixesDamaged
 from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
+from outcore.infer.cache.prefix import ROOT, root_of
 from outcore.infer.cache.states import SequenceStates
 from outcore.infer.cache.store import KvShape, KvStore, rounded
 
 __all__ = [
+    "ROOT",
     "CacheSettings",
     "DriveMemory",
     "GroupPlan",
@@ -25,5 +27,6 @@ __all__ = [
     "SequenceStates",
     "Span",
     "open_memory",
+    "root_of",
     "rounded",
 ]

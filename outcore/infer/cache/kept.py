@@ -21,7 +21,7 @@ import torch
 
 from outcore.common import make_folder, write_json
 from outcore.common.quantities import KIB, format_gib, round_up
-from outcore.infer.cache.prefix import PrefixIndex, key_of
+from outcore.infer.cache.prefix import PrefixIndex, is_root, key_of
 from outcore.storage import BlockFile, StorageError, StoreInUse, Transfer, aligned_bytes, open_engine
 from outcore.storage.store import lock_directories
 
@@ -127,7 +127,7 @@ class KeptPrefixes:
     def put(self, parent: bytes, tokens: Sequence[int], contents: Sequence[Sequence[torch.Tensor]]) -> None:
         """Keep a page whose parent is kept or which begins a prompt. A drive that fails is logged once; nothing is
         kept from then on."""
-        if self.why_not or (parent and parent not in self._index):
+        if self.why_not or not (is_root(parent) or parent in self._index):
             return
         if not self._free:
             self._make_room(parent)
@@ -205,7 +205,7 @@ class KeptPrefixes:
         while waiting:
             left = []
             for parent, tokens, slot in waiting:
-                if parent and parent not in self._index:
+                if not is_root(parent) and parent not in self._index:
                     left.append((parent, tokens, slot))
                 else:
                     self._index.add(parent, tokens, (slot,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
-from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
+from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage, key_of
 from outcore.infer.cache.states import SequenceStates, Snapshots
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 from outcore.staging.pool import SmallCopies
@@ -40,6 +41,8 @@ class SequencePages:
 
     tables: list[list[int]]
     """For each group, pages in order."""
+    adapter: int = 0
+    """Number of the adapter that its tokens are computed with; 0: none."""
     num_cached: int = 0
     """Tokens taken from the prefix index when it was opened."""
     parent: bytes = ROOT
@@ -57,6 +60,8 @@ class SequencePages:
     """Pages that came from the drive when it was opened."""
     is_minor: bool = False
     """Whether what it leaves in the prefix index makes room first."""
+    most_shared: int | None = None
+    """Tokens whose pages are offered to the index; None: all."""
 
     def next_cut(self, start: int, end: int) -> int:
         """The next place behind `start` where a chunk ends: a page end at which states are wanted, or `end`."""
@@ -79,6 +84,8 @@ class CacheSettings:
     shares_prefixes: bool = True
     most_snapshots: int | None = None
     """Copies of states that are kept for prompts that begin alike; None: the model has no states."""
+    roots: tuple[bytes, ...] = (ROOT,)
+    """Key before a prompt's first page, for the base and each adapter: what one has computed is no other's."""
 
 
 @dataclass
@@ -157,12 +164,13 @@ class KvCache:
         whole = [ledger for ledger, window in zip(self.ledgers, self.windows, strict=True) if window is None]
         return min((ledger.num_pages * self.settings.page_tokens for ledger in whole), default=UNLIMITED)
 
-    def open(self, tokens: Sequence[int]) -> SequencePages:
+    def open(self, tokens: Sequence[int], adapter: int = 0) -> SequencePages:
         """Pages for a new sequence: those that hold its beginning already."""
-        sequence = SequencePages([[] for _ in self.ledgers])
+        root = self.settings.roots[adapter]
+        sequence = SequencePages([[] for _ in self.ledgers], adapter, parent=root)
         if self.index is None:
             return sequence
-        found = self.index.find(tokens)
+        found = self.index.find(tokens, root)
         if self.snapshots is not None:
             found = self._with_states(sequence, tokens, found)
         for page in found:
@@ -177,6 +185,16 @@ class KvCache:
         self.counts.asked_tokens += len(tokens)
         self.counts.found_tokens += sequence.num_cached
         return sequence
+
+    def known_tokens(self, tokens: Sequence[int], adapter: int = 0) -> int:
+        """Tokens of the beginning that are kept, in memory or on the drive; nothing counts as used."""
+        parent, size, known = self.settings.roots[adapter], self.settings.page_tokens, 0
+        while self.index is not None and known + size < len(tokens):
+            own = tokens[known : known + size]
+            if self.index.get(parent, own) is None and (self.kept is None or not self.kept.has(parent, own)):
+                break
+            parent, known = key_of(parent, own), known + size
+        return known
 
     def _with_states(self, sequence: SequencePages, tokens: Sequence[int], found: list[PrefixPage]) -> list[PrefixPage]:
         """Cut the found pages behind the last one at whose end states are kept."""
@@ -263,7 +281,8 @@ class KvCache:
     def settle(self, sequence: SequencePages, tokens: Sequence[int], computed: int) -> None:
         """The first `computed` of `tokens` are stored: full pages may be shared, passed ones go."""
         size = self.settings.page_tokens
-        while self.index is not None and (sequence.num_offered + 1) * size <= computed:
+        most = computed if sequence.most_shared is None else min(computed, sequence.most_shared)
+        while self.index is not None and (sequence.num_offered + 1) * size <= most:
             number = sequence.num_offered
             pages = tuple(table[number] for table in sequence.tables)
             own = tokens[number * size : (number + 1) * size]
@@ -337,6 +356,8 @@ class Span:
     count: int
     row: int
     """Position at which they begin in the pass's row."""
+    is_answer: bool = False
+    """Whether they stand behind the prompt."""
 
     @property
     def length(self) -> int:
@@ -355,6 +376,16 @@ class PassTables:
     tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = field(default_factory=dict)
     plans: dict[Any, list[Any]] = field(default_factory=dict)
     """What attention works out once for all layers of a group."""
+    num_rows: int | None = None
+    """Rows of the call, those that nobody reads included; None: those of the spans."""
+
+    @cached_property
+    def adapters(self) -> torch.Tensor | None:
+        """Adapter of each row; None: none has one."""
+        if not any(span.pages.adapter for span in self.spans):
+            return None
+        rows = [span.pages.adapter for span in self.spans for _ in range(span.start, span.length)]
+        return self.copies.to(torch.tensor(rows + [0] * ((self.num_rows or 0) - len(rows)), dtype=torch.long))
 
     def slots_of(self, group: int, home: torch.device) -> torch.Tensor:
         """For every row of the pass, the slot that its key and value go to."""

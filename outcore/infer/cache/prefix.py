@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ROOT = b""
+ROOT, ROOT_BYTES = b"", 8
+"""Before the first page; with an adapter a key of so many bytes (`root_of`)."""
 MOST_AGAIN = 0.8
 """Share of pages that are held as asked for again; beyond it they go first: a conversation that is over makes room
 for a new one."""
@@ -68,11 +69,11 @@ class PrefixIndex:
         self._again[page.key] = None
         self._again.move_to_end(page.key)
 
-    def find(self, tokens: Sequence[int]) -> list[PrefixPage]:
+    def find(self, tokens: Sequence[int], root: bytes = ROOT) -> list[PrefixPage]:
         """The longest chain of pages that hold the beginning of `tokens`, and never all of them: the last token must
         be computed to know what follows."""
         found: list[PrefixPage] = []
-        parent, size = ROOT, self.page_tokens
+        parent, size = root, self.page_tokens
         for start in range(0, len(tokens) - size, size):
             page = self.get(parent, tokens[start : start + size])
             if page is None:
@@ -113,6 +114,16 @@ class PrefixIndex:
         self._followers[page.parent] -= 1
         if not self._followers[page.parent]:
             del self._followers[page.parent]
+
+
+def root_of(adapter: str) -> bytes:
+    """What stands before the first page of prompts that this adapter reads: shorter than any page's key."""
+    return hashlib.blake2b(adapter.encode(), digest_size=ROOT_BYTES).digest()
+
+
+def is_root(key: bytes) -> bool:
+    """Whether no page is called so: a prompt begins behind it."""
+    return len(key) <= ROOT_BYTES
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:

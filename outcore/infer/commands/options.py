@@ -18,7 +18,7 @@ from outcore.infer.requests import Sampling, own_defaults, sampling_of
 def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> InferSettings:
     """ValueError for what cannot be."""
     said = {
-        **same_named(InferSettings, args, "share_prefixes", "deterministic", "scores_only"),
+        **same_named(InferSettings, args, "share_prefixes", "deterministic", "scores_only", "adapters"),
         "nvme_path": tuple(Path(path) for path in args.nvme_path),
         "pin_memory": args.pin_memory == "true",
         "share_prefixes": not args.no_prefix_sharing,

@@ -29,6 +29,7 @@ from outcore.infer.opening.check import IN_ONE_PIECE, Way, use_attention
 from outcore.infer.opening.few_tokens import open_few_tokens, try_few_tokens
 from outcore.infer.opening.in_place import open_in_place, try_in_place
 from outcore.infer.opening.limits import (
+    fixed_rows_of,
     guessed_tokens_of,
     runs_graphs,
     schedule_limits,
@@ -110,6 +111,7 @@ def open_engine(
         name,
         precision=precision_of(settings, device),
         adapter=settings.adapter,
+        adapters=settings.adapters,
         quantize=settings.quantize,
         trust_remote_code=settings.trust_remote_code,
     )
@@ -197,7 +199,7 @@ def open_found(
         few, placement = open_few_tokens(placed, weights, in_place, undo)
         placed = replace(placed, placement=placement)
         passes = _runner(found, flow, cache, placement, settings, placed.way, weights.arrival, few)
-        limits = schedule_limits(placement, settings, placed.way, placed.row_cost)
+        limits = schedule_limits(placement, settings, placed.way, placed.row_cost, device)
         fix_factors(found.loaded, placed.context, progress)
         engine = InferenceEngine(
             passes,
@@ -354,10 +356,15 @@ def _runner(
     few: FewTokens | None,
 ) -> PassRunner:
     sizes, device = (placement.pass_tokens, placement.chunk_tokens), flow.device
-    limits = RunnerLimits(sizes[1], sizes[0], is_deterministic=settings.deterministic)
+    fixed_rows = fixed_rows_of(placement, settings, way, device)
+    limits = RunnerLimits(sizes[1], sizes[0], is_deterministic=settings.deterministic, fixed_rows=fixed_rows)
     if way == "whole":
+        if found.choice is not None:
+            raise ValueError("adapters side by side: this model's sequences share no calls. Serve one by --adapter.")
         return WholeRunner(flow, found.loaded, limits, device)
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
+    if found.choice is not None:
+        found.choice.source = attention.adapters
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
     if way != "paged":

@@ -121,7 +121,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         max(0, ram),
         bool(settings.nvme_path),
         context,
-        settings.max_sequences or (SmallPasses.FIXED_ROWS // 2 if fixed else None),
+        settings.max_sequences,
         whole or settings.pass_tokens,
         whole or settings.chunk_tokens or (FIXED_CHUNK_TOKENS if fixed else None),
         kv_home,
@@ -175,16 +175,28 @@ def layer_size(
     return LayerSize(hidden, shape.ffn_width, tuple(sizes) or (usual,), shape.experts_per_token, has_biases)
 
 
-def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost) -> ScheduleLimits:
+def schedule_limits(
+    placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost, device: torch.device
+) -> ScheduleLimits:
     """How passes are filled."""
     drafts = guessed_tokens_of(settings, way)
     if way in IN_ONE_PIECE:
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
-    if fixed and placement.max_sequences < SmallPasses.FIXED_ROWS:  # answers and their guesses share a graph's rows
-        drafts = min(drafts, SmallPasses.FIXED_ROWS - placement.max_sequences)
-    return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)
+    rows = fixed_rows_of(placement, settings, way, device)
+    whole = fixed and rows is None
+    return ScheduleLimits(
+        *sizes, drafts, whole_chunks=whole, fixed_rows=rows, is_deterministic=fixed, row_cost=row_cost
+    )
+
+
+def fixed_rows_of(placement: Placement, settings: InferSettings, way: Way, device: torch.device) -> int | None:
+    """Rows of calls of answers where results may not depend on company and prompts are cut freely: by the kernel that
+    reads pages, which gives a token the same bits however its prompt was cut. Other ways of attention do not: None."""
+    is_by_kernel = way == "paged" and placement.kv_home == "vram" and has_kernel(device)
+    is_fixed = settings.deterministic and is_by_kernel
+    return min(SmallPasses.FIXED_ROWS, placement.chunk_tokens) if is_fixed else None
 
 
 def can_run_few(units: ModelParts) -> bool:

@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
-from outcore.model.adapters import add_to_products
+from outcore.model.adapters import RowChoice, add_to_products, by_rows
 from outcore.model.facts import checkpoint_name, read_end_tokens
 from outcore.model.forward import unwrap
 
@@ -48,6 +48,10 @@ class FoundModel:
     max_context: int | None
     folders: tuple[str, ...] = ()
     """Hub id or folder of its weights, and of the adapter where one lies beside them."""
+    adapters: tuple[str, ...] = ()
+    """Folders of adapters among which requests choose, by number from 1."""
+    choice: RowChoice | None = None
+    """Asks for each row's, where there are such."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,12 @@ def open_model(
     *,
     precision: str,
     adapter: str | None = None,
+    adapters: Sequence[str] = (),
     quantize: str | None = None,
     trust_remote_code: bool = False,
 ) -> FoundModel:
-    """The model with stand-ins for weights and a feed of their values. `quantize`: what its weights are packed into as
-    they come. ValueError or RuntimeError, in words."""
+    """The model with stand-ins for weights and a feed of their values. `adapters`: folders of those among which
+    requests choose; `quantize`: what its weights are packed into as they come. ValueError or RuntimeError, in words."""
     place = find_place(name, adapter)
     if place.quantize is not None and quantize not in (None, place.quantize):
         raise ValueError(
@@ -142,8 +147,16 @@ def open_model(
             packed_feed=open_packed,
             keeps_labels=True,
         )
+    choice = None
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
+    elif adapters:
+        causal: Any = unwrap(loaded.model)
+        head = causal.get_output_embeddings()
+        names = [f"adapter{number}" for number in range(1, len(adapters) + 1)]
+        for name, folder in zip(names, adapters, strict=True):
+            loaded = replace(loaded, model=_with_adapter(loaded.model, Path(folder), name))
+        choice = by_rows(loaded.model, names, head)
     for folder in (place.checkpoint, place.adapter):
         if folder is not None:
             read_end_tokens(unwrap(loaded.model), folder / EXPORT if (folder / EXPORT).is_dir() else folder)
@@ -153,7 +166,8 @@ def open_model(
     tokenizer = load_tokenizer(place.tokenizer, trust_remote_code)
     folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
     ends = end_tokens_of(unwrap(loaded.model), tokenizer)
-    return FoundModel(loaded, tokenizer, place.words, ends, max_positions(loaded.config), folders)
+    most = max_positions(loaded.config)
+    return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice)
 
 
 def _checkpoint_place(path: Path) -> ModelPlace:
@@ -219,19 +233,21 @@ def _check_adapter(folder: Path) -> None:
         )
 
 
-def _with_adapter(model: Any, folder: Path) -> Any:
+def _with_adapter(model: Any, folder: Path, name: str = "default") -> Any:
     from peft import PeftModel
 
     if (folder / MANIFEST).is_file():
         with tempfile.TemporaryDirectory() as aside:  # as peft reads it; small
-            return _with_adapter(model, export_checkpoint(open_checkpoint(folder), Path(aside) / "adapter"))
+            return _with_adapter(model, export_checkpoint(open_checkpoint(folder), Path(aside) / "adapter"), name)
     _check_adapter(folder)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is missing is refused below
-            adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-        found = adapted.load_adapter(str(folder), "default", autocast_adapter_dtype=False)  # which tells what it found
+            adapted = model
+            if not isinstance(model, PeftModel):
+                adapted = PeftModel.from_pretrained(model, str(folder), name, autocast_adapter_dtype=False)
+            found = adapted.load_adapter(str(folder), name, autocast_adapter_dtype=False)  # which tells what it found
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"the adapter {folder} does not fit the model: {error}") from error
     if stray := [*found.unexpected_keys, *found.missing_keys]:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, PrefixesDamaged
+from outcore.infer.cache import (
+    ROOT,
+    CacheSettings,
+    GroupPlan,
+    KeptPrefixes,
+    KvCache,
+    KvMemory,
+    PrefixesDamaged,
+    root_of,
+)
 from outcore.infer.opening.model import MANIFEST, FoundModel
 from outcore.infer.opening.place import PlacedModel
 
@@ -39,7 +48,8 @@ def cache_of(placed: PlacedModel, memory: KvMemory, kept: KeptPrefixes | None) -
     # Where results may not depend on company, no chunk may end where another prompt happened to leave.
     shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
     most = needs.num_snapshots if way == "states" else None
-    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most), memory, kept)
+    roots = (ROOT, *(root_of(_of_place(Path(folder), with_times=True)) for folder in placed.found.adapters))
+    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most, roots), memory, kept)
 
 
 def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> KeptPrefixes | None:

@@ -26,6 +26,8 @@ class InferSettings:
     """auto: bf16 on a GPU, fp32 on a CPU."""
     adapter: str | None = None
     """Folder of a LoRA adapter to put beside the model's weights."""
+    adapters: tuple[str, ...] = ()
+    """Folders of LoRA adapters among which requests choose, by number from 1 (`Request.adapter`)."""
     quantize: str | None = None
     """Format that 16-bit weights are packed into as they are loaded; None: they stay as they are."""
     context: int | None = None

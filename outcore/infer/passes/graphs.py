@@ -25,7 +25,6 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.flow.experts import FewTokens
 from outcore.flow.layers import GraphPool
 from outcore.infer.attention import (
-    FIXED_SINGLE_TOKENS,
     LONG_ROWS,
     SINGLE_TOKENS,
     SPLIT_KEYS,
@@ -34,7 +33,7 @@ from outcore.infer.attention import (
 )
 from outcore.infer.cache import KvCache, SequencePages
 from outcore.infer.cache.tables import MixedSize, MixedTables, RowMasks, RowTables, first_page
-from outcore.infer.passes.rows import RowCall, lay_out
+from outcore.infer.passes.rows import PROMPTS, RowCall, lay_out
 from outcore.infer.schedule import Work
 from outcore.sizing.inference import GRAPH_KEYS, GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
@@ -51,7 +50,7 @@ MIXED_ROWS = (*range(128, 1025, 128), 1280, 1536, 1792, 2048, 2560, 3072, 4096)
 """Tokens of a pass of prompts' chunks and single tokens for which graphs are made."""
 MIXED_SINGLES, MIXED_KEYS = (64, 128, 384), (1024, 8192, 65536)
 """Single tokens, or rows whose logits are wanted, of such a pass; and keys that a single token may see."""
-MIXED_PROMPTS, MIXED_PAGES = 64, 8192
+MIXED_PROMPTS, MIXED_PAGES = PROMPTS, 8192
 """Prompts of such a pass, and pages of all its tables."""
 MIXED_STRETCHES = 1 << 14
 """Stretches of context (`SPLIT_KEYS`) of all its single tokens: each keeps sums in fp32 for every head."""
@@ -239,7 +238,7 @@ class SmallPasses:
         elif self.fixed_rows is None:
             slot = self._mixed(works, MIXED_ROWS, MIXED_SINGLES)
         else:
-            return self._run_calls(lay_out(works, self._most_mixed, self.fixed_rows))
+            return self._run_calls(lay_out(works, self._most_mixed, self.fixed_rows, is_by_place=True))
         if slot is None:
             size = self._size(works) if all(work.is_last for work in works) else None
             if size is None:
@@ -298,7 +297,7 @@ class SmallPasses:
     def _mixed(self, works: Sequence[Work], rows: Sequence[int], wanted: Sequence[int]) -> SlotPass | None:
         """The slot, of these sizes, that holds chunks of prompts beside single tokens; None: none does."""
         cache, tile_tokens = self.cache, max(1, LONG_ROWS // self.attention.most_shares)
-        most_single = SINGLE_TOKENS if self.fixed_rows is None else FIXED_SINGLE_TOKENS
+        most_single = SINGLE_TOKENS if self.fixed_rows is None else None
         size = mixed_size(works, tile_tokens, cache.settings.page_tokens, most_single, rows, wanted)
         if size is None or size.rows > self._most_mixed or size.wanted > self._handed.most_rows:
             return None
@@ -318,7 +317,7 @@ class SmallPasses:
         total, sizes = sum(work.count for work in works), GRAPH_ROWS
         if self.fixed_rows is not None:
             sizes = (self.fixed_rows,)
-            if not all(work.start and work.count <= FIXED_SINGLE_TOKENS for work in works):
+            if not all(work.is_continued(None) for work in works):
                 return None  # its attention is another in a pass with prompts
         num_rows = next((count for count in sizes if count >= total), None)
         if num_rows is None or num_rows > self._handed.most_rows:
@@ -395,7 +394,7 @@ def mixed_size(
     works: Sequence[Work],
     tile_tokens: int,
     page_tokens: int,
-    most_single: int = SINGLE_TOKENS,
+    most_single: int | None = SINGLE_TOKENS,
     rows: Sequence[int] = MIXED_ROWS,
     wanted: Sequence[int] = MIXED_SINGLES,
 ) -> MixedSize | None:

@@ -16,6 +16,8 @@ from outcore.infer.cache import PassTables, SequencePages, Span
 from outcore.infer.schedule import Work
 from outcore.staging.pool import SmallCopies
 
+PROMPTS = 64
+"""Prompts of a call of fixed size."""
 SMALL_ROWS = 32
 """Rows of a call of single tokens, where calls have fixed sizes and none is a graph."""
 
@@ -56,22 +58,26 @@ class RowCall:
         for work, at in self.works:
             pages = work.sequence.pages
             assert pages is not None
-            spans.append(Span(pages, work.start, work.count, at))
-        return PassTables(spans, page_tokens, copies)
+            spans.append(Span(pages, work.start, work.count, at, work.is_continued(None)))
+        return PassTables(spans, page_tokens, copies, num_rows=self.padded_rows)
 
 
-def lay_out(works: Iterable[Work], call_tokens: int, fixed_rows: int | None) -> list[RowCall]:
+def lay_out(
+    works: Iterable[Work], call_tokens: int, fixed_rows: int | None, *, is_by_place: bool = False
+) -> list[RowCall]:
     """Fill calls with works in their order; a work is never cut. `fixed_rows`: of a call of single tokens, where calls
-    have fixed sizes; None: they have not."""
+    have fixed sizes; None: they have not. `is_by_place`: such a call is of answers' tokens, however many a sequence
+    has; else of all works that it holds."""
     if fixed_rows is None:
         return _filled(works, call_tokens)
     everything = list(works)
     small = min(fixed_rows, call_tokens)
-    calls = _filled([w for w in everything if w.count > small], call_tokens)
+    is_small = [work.is_continued(None) if is_by_place else work.count <= small for work in everything]
+    calls = _filled([w for w, is_one in zip(everything, is_small, strict=True) if not is_one], call_tokens, PROMPTS)
     for call in calls:
         call.padded_rows = call_tokens
         call.padded_wanted = max(small, call_tokens // small)
-    of_single = _filled([w for w in everything if w.count <= small], small)
+    of_single = _filled([w for w, is_one in zip(everything, is_small, strict=True) if is_one], small)
     for call in of_single:
         call.padded_rows = call.padded_wanted = small
     return calls + of_single
@@ -86,10 +92,10 @@ def lay_out_alone(works: Iterable[Work], call_tokens: int) -> list[RowCall]:
     return [call for work in alone for call in _filled([work], call_tokens)] + _filled(single, call_tokens)
 
 
-def _filled(works: Iterable[Work], call_tokens: int) -> list[RowCall]:
+def _filled(works: Iterable[Work], call_tokens: int, most_works: int | None = None) -> list[RowCall]:
     calls: list[RowCall] = []
     for work in works:
-        if not calls or calls[-1].num_rows + work.count > call_tokens:
+        if not calls or calls[-1].num_rows + work.count > call_tokens or len(calls[-1].works) == most_works:
             calls.append(RowCall())
         call = calls[-1]
         call.works.append((work, call.num_rows))

@@ -65,6 +65,8 @@ class RunnerLimits:
     score_tokens: int = 16384
     """Tokens of all texts that are scored in one pass."""
     is_deterministic: bool = False
+    fixed_rows: int | None = None
+    """As `ScheduleLimits` has it."""
 
 
 class PagedRunner:
@@ -117,10 +119,9 @@ class PagedRunner:
         return found
 
     def _calls(self, works: Sequence[Work]) -> tuple[list[RowCall], list[Call]]:
-        fixed = None
-        if self.limits.is_deterministic:
-            fixed = SMALL_ROWS if self.small is None else self.small.fixed_rows
-        rows = lay_out(works, self.limits.call_tokens, fixed)
+        fixed = self.limits.fixed_rows
+        usual = SMALL_ROWS if self.limits.is_deterministic else None
+        rows = lay_out(works, self.limits.call_tokens, fixed or usual, is_by_place=fixed is not None)
         return rows, [self._call(row, row.batch(self.copies), {}) for row in rows]
 
     def _call(self, row: RowCall, batch: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> Call:

@@ -25,6 +25,11 @@ class WaitingTexts:
         self.to_embed: list[tuple[Texts, OnVectors]] = []
         self.to_label: list[tuple[Texts, OnVectors]] = []
 
+    @property
+    def is_any(self) -> bool:
+        """Whether texts wait."""
+        return bool(self.to_score or self.to_embed or self.to_label)
+
     def check(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
         limit = self._max_tokens

@@ -33,6 +33,8 @@ class Request:
     """Whether marks that the tokenizer calls special stay in the text, for who reads the answer's parts by them."""
     goes_on: bool = False
     """Whether the answer's text goes on from the prompt's, as a completion does; a chat's begins anew."""
+    adapter: int = 0
+    """Number of the adapter that answers, of those that the model was opened with; 0: the base alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))

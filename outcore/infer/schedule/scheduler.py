@@ -4,6 +4,8 @@ Answers that are being written come first, one token each (and their guesses); w
 in chunks, in the order of priority and arrival. While answers wait for the pass's end, passes cost the same: attention
 counts, so chunks get shorter the more stands before them. A prompt that runs alone fills passes, which are fewer then.
 A sequence that finds no page waits, or takes those of the one that arrived last, which computes its tokens again later.
+Prompts of which little is to be read, because they are short or begin as an earlier one, go before long ones, in half
+of a pass at most; one that came `AHEAD_S` earlier is not overtaken, so that every prompt's turn comes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ from outcore.infer.cache import KvCache, OutOfPages, SequencePages
 from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
+
+BRIEF_SHARE = 4
+"""Little is to be read of a prompt that takes at most this part of a pass."""
+AHEAD_S = 10.0
+"""What a prompt of which little is to be read has come earlier, as the queue counts."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class ScheduleLimits:
     """Guessed tokens of a pass, of all sequences together; 0: none are guessed."""
     whole_chunks: bool = False
     """Chunks end at multiples of `chunk_tokens`, never where a pass happens to be full."""
+    fixed_rows: int | None = None
+    """Rows of a call of answers' tokens, where each call has one of two sizes and those of prompts have
+    `chunk_tokens`: prompts are cut where such a call is full, and guesses take the rows that answers leave."""
     is_deterministic: bool = False
     """Nothing that is measured decides: guesses depend on their own text alone."""
     row_cost: RowCost = field(default_factory=RowCost)
@@ -69,9 +79,10 @@ class Work:
         assert self.sequence.pages is not None
         return self.sequence.pages
 
-    def is_continued(self, most: int) -> bool:
-        """Whether these are a few tokens, up to so many, behind others."""
-        return self.start > 0 and self.count <= most
+    def is_continued(self, most: int | None) -> bool:
+        """Whether these are a few tokens, up to so many, behind others. None: tokens of the answer, which no cut and
+        no page that was found makes of a prompt's."""
+        return self.start >= self.sequence.num_prompt if most is None else self.start > 0 and self.count <= most
 
     def begin_masks(self) -> None:
         """Have what a grammar allows worked out beside the pass, for every token that it may choose."""
@@ -93,6 +104,16 @@ class _Left:
 
     def take(self, start: int, count: int, row_cost: RowCost) -> None:
         self.tokens, self.cost = self.tokens - count, self.cost - row_cost.of(start, count)
+
+    def half(self) -> _Left:
+        """Take half of the room out."""
+        half = _Left(self.tokens // 2, self.cost / 2)
+        self.tokens, self.cost = self.tokens - half.tokens, self.cost - half.cost
+        return half
+
+    def give_back(self, other: _Left) -> None:
+        """Have the room that another left."""
+        self.tokens, self.cost = self.tokens + other.tokens, self.cost + other.cost
 
 
 class Scheduler:
@@ -119,10 +140,9 @@ class Scheduler:
                 f"{sequence.request.sampling.max_tokens} more, but the cache holds {most}. "
                 f"Shorten the prompt, lower {sequence.request.sampling.length_name}, or give the cache more room."
             )
-        place = next(
-            (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),
-            len(self.waiting),
-        )
+        known = self.cache.known_tokens(sequence.tokens, sequence.request.adapter)
+        sequence.is_brief = sequence.num_prompt - known <= self.limits.pass_tokens // BRIEF_SHARE
+        place = next((i for i, s in enumerate(self.waiting) if _turn(s) > _turn(sequence)), len(self.waiting))
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -135,31 +155,12 @@ class Scheduler:
 
     def next_pass(self, now_s: float) -> list[Work]:
         """Work for the next pass, pages ready; empty when nothing is to do."""
-        works: list[Work] = []
-        limits, row_cost = self.limits, self.limits.row_cost
-        left, rows = _Left(limits.pass_tokens, limits.pass_tokens), sum(s.is_writing for s in self.running)
-        drafts = limits.draft_tokens
-        for sequence in list(self.running):
-            if sequence.is_writing and sequence.pages is not None and left.tokens > 0:
-                work = self._writing(sequence, min(drafts, left.tokens - 1), rows, works)
-                if work is not None:
-                    works.append(work)
-                    left.take(work.start, work.count, row_cost)
-                    drafts, rows = drafts - work.num_drafts, rows + work.num_drafts
-        if works:
-            left.cost = max(left.cost, RowCost.LEAST_READ * limits.pass_tokens)
-        else:
-            row_cost = RowCost()
-        for sequence in list(self.running):
-            if not sequence.is_writing and sequence.pages is not None and left.tokens > 0:
-                self._reading(sequence, left, row_cost, works)
-        while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < limits.max_sequences:
-            sequence = self.waiting[0]
-            self._admit(sequence, now_s)
-            if not self._reading(sequence, left, row_cost, works):
-                if sequence in self.running:  # no page for it now: back, with what it holds given up
-                    self._send_back(sequence)
-                break
+        works = self._works(now_s)
+        if not works and not self.is_idle:
+            # Of two prompts alike that were read at once, pages of the one that ended may stand in the index before
+            # those of the other, which is under way: nobody uses them, and no end of a chain is free to go.
+            self.cache.clear_prefixes()
+            works = self._works(now_s)
         assert works or self.is_idle, "sequences wait and nothing can run"
         return works
 
@@ -171,6 +172,48 @@ class Scheduler:
             self.cache.settle(sequence.pages, sequence.tokens, computed)
 
     # --- parts of a pass
+
+    def _works(self, now_s: float) -> list[Work]:
+        works: list[Work] = []
+        limits, row_cost = self.limits, self.limits.row_cost
+        left, rows = _Left(limits.pass_tokens, limits.pass_tokens), sum(s.is_writing for s in self.running)
+        drafts = limits.draft_tokens
+        if limits.fixed_rows is not None:
+            drafts = min(drafts, -rows % limits.fixed_rows)
+        for sequence in list(self.running):
+            if sequence.is_writing and sequence.pages is not None and left.tokens > 0:
+                work = self._writing(sequence, min(drafts, left.tokens - 1), rows, works)
+                if work is not None:
+                    works.append(work)
+                    left.take(work.start, work.count, row_cost)
+                    drafts, rows = drafts - work.num_drafts, rows + work.num_drafts
+        if works:
+            left.cost = max(left.cost, RowCost.LEAST_READ * limits.pass_tokens)
+        else:
+            row_cost = RowCost()
+        reading = [sequence for sequence in self.running if not sequence.is_writing]
+        if reading:
+            half = left.half()
+            self._admit_waiting(now_s, half, row_cost, works, only_brief=True)
+            left.give_back(half)
+        for sequence in reading:
+            if sequence.pages is not None and left.tokens > 0:
+                self._reading(sequence, left, row_cost, works)
+        self._admit_waiting(now_s, left, row_cost, works)
+        return works
+
+    def _admit_waiting(
+        self, now_s: float, left: _Left, row_cost: RowCost, works: list[Work], *, only_brief: bool = False
+    ) -> None:
+        while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if only_brief and not sequence.is_brief:
+                break
+            self._admit(sequence, now_s)
+            if not self._reading(sequence, left, row_cost, works):
+                if sequence in self.running:  # no page for it now: back, with what it holds given up
+                    self._send_back(sequence)
+                break
 
     def _writing(self, sequence: Sequence, most_drafts: int, rows: int, works: list[Work]) -> Work | None:
         tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts, rows)
@@ -194,7 +237,7 @@ class Scheduler:
         end, size, whole = len(sequence.tokens), self.limits.chunk_tokens, self.limits.whole_chunks
         assert sequence.pages is not None
         while start < end:
-            known = sequence.pages.next_cut(start, end) - start
+            known = min(sequence.pages.next_cut(start, end) - start, self._rest_of_call(sequence, start, works))
             count = left.chunk(start, min(known, size), row_cost)
             least = min(known, size - start % size) if whole else 1
             if whole or not count:
@@ -208,11 +251,21 @@ class Scheduler:
             start += count
         return start > begin
 
+    def _rest_of_call(self, sequence: Sequence, start: int, works: list[Work]) -> int:
+        """Tokens from `start` on that may be computed together where calls have fixed sizes."""
+        size, fixed_rows = self.limits.chunk_tokens, self.limits.fixed_rows
+        if fixed_rows is None or start >= sequence.num_prompt:
+            return fixed_rows or size
+        of_prompts = sum(work.count for work in works if not work.is_continued(None))
+        return min(sequence.num_prompt - start, size - of_prompts % size)
+
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.pages = self.cache.open(sequence.tokens)
+        sequence.pages = self.cache.open(sequence.tokens, sequence.request.adapter)
         sequence.pages.is_minor = sequence.request.priority < 0
+        if self.limits.is_deterministic:  # an answer's tokens have other bits than a prompt's
+            sequence.pages.most_shared = sequence.num_prompt
         sequence.computed = sequence.pages.num_cached
         if sequence.clock.began_s is None:
             sequence.clock.began_s = now_s
@@ -241,6 +294,11 @@ class Scheduler:
         self.cache.close(sequence.pages)
         sequence.pages, sequence.computed = None, 0
         self.waiting.insert(0, sequence)
+
+
+def _turn(sequence: Sequence) -> tuple[int, float]:
+    """Place in the queue: by priority, then by arrival."""
+    return -sequence.request.priority, sequence.clock.arrived_s - AHEAD_S * sequence.is_brief
 
 
 def rows_of(works: Iterable[Work]) -> int:

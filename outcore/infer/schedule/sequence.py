@@ -53,6 +53,8 @@ class Sequence:
     """Tokens whose keys and values are stored."""
     pages: SequencePages | None = None
     """Pages that it holds; None: it waits."""
+    is_brief: bool = False
+    """Whether little of its prompt was to be read when it came."""
     chosen: list[Chosen] = field(default_factory=list)
     passes: int = 0
     waited_s: Counter[str] = field(default_factory=Counter)
@@ -65,7 +67,11 @@ class Sequence:
     stop: str | int | None = None
     error: str = ""
     said: str = ""
-    """The text so far."""
+    """The text so far, as far as it was asked for."""
+    is_told: bool = False
+    """Whether its listeners have heard of it."""
+    _unread: list[int] = field(default_factory=list)
+    _unsaid: str = ""
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,8 +119,8 @@ class Sequence:
             None if self.matcher is None or place is None else self.matcher.mask(place),
         )
 
-    def take(self, chosen: Chosen, now_s: float) -> str:
-        """Append a token; returns the text that it settled. Sets `finish` when it is the last."""
+    def take(self, chosen: Chosen, now_s: float) -> None:
+        """Append a token. Sets `finish` when it is the last."""
         sampling = self.request.sampling
         self.tokens.append(chosen.token)
         self.chosen.append(chosen)
@@ -124,19 +130,28 @@ class Sequence:
             self.matcher.take(chosen.token)
         if self.matcher is not None and self.matcher.error:  # no answer of this form goes on so: not an end
             self.finish, self.error = "error", f"response_format: {self.matcher.error}"
-            return self.text.finish()
-        if chosen.token in self.end_tokens:
+        elif chosen.token in self.end_tokens:
             self.finish, self.stop = "stop", chosen.token
-            return self.text.finish()
-        said = self.text.add([chosen.token], may_stop=self.num_answer >= sampling.min_tokens)
-        if self.matcher is not None and self.matcher.is_complete:
-            self.finish = "stop"
-            return said + self.text.finish()
-        if self.text.is_stopped:
-            self.finish, self.stop = "stop", self.text.stop
-        elif self.left <= 0:
-            self.finish = "length"
-            said += self.text.finish()
+        else:
+            self._unread.append(chosen.token)
+            if sampling.stop:  # the text decides whether the answer goes on
+                self._read()
+            if self.matcher is not None and self.matcher.is_complete:
+                self.finish = "stop"
+            elif self.text.is_stopped:
+                self.finish, self.stop = "stop", self.text.stop
+            elif self.left <= 0:
+                self.finish = "length"
+
+    def _read(self) -> None:
+        self._unsaid += self.text.add(self._unread, may_stop=self.num_answer >= self.request.sampling.min_tokens)
+        self._unread.clear()
+
+    def say(self) -> str:
+        """Text that the tokens settled which were taken since the last call; all the rest once it has ended."""
+        self._read()
+        said, self._unsaid = self._unsaid + (self.text.finish() if self.finish else ""), ""
+        self.said += said
         return said
 
     def passed(self, waited_s: Mapping[str, float]) -> None:

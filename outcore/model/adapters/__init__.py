@@ -13,6 +13,7 @@ from outcore.model.adapters.lora import (
     tied_apart,
     with_adapters,
 )
+from outcore.model.adapters.rows import RowChoice, by_rows
 from outcore.model.adapters.targets import linear_names
 
 _HINT = "Failed to load CPU gemm_4bit_forward from kernels-community"

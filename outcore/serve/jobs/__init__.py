@@ -72,7 +72,7 @@ def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
 
     @app.post("/v1/requests/{name}/cancel")
     async def cancel_one(name: str) -> dict[str, Any]:
-        return service.cancel(name)
+        return service.under_way.cancel(name)
 
 
 def _page(found: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def a_pass(draw, windows):
             tables.append([-1] * passed + [free.pop() for _ in range(passed, -(-(start + len(tokens)) // PAGE))])
         is_last = draw.random() < 0.7
         drafts = draw.randint(0, len(tokens) - 1) if is_last and start else 0
-        works.append(Work(SimpleNamespace(pages=SequencePages(tables)), start, tokens, drafts, is_last))
+        works.append(
+            Work(SimpleNamespace(pages=SequencePages(tables, draw.randrange(3))), start, tokens, drafts, is_last)
+        )
     return works
 
 
@@ -49,6 +51,7 @@ def test_every_token_is_stored_and_sees_its_own_pages(seed):
         count = len(of_row)
         assert tables.ids[0, :count].tolist() == [token for work in works for token in work.tokens]
         assert tables.positions[0, :count].tolist() == [position for _, position in of_row]
+        assert tables.adapters.tolist() == [work.pages.adapter for work, _ in of_row] + [0] * (size.rows - count)
         ends = [sum(w.count for w in works[: i + 1]) for i in range(len(works))]
         wanted = [row for work, end in zip(works, ends) for row in range(end - work.num_wanted, end)]
         assert tables.wanted[: len(wanted)].tolist() == wanted and not tables.wanted[len(wanted) :].any()

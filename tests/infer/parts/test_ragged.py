@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def one_case(seed, device, dtype, kv_format="same"):
                      ((heads, width), (kv_heads, width), (kv_heads, value_width))]  # fmt: skip
             if start:
                 run(attention, rule, [Span(pages, 0, start, 0)], page, copies, [part[:start] for part in parts])
-            spans.append(Span(pages, start, count, row))
+            spans.append(Span(pages, start, count, row, is_answer=start > 0 and count <= 8))
             kept.append(parts)
             row += count
         new = [
@@ -50,9 +51,18 @@ def one_case(seed, device, dtype, kv_format="same"):
         ]
         together = run(attention, rule, spans, page, copies, new)
         alone = [
-            run(attention, rule, [Span(s.pages, s.start, s.count, 0)], page, copies, [p[-s.count :] for p in parts])
+            run(attention, rule, [replace(s, row=0)], page, copies, [p[-s.count :] for p in parts])
             for s, parts in zip(spans, kept, strict=True)
         ]
+        if device.type == "cuda":  # by the kernel, which gives a prompt the same bits however it was cut
+            for s, parts, whole in zip(spans, kept, alone, strict=True):
+                half = s.count // 2
+                again = [
+                    run(attention, rule, [replace(s, start=at, count=count, row=0)], page, copies,
+                        [part[at : at + count] for part in parts])
+                    for at, count in ((s.start, half), (s.start + half, s.count - half)) if count
+                ]  # fmt: skip
+                assert torch.equal(torch.cat(again), whole)
         expected = [plain(parts, s.start, rule, shares) for s, parts in zip(spans, kept, strict=True)]
         return together, torch.cat(expected), torch.cat(alone)
     finally:

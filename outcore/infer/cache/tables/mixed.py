@@ -36,8 +36,8 @@ class MixedSize:
     """Pages of all sequences together."""
     tile_tokens: int
     """Tokens of a prompt's tile at most."""
-    most_single: int
-    """Tokens that a running answer adds up to which each is a tile of its own."""
+    most_single: int | None
+    """Tokens that a running answer adds up to which each is a tile of its own; None: all of an answer are."""
 
 
 class LaidOut(Protocol):
@@ -51,7 +51,7 @@ class LaidOut(Protocol):
     def num_wanted(self) -> int: ...
     @property
     def pages(self) -> SequencePages: ...
-    def is_continued(self, most: int) -> bool: ...
+    def is_continued(self, most: int | None) -> bool: ...
 
 
 class MixedTables:
@@ -61,10 +61,10 @@ class MixedTables:
         self.size, self.num_rows = size, size.rows
         self._windows, self._page_tokens, self._copies = tuple(windows), page_tokens, copies
         of_group = (size.rows, FACTS * size.wanted, FACTS * size.tiles, size.pages)
-        widths = [size.rows, size.rows, size.wanted, *(of_group * len(self._windows))]
+        widths = [size.rows, size.rows, size.rows, size.wanted, *(of_group * len(self._windows))]
         self._device = torch.zeros(sum(widths), dtype=torch.long, device=copies.device)
         self._host = np.zeros(sum(widths), dtype=np.int64)
-        ids, self._places, self.wanted, *rest = self._device.split(widths)
+        ids, self._places, self.adapters, self.wanted, *rest = self._device.split(widths)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
         self.slots, self.pages = rest[0::4], rest[3::4]
         """For each group: the slot of each row's key and value; page numbers of all sequences, one behind the other."""
@@ -75,13 +75,14 @@ class MixedTables:
 
     def fill(self, chunks: Sequence[LaidOut]) -> None:
         """Put a pass that has room into the tables: on a GPU queued on the current stream."""
-        ids, places, wanted = self._parts[:3]
+        ids, places, adapters, wanted = self._parts[:4]
         counts = np.array([len(chunk.tokens) for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         ends = counts.cumsum()
         used = ends[-1]
         ids[:used] = [token for chunk in chunks for token in chunk.tokens]
-        ids[used:] = places[used:] = 0
+        ids[used:] = places[used:] = adapters[used:] = 0
+        adapters[:used] = np.repeat([chunk.pages.adapter for chunk in chunks], counts)
         places[:used] = np.repeat(starts - (ends - counts), counts) + np.arange(used)
         logits = [at for chunk, end in zip(chunks, ends, strict=True) for at in range(end - chunk.num_wanted, end)]
         wanted[: len(logits)], wanted[len(logits) :] = logits, 0
@@ -94,7 +95,7 @@ class MixedTables:
         self, group: int, chunks: Sequence[LaidOut], starts: np.ndarray, counts: np.ndarray, single: np.ndarray
     ) -> None:
         size, window = self._page_tokens, self._windows[group]
-        slots, singles, tiles, pages = self._parts[3 + 4 * group : 7 + 4 * group]
+        slots, singles, tiles, pages = self._parts[4 + 4 * group : 8 + 4 * group]
         ends, places = counts.cumsum(), self._parts[1]
         used = ends[-1]
         firsts = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0) // size

@@ -50,11 +50,11 @@ class RowTables:
         self._copies, self._masks = copies, masks
         self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
         self._page_tokens = page_tokens
-        widths = [1, 1, *(width for count in num_pages for width in (1, FACTS, count))]
+        widths = [1, 1, 1, *(width for count in num_pages for width in (1, FACTS, count))]
         sizes = [width * num_rows for width in widths]
         self._device = torch.zeros(sum(sizes), dtype=torch.long, device=copies.device)
         self._host = np.zeros(sum(sizes), dtype=np.int64)
-        ids, self._places, *rest = self._device.split(sizes)
+        ids, self._places, self.adapters, *rest = self._device.split(sizes)
         self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
         self.wanted = torch.arange(num_rows, device=copies.device)
         """Rows whose logits are wanted: all."""
@@ -63,7 +63,7 @@ class RowTables:
         self.facts = [facts.view(FACTS, num_rows) for facts in rest[1::3]]
         """For each group, every row's tile for the kernel that reads pages (`attention.tiles`)."""
         self.pages = [pages.view(num_rows, -1) for pages in rest[2::3]]
-        _, _, *of_groups = np.split(self._host, np.cumsum(sizes)[:-1])
+        _, _, _, *of_groups = np.split(self._host, np.cumsum(sizes)[:-1])
         self._host_slots, self._host_pages = of_groups[0::3], [p.reshape(num_rows, -1) for p in of_groups[2::3]]
         self._host_facts = [facts.reshape(FACTS, num_rows) for facts in of_groups[1::3]]
         for facts, count in zip(self._host_facts, num_pages, strict=True):
@@ -84,6 +84,7 @@ class RowTables:
         places = np.array([position for _, position, _ in whole])
         self._host[:num_rows] = [token for _, _, token in whole]
         self._host[num_rows : 2 * num_rows] = places
+        self._host[2 * num_rows : 3 * num_rows] = [pages.adapter for pages, _, _ in whole]
         for group, window in enumerate(self._windows):
             known, table = self._known[group], self._host_pages[group]
             firsts = np.zeros_like(places) if window is None else np.maximum(places - window + 1, 0) // size

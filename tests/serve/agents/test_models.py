@@ -1,0 +1,127 @@
+"""Several models and adapters behind one address: by name, opened when they are asked for, closed when nobody asks."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from outcore.serve import ServeSettings
+from tests.infer.models import save_tiny_model
+from tests.infer.parts.test_adapters import save_adapter
+from tests.serve.running import Running, get, send
+from tests.waiting import until
+
+pytest.importorskip("fastapi")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model, an adapter over it, another model with an adapter over that."""
+    root = tmp_path_factory.mktemp("models")
+    for name, fields in (("a", {}), ("b", {"seed": 5, "hidden_size": 128})):
+        model, _ = save_tiny_model(root / name, **fields)
+        model.config._name_or_path = model.name_or_path = str(root / name)
+        save_adapter(model, root / f"{name}-adapter", seed=7)
+    return root
+
+
+def asked(server, name, path="/v1/chat/completions", **more):
+    body = {"model": name, "messages": [{"role": "user", "content": "The quick"}], "max_tokens": 8, "temperature": 0}
+    status, reply = send(server, path, body | more)
+    return status, json.loads(reply)
+
+
+def said(server, name):
+    status, reply = asked(server, name)
+    assert status == 200 and reply["model"] == name, reply
+    return reply["choices"][0]["message"]["content"]
+
+
+def states(server):
+    return {one["id"]: one["state"] for one in json.loads(get(server, "/v1/models"))["data"]}
+
+
+@pytest.fixture(scope="module")
+def expected(folders, tmp_path_factory):
+    """What each says when it is served alone."""
+    found = {}
+    for name, place in (("A", "a"), ("B", "b"), ("C", "a-adapter"), ("D", "b-adapter")):
+        running = Running(folders / place, ServeSettings(logs=tmp_path_factory.mktemp("logs"), name=name))
+        found[name] = said(running, name)
+        running.stop()
+    assert len(set(found.values())) == 4
+    return found
+
+
+@pytest.fixture
+def server(folders, tmp_path):
+    """A function that starts A with B, and adapters over both."""
+    running = []
+
+    def start(**more):
+        infer = {name: more.pop(name) for name in ("ram_gib",) if name in more}
+        settings = ServeSettings(logs=tmp_path / "logs", name="A", **more)
+        named = [f"C={folders / 'a-adapter'}", f"D={folders / 'b-adapter'}", f"B={folders / 'b'}"]
+        running.append(Running(folders / "a", settings, more=named, **infer))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.stop()
+
+
+def test_models_and_adapters_by_their_names(server, expected):
+    one = server()
+    assert states(one) == {"A": "loaded", "C": "loaded", "B": "unloaded", "D": "unloaded"}
+    answers = {}
+    threads = [threading.Thread(target=lambda n=name: answers.update({n: said(one, n)})) for name in "ABCD"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == expected
+    assert set(states(one).values()) == {"loaded"}
+    listed = json.loads(get(one, "/v1/models/D"))
+    assert listed["id"] == "D" and listed["context_length"] == 256
+    assert "outcore_answers_total" in get(one, "/metrics?model=D")
+    status, reply = asked(one, "E")
+    assert status == 404 and "'A', 'C', 'B', 'D'" in reply["error"]["message"]
+    status, reply = asked(one, "C", "/v1/messages")
+    assert status == 200 and reply["model"] == "C" and reply["content"][0]["text"] == expected["C"]
+
+
+def test_a_model_that_nobody_asks_is_closed_and_comes_again(server, expected):
+    one = server(unload_after_s=0.3)
+    assert said(one, "B") == expected["B"]
+    until(lambda: states(one)["B"] == "unloaded")
+    assert states(one)["A"] == states(one)["C"] == "loaded", "the first stays"
+    assert said(one, "D") == expected["D"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_model_that_does_not_fit_beside_the_loaded_one(server, expected, path):
+    one = server(ram_gib=0.0065)
+    more = {"input": "x"} if path.endswith("responses") else {}
+    status, reply = asked(one, "B", path, **more)
+    assert status == 400 and "'B' cannot be loaded beside what is" in reply["error"]["message"]
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert said(one, "A") == expected["A"], "the others are served on"
+    assert "error" in json.loads(get(one, "/v1/models/B"))
+
+
+def test_names_that_cannot_be(folders, capsys):
+    from outcore.serve.main import main
+
+    adapter = f"C={folders / 'a-adapter'}"
+    for more, words in (
+        (["B"], "NAME=MODEL"),
+        ([adapter, adapter], "names two models"),
+        ([f"{folders / 'a'}=x"], "names two models"),
+        ([f"B={folders / 'nothing.gguf'}"], "is no file"),
+    ):
+        assert main([str(folders / "a"), *more, "--port", "0"]) == 2
+        assert words in capsys.readouterr().err
