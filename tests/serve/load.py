@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -186,8 +186,11 @@ def compare(alone: list[Tally], beside: list[Tally]) -> dict[str, Any]:
 
 
 @contextmanager
-def tiny_process(folder: Path) -> Iterator[str]:
-    """The address of `outcore serve` over a tiny model."""
+def address(url: str | None, folder: Path) -> Iterator[str]:
+    """The one that was told, or that of an `outcore serve` over a tiny model."""
+    if url is not None:
+        yield url
+        return
     from tests.infer.models import save_tiny_model
 
     save_tiny_model(folder / "tiny")
@@ -245,16 +248,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.slow:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            nullcontext(args.url) if args.url else tiny_process(Path(folder)) as url,
-        ):
+        with tempfile.TemporaryDirectory() as folder, address(args.url, Path(folder)) as url:
             found = beside_slow(args, url)
         print(json.dumps(found))
         return 1 if found["errors"] else 0
     with tempfile.TemporaryDirectory() as folder:
         server = None if args.url else tiny_server(Path(folder))
-        where = urlparse(args.url or server.url)
+        where = urlparse(args.url if server is None else server.url)
         host, port = where.hostname or "127.0.0.1", where.port or 80
         asyncio.run(run(host, port, args.model, args.streams, min(20.0, args.seconds / 5)))
         process = psutil.Process()

@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from outcore.common.quantities import MIB
 from outcore.infer import Answer
 from outcore.infer.chats import Parsed
-from outcore.serve.body import flag, sorted_out
+from outcore.serve.body import flag, metadata_of, sorted_out
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.kept import packed
 from outcore.serve.protocols.chat import ChatCall
@@ -40,6 +41,8 @@ UNSUPPORTED: dict[str, Any] = {
     "top_logprobs": 0,
 }
 ENDPOINT = "/v1/responses"
+MOST_TOLD_BYTES = MIB
+"""Of tools and the choice among them: each is said again with every response, on the thread that serves all."""
 OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 
@@ -132,6 +135,9 @@ class ResponseCall:
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service, self.is_stream, self.fields = service, flag(fields, "stream"), fields
+        self.metadata = metadata_of(fields) or {}
+        if len(json.dumps([fields.get("tools"), fields.get("tool_choice")])) > MOST_TOLD_BYTES:
+            raise bad(f"tools and tool_choice must take {MOST_TOLD_BYTES >> 20} MiB at most.", "tools")
         self.tools = Tools(fields.get("tools") or [])
         self.ignored += self.tools.unknown
         before = _items_of(fields, service)
@@ -380,5 +386,5 @@ def _response(call: ResponseCall, items: list[dict[str, Any]], answer: Answer | 
         "tools": fields.get("tools") or [],
         "top_p": sampling.top_p,
         "usage": usage,
-        "metadata": fields.get("metadata") or {},
+        "metadata": call.metadata,
     }
