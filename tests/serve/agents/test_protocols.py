@@ -102,6 +102,8 @@ def test_errors_have_the_shape_of_their_api(wide, claude):
         wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": "x" * 400_000}
     )
     assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
+    status, said = send(wide, "/v1/messages", {"model": "tiny", "max_tokens": 1, "min_tokens": 3, "messages": HI})
+    assert status == 400 and "min_tokens is 3" in json.loads(said)["error"]["message"]
     assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
 
 
