@@ -248,6 +248,7 @@ def test_who_asks_while_the_model_loads_is_answered_when_it_is_there(served, mon
         events = [json.loads(line.removeprefix("data: ")) for line in said.splitlines() if line.startswith("data: ")]
         assert "quick is still being loaded" in next(e for e in events if e["event"] == "waiting")["message"]
         assert events[-1]["message"]["content"] == "word0 word1 word2 "
+        assert events[-1]["message"]["timings"]["prefill_s"] < 2, "the model's loading is no part of it"
 
 
 def test_conversations_are_searched(client):

@@ -297,7 +297,8 @@ def test_a_file_that_is_uploaded_can_be_trained_on(page, here, tmp_path):
     assert "mine-2.jsonl: 1 document" in here.http.post("/v1/data/preview", json=asked).text
 
 
-def test_a_stopped_run_is_among_the_models(page, here):
+def test_a_stopped_run_and_models_of_the_folder_are_among_the_models(page, here):
+    (here.folder / "small.gguf").touch()
     step = here.folder / "checkpoints" / "one" / "step-00000005"
     step.mkdir(parents=True)
     (step / MANIFEST).write_text("{}")
@@ -305,7 +306,8 @@ def test_a_stopped_run_is_among_the_models(page, here):
     tab(page, "Train")
     tab(page, "Start")
     page.locator("#start_model input").click()
-    page.get_by_role("option", name="checkpoints/one").wait_for()
+    for name in ("checkpoints/one", "small.gguf"):
+        page.get_by_role("option", name=name).wait_for()
 
 
 def test_a_refused_message_comes_back_into_its_box_also_after_a_reload(page, here):
