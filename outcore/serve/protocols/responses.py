@@ -18,31 +18,16 @@ from outcore.serve.kept import packed
 from outcore.serve.protocols.chat import ChatCall
 from outcore.serve.service import Service
 
-FIELDS = frozenset(
-    {
-        "input",
-        "instructions",
-        "previous_response_id",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "text",
-        "reasoning",
-        "truncation",
-        "include",
-    }
-)
+FIELDS = frozenset({
+    "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text",
+    "reasoning", "truncation", "include",
+})  # fmt: skip
 UNSUPPORTED: dict[str, Any] = {
-    "conversation": None,
-    "background": False,
-    "prompt": None,
-    "n": 1,
-    "logprobs": False,
-    "top_logprobs": 0,
-}
+    "conversation": None, "background": False, "prompt": None, "n": 1, "logprobs": False, "top_logprobs": 0,
+}  # fmt: skip
 ENDPOINT = "/v1/responses"
 MOST_TOLD_BYTES = MIB
-"""Of tools and the choice among them: each is said again with every response, on the thread that serves all."""
+"""Length of tools and the choice among them, which every response says again, on the thread that serves all."""
 OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 
