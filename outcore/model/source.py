@@ -180,6 +180,7 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
     if os.path.isfile(expanded):
         if expanded.lower().endswith(GGUF):
             config = copy.deepcopy(_gguf_config(Path(expanded), os.stat(expanded).st_mtime_ns))
+            config.name_or_path = expanded  # which an adapter names as its base
             return ModelSource(config, expanded, f"weights from the file {expanded}")
         raise ValueError(
             f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors "

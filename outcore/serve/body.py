@@ -16,6 +16,8 @@ HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadat
 """Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
 IGNORED_HEADER = "X-Outcore-Ignored-Fields"
 MOST_HEADER_LETTERS = 4096
+MOST_PAIRS, MOST_NAME, MOST_VALUE = 16, 64, 512
+"""Texts of metadata, and letters of their names and of each, as OpenAI has it: they are said again with each answer."""
 MAX_PARTS, MAX_VALUES = 400_000, 1_000_000
 """Signs of lists, objects and names in a body, and of values: a hundred thousand messages, or a million token ids."""
 
@@ -80,6 +82,19 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise bad(f"{name} must be true or false.", name)
     return value
+
+
+def metadata_of(body: Mapping[str, Any]) -> dict[str, str] | None:
+    """Texts by name that a client has kept beside what it asks for. ApiError for what is none, and for too much."""
+    found = body.get("metadata")
+    if found is None or (
+        isinstance(found, dict)
+        and len(found) <= MOST_PAIRS
+        and all(isinstance(v, str) and len(k) <= MOST_NAME and len(v) <= MOST_VALUE for k, v in found.items())
+    ):
+        return found
+    limits = f"{MOST_PAIRS} texts at most, names of {MOST_NAME} letters, values of {MOST_VALUE}"
+    raise bad(f"metadata must be an object: {limits}.", "metadata")
 
 
 def wants_usage(body: Mapping[str, Any]) -> Literal["never", "end", "always"]:

@@ -4,11 +4,13 @@
     python -m tests.serve.load --url http://127.0.0.1:8000 --model NAME --streams 64 --seconds 60
     python -m tests.serve.load --streams 20 --slow 300 --seconds 40     (beside clients that never end)
 
-With --slow the streams run three times, alone, beside so many half requests (each gets another byte a second, and is
-begun anew when the server ends it), and alone again: how much later the first words come is `first_word_ratio`.
-
 Every stream asks again as soon as it was answered. A stream must end with a finish reason and [DONE]. Without --url a
 server over a tiny random model runs in this process, whose memory is then read after a warm-up and at the end.
+
+With --slow a process of its own holds so many half requests (half of them half heads, half of them half bodies; each
+gets another byte a second, and is begun anew when the server ends it), and without --url `outcore serve` is a process,
+too. The seconds are shared by --rounds rounds, each alone, then beside them: how much later first words come is
+`first_word_ratio`, of medians and of 95th percentiles over all rounds.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -102,30 +109,47 @@ async def one_answer(host: str, port: int, model: str, number: int, generator: r
         writer.close()
 
 
-async def dawdle(host: str, port: int, number: int) -> None:
-    """Half a head or half a body, again and again."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(host, port)
-            writer.write(head + b"Content-Length: 1000\r\n\r\n{" * (number % 2))
-            while not writer.is_closing():
-                await asyncio.sleep(1)
-                writer.write(b"x")
-                await writer.drain()
-        except OSError:
-            pass
+def dawdle_all(slow: int, host: str, port: int, are_held: Event) -> None:
+    """Hold so many half requests until this process is ended. `are_held`: set once all have begun."""
+    begun = 0
+
+    async def dawdle(number: int) -> None:
+        nonlocal begun
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+                writer.write(head + b"Content-Length: 1000\r\n\r\n{" * (number % 2))
+                begun += 1
+                if begun == slow:
+                    are_held.set()
+                while not writer.is_closing():
+                    await asyncio.sleep(1)
+                    writer.write(b"x")
+                    await writer.drain()
+            except OSError:
+                pass
+
+    async def dawdling() -> None:
+        await asyncio.gather(*(dawdle(number) for number in range(slow)))
+
+    asyncio.run(dawdling())
 
 
-async def run_beside(slow: int, host: str, port: int, model: str, streams: int, seconds: float) -> Tally:
-    """All streams for so long, beside slow clients."""
-    dawdling = [asyncio.create_task(dawdle(host, port, number)) for number in range(slow)]
-    await asyncio.sleep(2 if slow else 0)
+@contextmanager
+def beside(slow: int, host: str, port: int) -> Iterator[None]:
+    """Meanwhile so many slow clients, which share no interpreter with those that are timed."""
+    context = multiprocessing.get_context("spawn")
+    are_held = context.Event()
+    process = context.Process(target=dawdle_all, args=(slow, host, port, are_held), daemon=True)
+    process.start()
     try:
-        return await run(host, port, model, streams, seconds)
+        if not are_held.wait(30):
+            raise RuntimeError(f"{slow} slow clients did not come in within 30 s")
+        yield
     finally:
-        for task in dawdling:
-            task.cancel()
+        process.kill()
+        process.join()
 
 
 async def run(host: str, port: int, model: str, streams: int, seconds: float) -> Tally:
@@ -144,9 +168,45 @@ async def run(host: str, port: int, model: str, streams: int, seconds: float) ->
     return tally
 
 
-def first_of(tallies: list[Tally]) -> float:
-    """Median seconds to the first word."""
-    return statistics.median(seconds for tally in tallies for seconds in tally.first_s)
+def compare(alone: list[Tally], beside: list[Tally]) -> dict[str, Any]:
+    """First words of rounds alone, and beside slow clients."""
+
+    def of(tallies: list[Tally]) -> dict[str, float]:
+        waits_s = [wait_s for tally in tallies for wait_s in tally.first_s]
+        return {"median": statistics.median(waits_s), "p95": statistics.quantiles(waits_s, n=20)[-1]}
+
+    before_s, after_s = of(alone), of(beside)
+    rounds = [of([b])["median"] / of([a])["median"] for a, b in zip(alone, beside, strict=True)]
+    return {
+        "first_word_alone_s": before_s,
+        "first_word_beside_s": after_s,
+        "first_word_ratio": {name: after_s[name] / before_s[name] for name in before_s},
+        "median_ratio_by_round": rounds,
+    }
+
+
+@contextmanager
+def address(url: str | None, folder: Path) -> Iterator[str]:
+    """The one that was told, or that of an `outcore serve` over a tiny model."""
+    if url is not None:
+        yield url
+        return
+    from tests.infer.models import save_tiny_model
+
+    save_tiny_model(folder / "tiny")
+    flags = ["--device=cpu", "--context=256", "--ram_gib=1", "--max_queue=1000", "--port=0", "--served_name=tiny"]
+    command = [sys.executable, "-m", "outcore.cli", "serve", *flags, f"--log_dir={folder / 'logs'}", "--"]
+    with open(folder / "said", "w+b") as said:
+        process = subprocess.Popen([*command, str(folder / "tiny")], stdout=said, stderr=said)
+        try:
+            while b"listening on http" not in (words := (folder / "said").read_bytes()):
+                if process.poll() is not None:
+                    raise RuntimeError(words.decode())
+                time.sleep(0.05)
+            yield words.partition(b"listening on ")[2].split()[0].decode().removesuffix("/v1")
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def tiny_server(folder: Path) -> Any:
@@ -160,6 +220,23 @@ def tiny_server(folder: Path) -> Any:
     return Running(folder / "tiny", settings, max_sequences=64)
 
 
+def beside_slow(args: argparse.Namespace, url: str) -> dict[str, Any]:
+    """Rounds alone and beside slow clients by turns."""
+    where = urlparse(url)
+    host, port = where.hostname or "127.0.0.1", where.port or 80
+    asked = (host, port, args.model, args.streams)
+    asyncio.run(run(*asked, args.seconds / args.rounds / 2))
+    alone, slowed = [], []
+    for _ in range(args.rounds):
+        alone.append(asyncio.run(run(*asked, args.seconds / args.rounds / 2)))
+        with beside(args.slow, host, port):
+            slowed.append(asyncio.run(run(*asked, args.seconds / args.rounds / 2)))
+    errors = [error for tally in alone + slowed for error in tally.errors]
+    answers = [sum(tally.answers for tally in tallies) for tallies in (alone, slowed)]
+    told = {"streams": args.streams, "slow": args.slow, "rounds": args.rounds, "answers_alone_and_beside": answers}
+    return told | {"errors": len(errors), "first_errors": sorted(set(errors))[:5]} | compare(alone, slowed)
+
+
 def main() -> int:
     """Run, print one JSON line; exit code 1 for errors, a starved stream or a leak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,18 +245,21 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--slow", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    if args.slow:
+        with tempfile.TemporaryDirectory() as folder, address(args.url, Path(folder)) as url:
+            found = beside_slow(args, url)
+        print(json.dumps(found))
+        return 1 if found["errors"] else 0
     with tempfile.TemporaryDirectory() as folder:
         server = None if args.url else tiny_server(Path(folder))
-        where = urlparse(args.url or server.url)
+        where = urlparse(args.url if server is None else server.url)
         host, port = where.hostname or "127.0.0.1", where.port or 80
         asyncio.run(run(host, port, args.model, args.streams, min(20.0, args.seconds / 5)))
         process = psutil.Process()
-        asked = (host, port, args.model, args.streams, args.seconds)
-        alone = [asyncio.run(run(*asked))] if args.slow else []
         before = process.memory_info().rss
-        tally = asyncio.run(run_beside(args.slow, *asked))
-        alone += [asyncio.run(run(*asked))] if args.slow else []
+        tally = asyncio.run(run(host, port, args.model, args.streams, args.seconds))
         after = process.memory_info().rss
         left = None
         if server is not None:
@@ -200,7 +280,6 @@ def main() -> int:
         "answers_of_the_stream_with_fewest": min(served),
         "answers_of_the_stream_with_most": max(served),
         "first_word_s": {"median": statistics.median(tally.first_s or [0]), "worst": max(tally.first_s or [0])},
-        "first_word_ratio": first_of([tally]) / first_of(alone) if alone else None,
         "places_not_given_back": left,
         "rss_growth": None if server is None else after / before - 1,
     }

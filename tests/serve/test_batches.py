@@ -180,6 +180,10 @@ def test_batches(openai, client):
         client.batches.cancel(made.id)
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve("batch-none")
+    for wrong in ({"metadata": {"x": "x" * 513}}, {"completion_window": "x" * 9}):
+        asked = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"} | wrong
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            client.batches.create(**asked)
     client.files.delete(file.id)
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)

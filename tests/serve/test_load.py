@@ -21,8 +21,8 @@ def test_two_hundred_streams():
 
 @pytest.mark.slow
 def test_three_hundred_slow_clients_hold_up_nobody():
-    script = ROOT / "tests/serve/load.py"
-    asked = [sys.executable, str(script), "--streams", "20", "--slow", "300", "--seconds", "40"]
+    asked = [sys.executable, "-m", "tests.serve.load", "--streams", "20", "--slow", "300", "--seconds", "40"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["errors"] == 0 and found["first_word_ratio"] < 1.2, found
+    assert found["first_word_ratio"]["median"] < 1.2 and found["first_word_ratio"]["p95"] < 1.2, found

@@ -69,6 +69,8 @@ def test_a_session_ends_with_its_client(tiny_folder, tmp_path):
     assert ended.returncode == 7, ended.stderr
     told, kind, url = json.loads((tmp_path / "told.json").read_text())
     assert told == ["--print", "hello"] and kind == "message"
+    (log,) = tmp_path.glob("logs/**/start-*.log")
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
     import httpx
 
     with pytest.raises(httpx.ConnectError):

@@ -170,6 +170,8 @@ def test_two_starts_at_once(client, api):
     assert len(api.training._children) == 1
     name = next(answer for answer in answers if answer.status_code == 200).json()["run"]
     until(lambda: "training" in client.get(f"/v1/runs/{name}/log").json()["lines"])
+    (log,) = (path for path in Path().rglob("*.log") if name in path.parts or name in path.name)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert "stop it first" in words_of(client.delete(f"/v1/runs/{name}"), 409)
     client.post(f"/v1/runs/{name}/stop")
     until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
@@ -246,6 +248,7 @@ def test_who_asks_while_the_model_loads_is_answered_when_it_is_there(served, mon
         events = [json.loads(line.removeprefix("data: ")) for line in said.splitlines() if line.startswith("data: ")]
         assert "quick is still being loaded" in next(e for e in events if e["event"] == "waiting")["message"]
         assert events[-1]["message"]["content"] == "word0 word1 word2 "
+        assert events[-1]["message"]["timings"]["prefill_s"] < 2, "the model's loading is no part of it"
 
 
 def test_conversations_are_searched(client):

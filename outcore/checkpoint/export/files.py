@@ -304,10 +304,10 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
     if damaged := damaged_weights(adapter)[0]:
         raise CheckpointError(f"{damaged[0]} Export the adapter again.")
     base = base_of(adapter)
-    if not base:
+    if not base or base.lower().endswith(".gguf"):
         raise CheckpointError(
-            "The adapter names no base to merge into: it was made from scratch, or is a GGUF file, into which only the "
-            "run itself merges, at its end (--lora_export merged, the default)."
+            f"The adapter names no base to merge into ({base or 'none'}): it was made from scratch, or is a GGUF file, "
+            "into which only the run itself merges, at its end (--lora_export merged, the default)."
         )
     config = AutoConfig.from_pretrained(base)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -17,6 +17,8 @@ from typing import Literal
 
 import httpx
 
+from outcore.common.files import opener_for_us
+
 STOP_S = 20.0
 """From asking a process to end until it is killed."""
 LAST_LINES = 12
@@ -59,7 +61,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._note("engine starting", command=self._command, log=str(self.log))
         began_s, libc = time.monotonic(), ctypes.CDLL(None)
-        with open(self.log, "ab") as output:
+        with open(self.log, "ab", opener=opener_for_us) as output:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environ,

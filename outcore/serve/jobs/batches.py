@@ -22,6 +22,7 @@ from outcore.common.files import json_of, read_object
 from outcore.common.journal import is_held
 from outcore.infer import Answer, Request
 from outcore.infer.commands import Journal, Line, batch_body, body_of, failure_of, numbered, read_line, result_of
+from outcore.serve.body import metadata_of
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.jobs.files import Files
 from outcore.serve.plain import EmbeddingCall, embedded
@@ -30,6 +31,7 @@ from outcore.serve.service import Service
 logger = logging.getLogger(__name__)
 EMBEDDINGS = "/v1/embeddings"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS)
+WINDOW = "24h"
 RUNNING = ("validating", "in_progress", "finalizing")
 MAX_TRIES = 3
 """Times that a line is asked whose answer fails, though passes go on."""
@@ -75,11 +77,13 @@ class Batches:
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """Begin a job. ApiError for what cannot be."""
-        endpoint = body.get("endpoint")
+        endpoint, metadata, window = body.get("endpoint"), metadata_of(body), body.get("completion_window")
         if endpoint not in ENDPOINTS:
             raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}.", "endpoint")
         if not isinstance(body.get("input_file_id"), str):
             raise bad("input_file_id must be the id of a file.", "input_file_id")
+        if window not in (None, "", WINDOW):
+            raise bad(f"completion_window must be {WINDOW}.", "completion_window")
         source = self.files.path(body["input_file_id"])
         total = len(await asyncio.to_thread(list, numbered(source)))
         if not total:
@@ -91,7 +95,7 @@ class Batches:
             "model": self.service.name,
             "errors": None,
             "input_file_id": body["input_file_id"],
-            "completion_window": body.get("completion_window") or "24h",
+            "completion_window": WINDOW,
             "status": "in_progress",
             "output_file_id": None,
             "error_file_id": None,
@@ -101,7 +105,7 @@ class Batches:
             "cancelled_at": None,
             "failed_at": None,
             "request_counts": {"total": total, "completed": 0, "failed": 0},
-            "metadata": body.get("metadata"),
+            "metadata": metadata,
         }
         self._save(batch)
         self._start(batch)

@@ -17,13 +17,9 @@ from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = CHAT_FIELDS | {"response_format"}
 UNSUPPORTED: dict[str, Any] = {
-    "audio": None,
-    "modalities": ["text"],
-    "prediction": None,
-    "functions": None,
-    "function_call": None,
+    "audio": None, "modalities": ["text"], "prediction": None, "functions": None, "function_call": None,
     "web_search_options": None,
-}
+}  # fmt: skip
 ENDPOINT = "/v1/chat/completions"
 
 

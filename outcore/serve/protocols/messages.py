@@ -49,7 +49,10 @@ class MessagesCall:
         self.ignored += self.chat.ignored
         # clients say the most that a model of theirs can give; this one gives what the server and its context leave
         request = self.chat.request
-        sampling = replace(request.sampling, max_tokens=min(most, request.sampling.max_tokens))
+        try:
+            sampling = replace(request.sampling, max_tokens=min(most, request.sampling.max_tokens))
+        except ValueError as error:
+            raise bad(str(error), "min_tokens") from error
         self.chat.request = replace(request, sampling=sampling)
 
     def message(self, content: list[Any], answer: Answer | None, stop: tuple[str, str | None] | None) -> dict[str, Any]:

@@ -9,37 +9,25 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from outcore.common.quantities import MIB
 from outcore.infer import Answer
 from outcore.infer.chats import Parsed
-from outcore.serve.body import flag, sorted_out
+from outcore.serve.body import flag, metadata_of, sorted_out
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.kept import packed
 from outcore.serve.protocols.chat import ChatCall
 from outcore.serve.service import Service
 
-FIELDS = frozenset(
-    {
-        "input",
-        "instructions",
-        "previous_response_id",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "text",
-        "reasoning",
-        "truncation",
-        "include",
-    }
-)
+FIELDS = frozenset({
+    "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text",
+    "reasoning", "truncation", "include",
+})  # fmt: skip
 UNSUPPORTED: dict[str, Any] = {
-    "conversation": None,
-    "background": False,
-    "prompt": None,
-    "n": 1,
-    "logprobs": False,
-    "top_logprobs": 0,
-}
+    "conversation": None, "background": False, "prompt": None, "n": 1, "logprobs": False, "top_logprobs": 0,
+}  # fmt: skip
 ENDPOINT = "/v1/responses"
+MOST_TOLD_BYTES = MIB
+"""Length of tools and the choice among them, which every response says again, on the thread that serves all."""
 OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 
@@ -132,6 +120,9 @@ class ResponseCall:
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
         fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
         self.service, self.is_stream, self.fields = service, flag(fields, "stream"), fields
+        self.metadata = metadata_of(fields) or {}
+        if len(json.dumps([fields.get("tools"), fields.get("tool_choice")])) > MOST_TOLD_BYTES:
+            raise bad(f"tools and tool_choice must take {MOST_TOLD_BYTES >> 20} MiB at most.", "tools")
         self.tools = Tools(fields.get("tools") or [])
         self.ignored += self.tools.unknown
         before = _items_of(fields, service)
@@ -380,5 +371,5 @@ def _response(call: ResponseCall, items: list[dict[str, Any]], answer: Answer | 
         "tools": fields.get("tools") or [],
         "top_p": sampling.top_p,
         "usage": usage,
-        "metadata": fields.get("metadata") or {},
+        "metadata": call.metadata,
     }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.files import opener_for_us
 from outcore.ui.api.place import tail_of
 
 PROGRAM = (sys.executable, "-m", "outcore.cli")
@@ -22,7 +23,7 @@ class Child:
     def __init__(self, argv: Sequence[str], log: Path) -> None:
         self.argv, self.log = list(argv), log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as output:
+        with open(log, "wb", opener=opener_for_us) as output:
             self._process = subprocess.Popen(
                 [*PROGRAM, *argv],
                 stdin=subprocess.DEVNULL,

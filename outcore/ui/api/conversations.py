@@ -154,6 +154,7 @@ class Conversations:
         messages, error, draft = list(one["messages"]), "", ""
         try:
             said["left_out"] = await self._left_out(one, running)
+            began_s = time.monotonic()  # what the model's loading took is no part of its answer
             async for chunk in self._chunks(one, said["left_out"], running):
                 if "error" in chunk:
                     said["finish"], error = "error", chunk["error"]["message"]

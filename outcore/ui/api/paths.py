@@ -84,15 +84,28 @@ def _speed() -> str:
 
 
 def folders_in(path: str, allowed: Sequence[Path]) -> dict[str, Any]:
-    """Folders below a path (below the nearest one that exists), and the drives of this machine to begin at."""
+    """Folders below a path (below the nearest one that exists), models in it, and the drives of this machine to begin
+    at."""
     check_reach({"nvme_offload_path": path.strip() or "."}, allowed)
     folder = nearest_existing(os.path.abspath(Path(path.strip() or ".").expanduser()))
     folder = folder if folder.is_dir() else folder.parent
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+        models = sorted(entry.name for entry in entries if _is_model(Path(entry.path)))
     except OSError as error:
         raise bad(f"{folder} cannot be listed: {error.strerror}.", "path") from error
     drives = [
         {"path": drive.mount_point, "kind": drive.kind, "free_bytes": drive.free_bytes} for drive in local_drives()
     ]
-    return {"path": str(folder), "parent": str(folder.parent), "folders": names[:MOST_FOLDERS], "drives": drives}
+    return {
+        "path": str(folder),
+        "parent": str(folder.parent),
+        "folders": names[:MOST_FOLDERS],
+        "models": models,
+        "drives": drives,
+    }
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" or ((path / "config.json").is_file() and any(path.glob("*.safetensors")))

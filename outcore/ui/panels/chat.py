@@ -142,12 +142,13 @@ class ChatPanel:
             self.client.patch("conversations", name, **told)
         named = gr.skip() if name else gr.update(choices=self._names(), value=chosen)
         yield *[gr.skip()] * 3, named, *buttons(True), self._links(chosen)  # at once: an answer may be long in coming
+        cleared = "" if "text" in what else gr.skip()
         try:
             for chat, costs, draft, *rest in self._drawn(
                 chosen, self.client.events("conversations", chosen, "answer", **what)
             ):
-                text = "" if "text" in what and not isinstance(draft, str) else draft
-                yield chat, costs, text, *rest
+                yield chat, costs, draft if isinstance(draft, str) else cleared, *rest
+                cleared = gr.skip()  # what is typed from here on is the next message
         except ClientError:
             yield *[gr.skip()] * 4, *buttons(False), gr.skip()
             raise

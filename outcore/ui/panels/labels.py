@@ -38,6 +38,8 @@ LABELS = {
     "max_tokens": "Longest answer, tokens",
 }
 """Fields that are met first, and those whose names say little."""
+KINDS = "a folder, a GGUF file or a hub id, such as Qwen/Qwen3-4B"
+"""What names a model."""
 WORDS = {
     "adam": "Adam", "aio": "AIO", "cpu": "CPU", "deepspeed": "DeepSpeed", "dora": "DoRA", "eval": "evaluation",
     "gb": "GB", "gib": "GiB", "init": "initial", "k": "K", "lora": "LoRA", "lr": "learning rate", "max": "most",
@@ -54,4 +56,4 @@ def label_of(name: str) -> str:
 
 def info_of(name: str, words: str) -> str:
     """What stands beneath: what the field does, then its name. Help is ours, so its Markdown is meant."""
-    return f"{words} `{name}`"
+    return f"{KINDS if name == 'model_name_or_path' else words} `{name}`"

@@ -10,7 +10,7 @@ import gradio as gr
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, Notice, number_box, number_in
-from outcore.ui.panels.labels import info_of, label_of
+from outcore.ui.panels.labels import KINDS, info_of, label_of
 from outcore.ui.settings import ONE_READER
 
 REFRESH_S = 1.5
@@ -74,13 +74,14 @@ class ModelBar:
         notice.on([self.unload.click], self._unload, None, self.shown)
 
     def choices(self, chosen: str | None) -> Any:
-        """The last model and the runs of this folder that have one."""
+        """The last model, those in this folder, and the runs of it that have one."""
         try:
             last = [self.client.get("model").get("model")]
+            here = self.client.get("paths", "folders", path="")["models"]
             runs = [row["model"] for row in self.client.get("runs")["data"]]
         except ClientError:
             return gr.skip()
-        found = list(dict.fromkeys(model for model in last + runs if model))
+        found = list(dict.fromkeys(model for model in [*last, *here, *runs] if model))
         return gr.update(choices=found, value=chosen or next(iter(found), None))
 
     def refresh(self) -> tuple[Any, Any]:
@@ -113,9 +114,11 @@ def model_state_of(state: dict[str, Any]) -> str:
     """The last model and its state in a line."""
     kind, model = state["state"], state.get("model")
     if kind in ("none", "stopped"):
-        return draw.said(f"{model} is not loaded." if model else "No model is loaded.", "dim")
+        return draw.said(
+            f"{model} is not loaded." if model else f"No model is loaded. Choose one, or type {KINDS}.", "dim"
+        )
     if kind == "failed":
-        return draw.said(f"{model} is not there: {state['message']}", "bad")
+        return draw.said(f"{model} is not loaded: {state['message']}", "bad")
     if kind == "loading":
         latest = f" {state['lines'][-1]}" if state["lines"] else ""
         return draw.said(f"Loading {model}: {draw.seconds(state['seconds'])} so far.{latest}", "note")

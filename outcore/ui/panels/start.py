@@ -11,6 +11,7 @@ from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.chat import ChatPanel
 from outcore.ui.panels.events import QUIET, Notice
+from outcore.ui.panels.labels import KINDS
 from outcore.ui.panels.train import TrainPanel, banner_of, forecast_of, headline_of
 from outcore.ui.panels.upload import upload_button
 from outcore.ui.settings import ONE_READER
@@ -21,23 +22,22 @@ class StartPanel:
 
     def __init__(self, client: Client, notice: Notice, presets: list[str]) -> None:
         self.client, self.notice, self.presets = client, notice, presets
-        hub = "a folder or a hub id, such as Qwen/Qwen3-4B"
         with gr.Row(equal_height=False):
             with gr.Column(min_width=280, elem_classes="oc-path"):
                 gr.HTML(draw.page(draw.heading("Talk to a model"), draw.paragraph("Load it and ask it something.")))
-                self.talk_to = gr.Dropdown([], label="Model", info=f"a run of yours, {hub}", allow_custom_value=True,
+                self.talk_to = gr.Dropdown([], label="Model", info=f"a run of yours, {KINDS}", allow_custom_value=True,
                                            interactive=True, elem_id="start_model")  # fmt: skip
                 self.talk = gr.Button("Load and chat", variant="primary", elem_id="start_talk")
             with gr.Column(min_width=280, elem_classes="oc-path"):
                 gr.HTML(draw.page(draw.heading("Teach it my data"), draw.paragraph("Fine-tune a model on your files.")))
-                self.base = gr.Textbox(label="Model", info=hub, max_lines=1, elem_id="start_base")
+                self.base = gr.Textbox(label="Model", info=KINDS, max_lines=1, elem_id="start_base")
                 where = ".jsonl, .csv, .parquet or .txt file or a folder, below the panels' folder, or a hub id"
                 self.data = gr.Textbox(label="Data", info=where, max_lines=1, elem_id="start_data")
                 upload_button(notice, self.data, lambda said, path: path, "start_upload")
                 self.teach = gr.Button("Set up the training", variant="primary", elem_id="start_teach")
             with gr.Column(min_width=280, elem_classes="oc-path"):
                 gr.HTML(draw.page(draw.heading("Will it fit?"), draw.paragraph("Forecast a training on this machine.")))
-                self.asked = gr.Dropdown(presets, value=presets[0], label="Model", info=f"a known shape, {hub}",
+                self.asked = gr.Dropdown(presets, value=presets[0], label="Model", info=f"a known shape, {KINDS}",
                                          allow_custom_value=True, interactive=True, elem_id="start_asked")  # fmt: skip
                 self.fits = gr.Button("Forecast", variant="primary", elem_id="start_fits")
                 self.forecast = gr.HTML(elem_id="start_forecast")

@@ -102,6 +102,8 @@ def test_errors_have_the_shape_of_their_api(wide, claude):
         wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": "x" * 400_000}
     )
     assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
+    status, said = send(wide, "/v1/messages", {"model": "tiny", "max_tokens": 1, "min_tokens": 3, "messages": HI})
+    assert status == 400 and "min_tokens is 3" in json.loads(said)["error"]["message"]
     assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
 
 
@@ -161,6 +163,17 @@ def test_a_response_goes_on_from_another(responses):
 
     with pytest.raises(BadRequestError, match="is not here"):
         responses.create(model="tiny", input="And?", previous_response_id=same.id)
+
+
+def test_what_is_said_again_with_each_response_is_short(wide, responses):
+    pairs = {f"{number:064}": "x" * 512 for number in range(16)}
+    assert responses.create(model="tiny", input="Hi", max_output_tokens=1, metadata=pairs).metadata == pairs
+    for wrong in (pairs | {"y": ""}, {"x" * 65: ""}, {"x": "x" * 513}, {"x": 3}, {"x": ["x"] * 9}, [], "x"):
+        status, said = send(wide, "/v1/responses", {"model": "tiny", "input": "Hi", "metadata": wrong})
+        assert status == 400 and json.loads(said)["error"]["param"] == "metadata", wrong
+    for long in ({"tools": [{"type": "web_search", "x": "x" * (1 << 20)}]}, {"tool_choice": ["x"] * (1 << 18)}):
+        status, said = send(wide, "/v1/responses", {"model": "tiny", "input": "Hi", **long})
+        assert status == 400 and "1 MiB" in json.loads(said)["error"]["message"]
 
 
 def test_responses_are_kept_within_limits():

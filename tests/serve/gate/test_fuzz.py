@@ -33,6 +33,12 @@ VALUES = [
     "--help", "../../x", "/etc/passwd", "a" * 3000, [], [None], ["x"], [["x"]], [{}], {}, {"a": {"b": [1]}}, "nan",
     {"type": "x"}, {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}, [{"role": "user", "content": "x"}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"type": "function", "function": {}}], "1e400", [1, 2], "auto",
+    [{"type": "custom", "name": "x", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}}],
+    [{"type": "namespace", "name": "x", "tools": [{"type": "namespace"}]}], [{"name": "x", "input_schema": {}}],
+    [{"type": "function_call_output", "call_id": 3}], [{"type": "function_call", "name": []}], {"type": "tool"},
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [3]}]}], {"type": "any"},
+    [{"role": "assistant", "content": [{"type": "tool_use", "input": []}, {"type": "thinking"}]}],
+    {"format": {"type": "json_schema", "name": 3}}, {"type": "enabled", "budget_tokens": "x"},
 ]  # fmt: skip
 NAMES = ["x", "a b", "..", ".", "%", "é🙂", "-x", "a" * 300, "a\nb", "file-" + "0" * 32, "chat-000000000000", "\0"]
 BODIES = [b"", b"{", b"[]", b"null", b'"x"', b"[" * 20000, b'{"a":' * 3000, b"\xff\xfe", b'{"a": "\\ud800"}', b"{}"]
@@ -41,7 +47,9 @@ OF_ANSWERS = (
     "stop", "top_k", "seed", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "parallel_tool_calls",
     "response_format", "chat_template_kwargs", "echo", "encoding_format", "tokens", "instructions", "metadata",
     "suffix", "endpoint", "input_file_id", "completion_window", "min_tokens", "stop_token_ids", "best_of", "text",
-    "reasoning",
+    "reasoning", "system", "thinking", "stop_sequences", "output_config", "previous_response_id", "truncation",
+    "include", "store", "max_output_tokens", "query", "documents", "top_n", "lora", "continue_final_message",
+    "add_generation_prompt", "guided_json",
 )  # fmt: skip
 OF_PANELS = (
     "model", "fields", "rows", "path", "needed_gb", "at_once", "merge", "title", "system", "sampling", "text", "at",

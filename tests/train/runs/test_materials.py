@@ -157,6 +157,10 @@ def test_a_base_that_is_stored_packed_is_known_again(tmp_path: Path, capsys) -> 
     file = tmp_path / "base.gguf"
     assert main(["export", str(base), "--gguf", "q8_0", "--out", str(file)]) == 0
     on = trained(tmp_path, file)
+    loaded = open_model(str(tmp_path / "checkpoint/r"), precision="fp32").loaded
+    assert any("lora_" in name for name, _ in loaded.model.named_parameters())
+    assert main(["export", str(tmp_path / "checkpoint/r"), "--merge", "--out", str(tmp_path / "merged")]) == 1
+    assert f"no base to merge into ({file})" in capsys.readouterr().err
     change(base)
     assert main(["export", str(base), "--gguf", "q8_0", "--out", str(file), "--overwrite"]) == 0
     assert main(on) == 1
