@@ -65,7 +65,7 @@ class LayerStack:
         self._arrivals, self._uses = dict[Group, WeightPrefetcher](), dict[Group, dict[int, int]]()
         self._numbers = itertools.count()
         self._gradient_bytes = 0
-        """Of the layer that has the most."""
+        """Gradients of the layer that has the most."""
         self._seen: list[list[tuple[Any, ...]]] = []
         """What the layers were when they were last looked through."""
         self._going = 0
