@@ -1,6 +1,7 @@
 """Methods as commands: runs with log, checkpoints and export like any other, by the trainers that the methods have."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import outcore
 from outcore.cli import main
 from outcore.monitor import read_metrics
 from outcore.runs import list_runs
@@ -151,3 +153,25 @@ def test_what_a_method_has_not_is_refused(flags: list[str], words: str, capsys: 
     assert train("dpo", *flags) == 2
     assert words in capsys.readouterr().err
     assert not Path("checkpoints").exists()
+
+
+def test_what_was_trained_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reranker's order is that of transformers' classifier over pairs; an embedder's vectors are means of it."""
+    assert train("classify", rows="rank") == 0
+    found = AutoModelForSequenceClassification.from_pretrained("final_model/run").eval()
+    with outcore.LLM("final_model/run") as llm:
+        ranked = llm.rerank("hello 1", ["world 1", "test 2"])
+    with torch.no_grad():
+        scores = [
+            found(**tokenizer()("hello 1", text, return_tensors="pt")).logits.item() for text in ("world 1", "test 2")
+        ]
+    for one in ranked:
+        assert one.relevance_score == pytest.approx(1 / (1 + math.exp(-scores[one.index])), abs=1e-4)
+    assert train("embed", name="vectors") == 0
+    assert "AutoModelForSequenceClassification.from_pretrained loads it" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained("final_model/vectors").eval()
+    with outcore.LLM("final_model/vectors") as llm:
+        vector = torch.tensor(llm.embed(["hello world"])[0].outputs.embedding)
+    with torch.no_grad():
+        mean = model.base_model(**tokenizer()("hello world", return_tensors="pt")).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-4, rtol=1e-3)
