@@ -81,7 +81,7 @@ LINES = {
     "monitor": 3200,
     "optim": 3100,
     "performance": 1200,
-    "plan": 6200,
+    "plan": 6270,
     "probe": 4550,
     "runs": 700,
     "serve": 4750,

@@ -156,7 +156,8 @@ def _check_method(config: TrainConfig) -> None:
         raise ConfigError(
             f"quantize: method {method} exports the adapter over a packed base: add --lora_export adapter."
         )
-    if method in ("embed", "classify") and not (config.model_name_or_path or config.tokenizer_name_or_path):
+    named = config.model_name_or_path or config.tokenizer_name_or_path or config.random_base
+    if method in ("embed", "classify") and not named:
         raise ConfigError(
             f"method {method} begins with a trained model: name one (--model), or at least a --tokenizer."
         )
