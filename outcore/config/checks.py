@@ -19,12 +19,12 @@ OF_THE_LOOP = (
     *EngineFields.__annotations__, "model_module", "router_loss", "optimizer", "decay_all", "activation_checkpointing",
     "label_smoothing", "neftune_noise_alpha", "deterministic", "base_hash", "sample_steps", "sample_prompt",
     "sample_tokens", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
-    "early_stopping_threshold", "metrics_port", "trace",
+    "early_stopping_threshold", "metrics_port", "trace", "packing", "group_by_length", "streaming",
 )  # fmt: skip
 """Settings of our own loop and its engines, which other methods' trainers have not."""
 OF_ANSWERS = (
-    "data_format", "messages_column", "packing", "group_by_length", "streaming", "long_rows", "as_chat",
-    "train_on_prompt", "train_on_last_turn", "text_extensions",
+    "data_format", "messages_column", "long_rows", "as_chat", "train_on_prompt", "train_on_last_turn",
+    "text_extensions",
 )  # fmt: skip
 """Settings of how answers are laid out in rows, for methods that learn answers."""
 SHARED = ("deepspeed_config", "local_rank", "fit_check")

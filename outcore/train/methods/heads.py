@@ -6,7 +6,7 @@ InfoNCE: the cross-entropy of finding each query's partner among those of the wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -116,15 +116,15 @@ def embedding_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch
     return functional.cross_entropy(cosines / TEMPERATURE, wanted), cosines
 
 
-def embedding_trainer() -> Any:
-    """transformers' Trainer with the loss of an embedder."""
+def trainer_by(loss_of: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> Any:
+    """transformers' Trainer with a loss of ours: (model, batch) -> (loss, what an evaluation looks at)."""
     from transformers import Trainer
 
-    class EmbeddingTrainer(Trainer):
+    class OwnLossTrainer(Trainer):
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            loss, cosines = embedding_loss(model, inputs)
-            return (loss, {"logits": cosines}) if return_outputs else loss
+            loss, scores = loss_of(model, inputs)
+            return (loss, {"logits": scores}) if return_outputs else loss
 
-    return EmbeddingTrainer
+    return OwnLossTrainer

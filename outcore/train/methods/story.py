@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,18 @@ from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
+from outcore.model import ModelSettings
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.methods import heads
+from outcore.train.methods import distill, heads
 from outcore.train.methods.log import RunLog
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
-from outcore.train.run.data import default_seq_length, load_tokenizer
+from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 
 TRAINER = "trainer"
@@ -103,7 +104,7 @@ class _Story:
         length = config.seq_length or default_seq_length(config, self.settings.precision)
         model_settings = model_settings_of(config, self.settings.precision, length)
         tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
-        trained, held = split_rows(config, lambda is_evaluation: self.kind.read(config, is_evaluation, job.say))
+        trained, held = self._rows(model_settings, tokenizer)
         if note := ensure_chat_template(tokenizer):
             job.say(note)
         job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
@@ -127,6 +128,27 @@ class _Story:
             trainer = self._trainer(classes, model, tokenizer, (trained, held), length, steps, schedule, log, labels)
             _save_as_ours(trainer, self, fingerprint)
             return self._train(trainer, log, stop, steps, tokenizer)
+
+    def _rows(self, model: ModelSettings, tokenizer: Any) -> tuple[Any, Any]:
+        """(rows to train on, rows to evaluate on)."""
+        job, config = self.job, self.config
+        if self.kind.read is not None:
+            read = self.kind.read
+            return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
+        teacher = replace(
+            model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
+        )
+        config = replace(config, packing="off")
+        theirs = load_tokenizer(
+            replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None), teacher, job.say
+        )
+        if theirs.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(f"teacher: {config.teacher} has other tokens than the student; they must be the same.")
+        data = load_data(config, model, tokenizer, None, job.say)
+        cache = Path(config.data_cache_dir).expanduser()
+        sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
+        said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
+        return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
         """(labels of the head, what transformers takes its problem for)."""
@@ -199,8 +221,13 @@ class _Story:
         else:
             trainer, settings = Trainer, TrainingArguments
             arguments |= {"remove_unused_columns": False, "label_names": ["labels"]}
-            if self.config.method == "embed":
-                trainer, given = heads.embedding_trainer(), {"data_collator": heads.Partners(tokenizer, length)}
+            if self.config.method == "distill":
+                trainer, given = heads.trainer_by(distill.distillation_loss), {"data_collator": distill.collate}
+            elif self.config.method == "embed":
+                trainer, given = (
+                    heads.trainer_by(heads.embedding_loss),
+                    {"data_collator": heads.Partners(tokenizer, length)},
+                )
             else:
                 numbers = {name: number for number, name in (labels or {}).items()}
                 rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
@@ -209,12 +236,16 @@ class _Story:
         made: Any = trainer(
             model,
             args=settings(**arguments),
-            train_dataset=datasets.Dataset.from_list(rows[0]),
-            eval_dataset=datasets.Dataset.from_list(rows[1]) if rows[1] else None,
+            train_dataset=datasets.Dataset.from_list(rows[0]) if isinstance(rows[0], list) else rows[0],
+            eval_dataset=(datasets.Dataset.from_list(rows[1]) if isinstance(rows[1], list) else rows[1])
+            if rows[1]
+            else None,
             callbacks=[log],
             optimizers=self._optimizer(model, schedule),
             **given,
         )
+        if classes is None:
+            made.model_accepts_loss_kwargs = False  # the loss is a mean: a step's is that of its micro-batches
         kept = len(made.train_dataset)
         if cut := len(rows[0]) - kept:
             words = f"{counted(cut, 'row')} have no answer left within seq_length {length} tokens"

@@ -22,8 +22,8 @@ Read = Callable[..., list[rows.Row]]
 class MethodKind:
     """One line of the table."""
 
-    read: Read
-    """Reads the run's data: rows as the trainer wants them."""
+    read: Read | None
+    """Reads the run's data: rows as the trainer wants them; None: as our own loop's."""
     trainer: str
     """Module and class; '' for one of ours."""
     has_head: bool = False
@@ -45,6 +45,7 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
         "reward": MethodKind(rows.pairs, "trl.RewardTrainer", has_head=True),
         "classify": MethodKind(rows.labelled, "", has_head=True),
         "embed": MethodKind(rows.partners, ""),
+        "distill": MethodKind(None, ""),
     }
 )  # fmt: skip
 

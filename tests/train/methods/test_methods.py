@@ -73,6 +73,8 @@ def test_a_method_is_a_run_like_any_other(method: str, flags: list[str]) -> None
     assert [step["step"] for step in metrics.steps] == [1, 2, 3]
     assert all(step["grad_norm"] > 0 and step["lr"] > 0 for step in metrics.steps)
     assert metrics.evals and metrics.evals[-1]["step"] == 3
+    if method == "classify":
+        assert metrics.steps[0]["loss"] == pytest.approx(math.log(2), rel=0.2), "a mean, not a sum of micro-batches"
     (run,) = list_runs(Path("checkpoints"), Path("logs"), Path("final_model"))
     assert (run.state, run.step, run.total_steps) == ("finished", 3, 3)
     if "adapter" in flags:
@@ -175,3 +177,28 @@ def test_what_was_trained_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.no_grad():
         mean = model.base_model(**tokenizer()("hello world", return_tensors="pt")).last_hidden_state[0].mean(0)
     torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-4, rtol=1e-3)
+
+
+def test_a_student_learns_what_its_teacher_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """A teacher is asked once; a student that is its own teacher has nothing to learn."""
+    torch.manual_seed(5)
+    teacher = tiny()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(2.0)
+    teacher.save_pretrained("teacher")
+    tokenizer().save_pretrained("teacher")
+    ROWS["distill"] = [{"prompt": f"hello {i}", "completion": f" world {i} 1 2"} for i in range(80)]
+    assert train("distill", "--teacher", "teacher", steps=16) == 0
+    losses = [step["loss"] for step in read_metrics("logs/run/metrics.jsonl").steps]
+    assert losses[-1] < 0.7 * losses[0]
+    chunks = sorted(Path(".cache/data/taught").rglob("chunk-*.safetensors"))
+    assert len(chunks) == 3, "two of the rows to train on, one of those to evaluate on"
+    stamps = [chunk.stat().st_mtime_ns for chunk in chunks]
+    chunks[0].unlink()
+    capsys.readouterr()
+    assert train("distill", "--teacher", "teacher", name="again", steps=16) == 0
+    assert "1 chunks of 64 are left" in capsys.readouterr().out
+    assert [chunk.stat().st_mtime_ns for chunk in chunks[1:]] == stamps[1:]
+    assert [step["loss"] for step in read_metrics("logs/again/metrics.jsonl").steps] == losses
+    assert train("distill", "--teacher", "model", name="itself", steps=1) == 0
+    assert read_metrics("logs/itself/metrics.jsonl").steps[0]["loss"] < 1e-5
