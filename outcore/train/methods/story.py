@@ -233,9 +233,11 @@ class _Story:
                 rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
                 given = {"data_collator": DataCollatorWithPadding(tokenizer), "compute_metrics": heads.accuracy}
         self.job.phase = "preparing the trainer"
+        told = settings(**arguments)
+        told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
         made: Any = trainer(
             model,
-            args=settings(**arguments),
+            args=told,
             train_dataset=datasets.Dataset.from_list(rows[0]) if isinstance(rows[0], list) else rows[0],
             eval_dataset=(datasets.Dataset.from_list(rows[1]) if isinstance(rows[1], list) else rows[1])
             if rows[1]
