@@ -105,10 +105,14 @@ class _Story:
         model_settings = model_settings_of(config, self.settings.precision, length)
         tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
         trained, held = self._rows(model_settings, tokenizer)
-        if note := ensure_chat_template(tokenizer):
+        first = trained[0]
+        is_talk = any(isinstance(first.get(name), list) for name in ("chosen", "completion"))
+        if is_talk and (note := ensure_chat_template(tokenizer)):
             job.say(note)
         job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
         labels, problem = self._labels(trained, held)
+        if labels is not None:
+            job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
         job.phase = "loading the model"
         model = heads.method_model(model_settings, tokenizer, labels, problem)
         job.say(

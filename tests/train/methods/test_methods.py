@@ -73,6 +73,7 @@ def test_a_method_is_a_run_like_any_other(method: str, flags: list[str]) -> None
     assert [step["step"] for step in metrics.steps] == [1, 2, 3]
     assert all(step["grad_norm"] > 0 and step["lr"] > 0 for step in metrics.steps)
     assert metrics.evals and metrics.evals[-1]["step"] == 3
+    assert not Path("final_model/run/chat_template.jinja").exists(), "rows of texts need none"
     if method == "classify":
         assert metrics.steps[0]["loss"] == pytest.approx(math.log(2), rel=0.2), "a mean, not a sum of micro-batches"
     (run,) = list_runs(Path("checkpoints"), Path("logs"), Path("final_model"))
