@@ -349,7 +349,7 @@ def _save_as_ours(trainer: Any, story: _Story, fingerprint: dict[str, Any]) -> N
                 trainer.args.output_dir = before
             return {"tokens_seen": 0, "fingerprint": fingerprint, "method": story.config.method}
 
-        needed = 8 * _trained_numel(trainer.model)
+        needed = 16 * _trained_numel(trainer.model)  # fp32 masters and moments, and the weights
         story.saved_path = save_checkpoint(
             story.folder.checkpoints, trainer.state.global_step, write,
             needed_bytes=needed, keep=story.config.save_total_limit, say=story.job.say,
