@@ -12,7 +12,7 @@ from typing import Any
 from outcore.config import checked
 from outcore.model import named_model
 from outcore.plan import InferencePlan, Plan
-from outcore.plan.asked import PlanConfig, answer_to, answers_to, check_planned
+from outcore.plan.asked import PlanConfig, answer_to, answers_to, check_planned, method_answer
 from outcore.plan.inference import DoesNotFit, to_json
 
 
@@ -48,7 +48,16 @@ def plan(model: str | os.PathLike[str], *, infer: bool = False, **settings: Any)
     if infer and "quantize" in said:
         said["infer_quantize"] = said.pop("quantize")
     config = check_planned(checked(PlanConfig, said, named_model))
+    if config.method != "sft":
+        return _method(config)
     return _answers(config) if infer else _training(config)
+
+
+def _method(config: PlanConfig) -> PlanResult:
+    found = method_answer(config)
+    used = {"vram": found.vram_bytes, "ram": found.ram_bytes, "nvme": 0}
+    rate = found.step_tokens / found.step_s
+    return PlanResult(found.fits, used, found.step_s, rate, found.words, details=found.to_dict())
 
 
 def _training(config: PlanConfig) -> PlanResult:

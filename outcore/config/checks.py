@@ -7,13 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from outcore.config.convert import ConfigError, typed_value
-from outcore.config.fields import FIELDS, TrainConfig
+from outcore.config.fields import FIELDS, EngineFields, TrainConfig
 from outcore.config.spec import Field
 from outcore.sizing.engine_rule import BELOW_ZERO3, why_not_muon
 from outcore.sizing.states import SPLIT_FORMATS
 
 READ_HERE = ("eval_dataset",)
 """Texts that may be a path of any bytes, as those of `dataset` may: only we open it."""
+
+OF_THE_LOOP = (
+    *EngineFields.__annotations__, "model_module", "router_loss", "optimizer", "decay_all", "activation_checkpointing",
+    "label_smoothing", "neftune_noise_alpha", "deterministic", "base_hash", "sample_steps", "sample_prompt",
+    "sample_tokens", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
+    "early_stopping_threshold", "metrics_port", "trace", "packing", "group_by_length", "streaming",
+)  # fmt: skip
+"""Settings of our own loop and its engines, which other methods' trainers have not."""
+OF_ANSWERS = (
+    "data_format", "messages_column", "long_rows", "as_chat", "train_on_prompt", "train_on_last_turn",
+    "text_extensions",
+)  # fmt: skip
+"""Settings of how answers are laid out in rows, for methods that learn answers."""
+SHARED = ("deepspeed_config", "local_rank", "fit_check")
 
 
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
@@ -38,6 +52,7 @@ def check_config(config: TrainConfig) -> None:
     _check_losses(config)
     _check_rows(config)
     _check_upload(config)
+    _check_method(config)
     if config.continue_with_changes and config.resume_from_checkpoint is None:
         raise ConfigError("continue_with_changes is about resuming: add --resume_from_checkpoint auto.")
     if config.quantize != "none" and config.lora_r == 0:
@@ -120,6 +135,32 @@ def _check_rows(config: TrainConfig) -> None:
         )
     if config.group_by_length and config.packing == "on":
         raise ConfigError("group_by_length: packed rows are all of one length. Use --packing off, or leave it out.")
+
+
+def _check_method(config: TrainConfig) -> None:
+    method = config.method
+    if method == "sft":
+        if given := next((name for name in ("beta", "teacher") if getattr(config, name) is not None), None):
+            raise ConfigError(f"{given}: method sft has none. Name the method it is for (--method), or leave it out.")
+        return
+    refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ())} - {*SHARED}
+    if given := next(
+        (name for name in FIELDS if name in refused and getattr(config, name) != FIELDS[name].default), None
+    ):
+        raise ConfigError(f"{given}: method {method} has no such setting; it is of --method sft. Leave it out.")
+    if config.beta is not None and method not in ("dpo", "orpo", "kto", "simpo"):
+        raise ConfigError(f"beta: method {method} compares no answers. Leave it out.")
+    if (config.teacher is not None) != (method == "distill"):
+        raise ConfigError("teacher and method distill go together: --method distill --teacher MODEL.")
+    if config.quantize != "none" and config.lora_export == "merged" and config.export:
+        raise ConfigError(
+            f"quantize: method {method} exports the adapter over a packed base: add --lora_export adapter."
+        )
+    named = config.model_name_or_path or config.tokenizer_name_or_path or config.random_base
+    if method in ("embed", "classify") and not named:
+        raise ConfigError(
+            f"method {method} begins with a trained model: name one (--model), or at least a --tokenizer."
+        )
 
 
 def _check_upload(config: TrainConfig) -> None:

@@ -67,10 +67,21 @@ class Streaming:
         """What stays on the device for good."""
         self.layers_bytes = 0
         """All layers' weights at home."""
+        self._ends: list[weakref.ref[torch.nn.Parameter]] = []
         self._ground: Ground | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ground": None}
+        return {**self.__dict__, "_ground": None, "_ends": []}
+
+    def see_ends(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take note of what lies around the layers."""
+        self._ends = [weakref.ref(p) for p in parameters]
+        self.ends_bytes = sum(p.nbytes for p in parameters)
+
+    @property
+    def ends_gradient_bytes(self) -> int:
+        """What gradients of the ends take on the device, by what is trained of them now."""
+        return sum(p.nbytes for end in self._ends if (p := end()) is not None and p.requires_grad)
 
     @property
     def ground(self) -> Ground:

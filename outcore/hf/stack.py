@@ -21,12 +21,15 @@ from torch import nn
 from outcore.common.deadline import after
 from outcore.flow.parts import Part, SlabLayout, packing_rule
 from outcore.flow.weights import WeightPrefetcher
-from outcore.hf.ground import Streaming
+from outcore.hf.ground import MOST_GOING, Streaming
 from outcore.hf.homes import Elsewhere, HomeSource, Owned, SlabHome
 from outcore.sizing.streaming import STAY_LAYERS
 
 NUM_BUFFERS = 2
 """Layers on the device at once: one is used, one arrives."""
+GRADIENTS = 2 + MOST_GOING
+"""A layer's gradients on the device at once: their sum, those of the next cut (or all as one stretch), and those on
+their way to RAM."""
 UP, DOWN = 1, -1
 Group = tuple[torch.dtype, bool, bool]
 """(type, whether packed, whether it stays in RAM where others lie on a drive)"""
@@ -61,6 +64,8 @@ class LayerStack:
         self._source, self._parts = HomeSource(), dict[tuple[int, Group], Part]()
         self._arrivals, self._uses = dict[Group, WeightPrefetcher](), dict[Group, dict[int, int]]()
         self._numbers = itertools.count()
+        self._gradient_bytes = 0
+        """Gradients of the layer that has the most."""
         self._seen: list[list[tuple[Any, ...]]] = []
         """What the layers were when they were last looked through."""
         self._going = 0
@@ -93,9 +98,10 @@ class LayerStack:
         """Device memory for what a layer computes. None: nobody limits it."""
         if (budget := self.streaming.ground.budget_bytes) is None:
             return None
-        if not self._arrivals:
+        if not self._going:  # a caller may have frozen something, or had it trained, since the last pass
             self._settle_for_good()
-        return max(0, budget - self.streaming.ends_bytes - self.device_bytes) // 2
+        gradients = GRADIENTS * self._gradient_bytes + self.streaming.ends_gradient_bytes
+        return max(0, budget - self.streaming.ends_bytes - self.device_bytes - gradients) // 2
 
     def sends_away(self, n_bytes: int, layer: int) -> bool:
         """Whether a layer's hidden states wait in RAM for its backward: where all layers' would take more than half of
@@ -159,6 +165,8 @@ class LayerStack:
             self._make(key, found[key])
         if made or gone:
             self._open_arrivals()
+        trained = [[p.nbytes for p in layer.parameters() if p.requires_grad] for layer in self.layers]
+        self._gradient_bytes = max(map(sum, trained))
         self._seen = [_look(layer) for layer in self.layers]
 
     # ------------------------------------------------------------------ parts

@@ -57,7 +57,7 @@ def stream(
     stacks = [LayerStack(path, layers, streaming) for path, layers in lists.items()]
     streaming.layers_bytes = sum(one.parameter.nbytes for ones in _layers(lists) for one in ones)
     inside = {id(p) for layers in lists.values() for layer in layers for p in layer.parameters()}
-    streaming.ends_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
+    streaming.see_ends([p for p in model.parameters() if id(p) not in inside])
     if (budget := streaming.ground.budget_bytes) is not None and streaming.ends_bytes > budget:
         raise ValueError(
             f"what lies around the layers takes {format_gib(streaming.ends_bytes)}, and the device has "

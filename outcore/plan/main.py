@@ -30,6 +30,7 @@ from outcore.plan.fields import NAMED_ELSEWHERE, SOURCES, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.inference import DoesNotFit, InferencePlan, plan_inference, to_json, words_of
 from outcore.plan.learned import known_rates, last_time
+from outcore.plan.methods import MethodPlan, plan_method
 from outcore.plan.profile import RunRequest, load_hardware
 from outcore.sizing.shape import ModelShape
 
@@ -87,6 +88,8 @@ class Asked:
 
 def answer_to(args: PlanConfig) -> Asked:
     """The plan of a training run by its flags. ValueError for what cannot be planned."""
+    if args.method != "sft":
+        raise ValueError(f"method {args.method}: outcore plan MODEL --method {args.method} forecasts it.")
     check_undecided(args)
     hardware, shape = _hardware(args), _shape(args)
     request = _request(args, hardware)
@@ -111,9 +114,23 @@ def answer_to(args: PlanConfig) -> Asked:
     return Asked(answer, advice, hardware, command(answer.plan, request, said), whole_run(args, answer.plan), bought)
 
 
+def method_answer(args: PlanConfig) -> MethodPlan:
+    """The plan of another method than sft by its flags. ValueError for what cannot be planned."""
+    if other := next((name for name in ("png", "upgrade") if getattr(args, name)), None):
+        raise ValueError(f"{other}: not with --method {args.method}; it is of --method sft.")
+    hardware, shape = _hardware(args), _shape(args)
+    if args.lora_r:
+        shape = shape.with_lora(args.lora_r).packed(args.quantize)
+    return plan_method(args.method, shape, _request(args, hardware), hardware)
+
+
 def _plan(args: PlanConfig) -> int:
     if args.infer is not None:
         return _infer(args)
+    if args.method != "sft":
+        found = method_answer(args)
+        print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(found.words))
+        return 0 if found.fits else 1
     asked = answer_to(args)
     if args.json:
         print(json.dumps(asked.to_dict(), indent=2))

@@ -82,12 +82,12 @@ MOST_SOURCES = 3
 
 
 def default_name(config: TrainConfig) -> str:
-    """<model>-<data>, from what the user named: tiny-embedded, Qwen3-4B-notes."""
+    """<model>-<data>, from what the user named: tiny-embedded, Qwen3-4B-notes, Qwen3-4B-pairs-lora-dpo."""
     model = config.preset or config.model_name_or_path or config.config_file or config.model_module or "tiny"
     sources = [weighted_source(name).name for name in config.dataset[:MOST_SOURCES]]
     parts = [re.split(r"[/\\]", part.rstrip("/\\"))[-1] for part in (model, *sources)]
     stems = [re.sub(r"\.(json|jsonl|csv|txt|parquet|py|gz|zst)(:.*)?$", "", part) for part in parts]
-    suffix = "-lora" if config.lora_r else ""
+    suffix = "-lora" * bool(config.lora_r) + f"-{config.method}" * (config.method != "sft")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(stems) + suffix).strip("-.") or "run"
 
 

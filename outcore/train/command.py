@@ -24,4 +24,8 @@ def main(argv: Sequence[str] | None = None, *, began_s: float | None = None) -> 
         return 2
     from outcore.train.run import run_config
 
-    return run_config(config, began_s=began_s)
+    story = None
+    if config.method != "sft" and not config.plan:
+        from outcore.train.methods import run_method as story  # which brings transformers' trainer along
+
+    return run_config(config, began_s=began_s, story=story)

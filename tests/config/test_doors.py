@@ -33,7 +33,7 @@ EXAMPLES: dict[str, Any] = {
     "adam_beta1": 0.8, "adam_beta2": 0.9, "staging_gib": 2.5, "run_name": "a run", "report_to": "none",
     "nvme_offload_path": "/mnt/a drive", "lora_alpha": 8, "offload_optimizer": "none", "offload_params": "none",
     "state_format": "fp32_m8", "aio_block_size": 8192, "lane_slot_bytes": 8192, "storage_block_bytes": 8192,
-    "grad_accum_dtype": "fp32", "activations": "ram", "push_to_hub": "a/b",
+    "grad_accum_dtype": "fp32", "activations": "ram", "push_to_hub": "a/b", "method": "dpo",
 }  # fmt: skip
 """Values that are not made up from the field's type and range."""
 LORA = {"lora_r": 4, "random_base": True}
@@ -41,6 +41,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "quantize", "use_rslora", "init_lora_weights"), LORA),
     **dict.fromkeys(("use_dora", "lora_modules_to_save"), LORA),
     "lora_r": {"random_base": True},
+    "beta": {"method": "dpo"},
+    "teacher": {"method": "distill"},
     "lr_decay_ratio": {"lr_scheduler_type": "wsd"},
     "continue_with_changes": {"resume_from_checkpoint": "auto"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore.hf
+from outcore.cli import main
 from outcore.common.quantities import GIB
-from tests.hf.callers import TRAINERS, tiny, with_lora
+from outcore.monitor import read_metrics
+from tests.hf.callers import TRAINERS, tiny, tokenizer, with_lora
 from tests.hf.test_by_name import expanded
 
 pytestmark = pytest.mark.gpu
@@ -147,3 +150,36 @@ def test_weights_on_a_drive_come_through_the_gpu(tmp_path: Path) -> None:
     plain = tiny("llama", lora=True).train().to(DEVICE)
     streamed = outcore.hf.stream(tiny("llama", lora=True).train(), nvme=tmp_path)
     assert step(plain, length=24) == step(streamed, length=24)
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora_r", "4", "--quantize", "nf4", "--lora_export", "adapter"]])
+@pytest.mark.parametrize("method", ["dpo", "classify", "embed", "distill"])
+def test_methods_train_by_command(
+    method: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    row = {"prompt": "hello", "chosen": " world 1", "rejected": " test 2", "query": "hello", "positive": "world"}
+    if method != "embed":
+        row = {"text": "hello world"} if method != "dpo" else {k: row[k] for k in ("prompt", "chosen", "rejected")}
+    rows = [row | ({"label": i % 2} if method == "classify" else {}) for i in range(24)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ["--teacher", "model"] if method == "distill" else []
+    usual = ["--dataset", "rows.jsonl", "--seq_length", "32", "--max_steps", "3", "--report_to", "none"]
+    assert main(["train", "model", "--method", method, "--run_name", "run", *usual, *flags, *more]) == 0
+    assert len(read_metrics("logs/run/metrics.jsonl").steps) == 3
+
+
+def test_full_training_of_a_model_larger_than_the_bound_stays_within_it() -> None:
+    """Gradients of layers and ends are within it, too."""
+    model = outcore.hf.stream(big(), vram_gib=CAP_GIB)
+    optimizer = outcore.hf.optimizer(model, 1e-5)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(model, rows=16)
+        optimizer.step()
+        optimizer.zero_grad()
+    logits = 3 * 16 * 512 * 32_000 * 4
+    assert torch.cuda.max_memory_allocated() < CAP_GIB * GIB + logits

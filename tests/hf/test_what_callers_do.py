@@ -279,6 +279,22 @@ def test_a_batch_cut_into_rows_gives_the_same_gradients_with_less_room() -> None
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_of_full_training_take_room_of_their_own() -> None:
+    """The same bound that holds a whole batch of a frozen model cuts it where all of it is trained."""
+    widths: list[int] = []
+    model = tiny(num_hidden_layers=5).train().requires_grad_(False)
+    layer_bytes = sum(p.nbytes for p in model.model.layers[0].parameters())
+    ends_bytes = sum(p.nbytes for p in model.parameters()) - 5 * layer_bytes
+    model = outcore.hf.stream(model, vram_gib=(ends_bytes + 2 * layer_bytes + 1_000_000) / GIB)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: widths.append(len(args[0])))
+    for is_trained in (False, True, False):
+        model.requires_grad_(is_trained)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        if is_trained:
+            loss.backward()
+    assert widths == [4, *[1] * 8, 4], "only where all is trained: row by row, forward and again in the backward"
+
+
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_frozen_weights_on_a_drive_train_the_same(quantize: str | None, tmp_path: Path) -> None:
     losses, wanted = trained(

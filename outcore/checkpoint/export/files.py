@@ -150,6 +150,8 @@ def how_to_load(folder: Path) -> str:
     with file_errors("reading the exported configuration", path):
         config = json.loads(path.read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
+    if "ForSequenceClassification" in "".join(config.get("architectures") or ()):
+        kind = "AutoModelForSequenceClassification"
     return f"{kind}.from_pretrained loads it"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from outcore.config.fields.data import DataFields
 from outcore.config.fields.engine import EngineFields
 from outcore.config.fields.lora import LoraFields
+from outcore.config.fields.method import MethodFields
 from outcore.config.fields.model import ModelFields
 from outcore.config.fields.optimization import OptimizationFields
 from outcore.config.fields.reporting import ReportingFields
@@ -19,7 +20,7 @@ from outcore.config.spec import Field, fields_of
 
 
 @dataclass(frozen=True)
-class TrainConfig(EngineFields, ReportingFields, LoraFields, OptimizationFields, DataFields, ModelFields):
+class TrainConfig(EngineFields, ReportingFields, LoraFields, OptimizationFields, DataFields, MethodFields, ModelFields):
     """Everything that defines a training run; the last base is the first group of `--help`."""
 
 

@@ -292,6 +292,8 @@ def settle(job: RunJob) -> tuple[RunSettings, ModelSettings]:
 
 def show_plan(job: RunJob, settings: RunSettings, model: ModelSettings) -> int:
     """`--plan`: everything up to the engine's decision, then the forecast; the exit code says whether it fits."""
+    if job.config.method != "sft":
+        raise ConfigError(f"--plan: outcore plan MODEL --method {job.config.method} forecasts it.")
     planned = Planned(job, settings, model, job.config.run_name or default_name(job.config))
     if planned.forecaster.problem:
         raise ConfigError(f"--plan: {planned.forecaster.problem}.")

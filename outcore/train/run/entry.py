@@ -25,7 +25,9 @@ Goal = Callable[[Ready], int]
 
 
 def run(job: RunJob, goal: Goal) -> int:
-    """The whole story; the process's exit code."""
+    """The whole story of our own loop; the process's exit code."""
+    if job.config.method != "sft" and not job.config.plan:
+        raise ConfigError(f"method {job.config.method}: only `outcore train` runs it.")
     settings, model = settle(job)
     if job.config.plan:
         return show_plan(job, settings, model)
@@ -52,10 +54,17 @@ def main(argv: Sequence[str] | None = None, goal: Goal = train_to_end) -> int:
     return run_config(config, goal)
 
 
-def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float | None = None) -> int:
+def run_config(
+    config: TrainConfig,
+    goal: Goal = train_to_end,
+    *,
+    began_s: float | None = None,
+    story: Callable[[RunJob], int] | None = None,
+) -> int:
     """Run what the settings say, and turn failures into one clear paragraph and an exit code.
 
     `began_s`: time.perf_counter before this module was imported; without it imports are not among the start's parts.
+    `story`: what runs in place of our own loop.
 
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
@@ -63,7 +72,7 @@ def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
         job = start(config, began_s=began_s)
-        return run(job, goal)
+        return run(job, goal) if story is None else story(job)
     except (*TOLD, KeyboardInterrupt) as error:
         tell(error, job)
         if isinstance(error, KeyboardInterrupt):

@@ -1,0 +1,94 @@
+"""What a method beside the loop's own takes: a forecast by the bytes that cross and the products that are computed.
+
+The layers stream as `outcore.hf` streams them: forward, backward with recomputation, and one forward more for a
+reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, and of each text what
+one layer computes. The model is loaded in 16 bits before it is packed; states are fp32. No figure here was fitted to a
+measured run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from outcore.common.quantities import GB, format_gib, format_s
+from outcore.plan.hardware import Hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.terms.work import step_flops
+from outcore.sizing.shape import ModelShape
+
+MICRO_BATCH, ACCUMULATION = 2, 4
+SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1})
+"""Texts of a row; of other methods two: chosen and rejected, query and partner, an answer and another row's."""
+REFERENCE = ("dpo", "kto")
+STATE_BYTES = 16
+"""fp32 master, two moments and a gradient."""
+GRADIENTS = 4
+"""A layer's gradients on the device at once (outcore.hf.stack)."""
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A forecast of one method on one machine."""
+
+    method: str
+    fits: bool
+    vram_bytes: int
+    ram_bytes: int
+    step_s: float
+    step_tokens: int
+    words: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: Hardware) -> MethodPlan:
+    """Plan one step of a method, and say what of the machine it takes."""
+    e, layers = request.element_bytes, shape.num_layers
+    seq = request.seq_length or min(1024, shape.max_positions or 1024)
+    micro, accumulation = request.micro_batch or MICRO_BATCH, request.accumulation or ACCUMULATION
+    texts = micro * SIDES.get(method, 2)
+    tokens = texts * seq
+    plain_bytes, packed_bytes = e * shape.base_params, e * shape.base_params - shape.saved_bytes(e)
+    layer_bytes = e * max(shape.layer_params) - shape.layer_saved_bytes(e)
+    ends_bytes = e * (shape.embedding_params + shape.head_params)
+    features = sum(map(sum, shape.layer_matrices)) / layers
+    text_bytes = int(seq * (2 * e * features + 32 * shape.hidden_size))
+    trained_layer = 0 if shape.lora_r else GRADIENTS * e * max(shape.layer_params) + ends_bytes
+    vram = ends_bytes + 2 * layer_bytes + text_bytes + trained_layer + hardware.gpu_context_bytes
+    hidden_bytes = tokens * shape.hidden_size * e * layers
+    loading = plain_bytes + packed_bytes * bool(shape.quantize)
+    ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
+    flops = step_flops(shape, replace(request, activation_checkpointing=True), seq, tokens)
+    refers = method in REFERENCE and shape.lora_r > 0
+    compute_s = hardware.compute_s(
+        flops.forward * (1 + refers) + flops.backward, 0.0, flops.attention + refers * flops.attention_forward
+    )
+    crossed = layer_bytes * layers * (2 + refers) + (0 if shape.lora_r else e * sum(shape.layer_params))
+    link_s = 0.0 if hardware.is_cpu else crossed / (hardware.h2d_gb_per_s * GB)
+    update_s = hardware.update_s("fp32", shape.trainable_params)
+    step_s = accumulation * max(compute_s, link_s) + update_s
+    vram, ram = (0, ram + vram) if hardware.is_cpu else (vram, ram)
+    short = [
+        f"{name}: {format_gib(used)} of {format_gib(there)}"
+        for name, used, there in (("VRAM", vram, hardware.vram_bytes), ("RAM", ram, hardware.ram_bytes))
+        if used > there
+    ]
+    why = "arithmetic" if compute_s >= link_s else "the link"
+    words = (
+        f"{method}, {shape.name} on {hardware.name}: " + (f"does not fit ({'; '.join(short)})" if short else "fits"),
+        f"  VRAM {format_gib(vram)} of {format_gib(hardware.vram_bytes)}, RAM {format_gib(ram)} of "
+        f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
+        f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
+        f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
+        *(["  its reference is the model with the adapters switched off: one forward more"] if refers else []),
+        *(
+            ["  its reference's log-probabilities are computed once, before the first step"]
+            if method in REFERENCE and not refers
+            else []
+        ),
+    )
+    return MethodPlan(method, not short, vram, ram, step_s, accumulation * tokens, words)

@@ -1,0 +1,130 @@
+"""The model of a method: with another head where it wants one, with adapters, streamed; and the trainers that are ours.
+
+A classifier is the decoder under one matrix that reads a text's last token, as transformers has it. An embedder is the
+decoder alone: the mean of a text's hidden states, normalised, as `outcore serve` answers /v1/embeddings. Its loss is
+InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch (and all negatives)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from outcore.config import ConfigError
+from outcore.model import ModelSettings, load_model
+from outcore.model.adapters import apply_lora
+
+HEAD = "score"
+"""Name that transformers gives a classifier's matrix."""
+TEMPERATURE = 0.05
+"""Cosines are divided by it before the cross-entropy; https://arxiv.org/abs/2104.08821, section 3."""
+
+
+def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, str] | None, problem: str | None) -> Any:
+    """The plain model in RAM, with a head for `labels` where there are some, and adapters on it where they are asked
+    for. ValueError or RuntimeError, in words."""
+    lora = settings.lora
+    plain = replace(settings, lora=None, quantize=None, gradient_checkpointing=False)
+    model = load_model(plain, tokenizer=tokenizer).model
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError("method: an encoder-decoder is trained by --method sft alone.")
+    if labels is not None:
+        model = _with_head(model, labels, problem, settings.seed)
+        if lora is not None:
+            lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model if lora is None else apply_lora(model, lora, settings.seed)
+
+
+def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int) -> Any:
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    config = model.config
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(f"method: transformers has no classifier over a {config.model_type} model.")
+    config.num_labels, config.problem_type = len(labels), problem
+    config.id2label, config.label2id = dict(labels), {name: number for number, name in labels.items()}
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    with torch.device("meta"):
+        made = kind._from_config(config, dtype=model.dtype)
+    head = getattr(made, HEAD, None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"method: the classifier over a {config.model_type} model is more than one matrix.")
+    setattr(made, made.base_model_prefix, model.base_model)
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(head.weight.shape, generator=draw) * config.get_text_config().initializer_range
+    fresh = nn.Linear(head.in_features, head.out_features, bias=False, dtype=model.dtype)
+    fresh.weight.data.copy_(weight)
+    setattr(made, HEAD, fresh)
+    config.architectures = [kind.__name__]
+    return made.train()
+
+
+def label_names(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Names of the labels by their numbers, in order."""
+    found = sorted({row["label"] for row in rows}, key=lambda label: (isinstance(label, str), label))
+    return {number: str(label) for number, label in enumerate(found)}
+
+
+def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numbers: Mapping[str, int]) -> list[Any]:
+    """Texts (with documents) as tokens, cut to `length`, and labels as what the head is to say."""
+    found = []
+    for row in rows:
+        texts = [row["text"], *([row["document"]] if "document" in row else [])]
+        ids = tokenizer(*texts, truncation=True, max_length=length)
+        label = [row["label"]] if "document" in row else numbers[str(row["label"])]
+        found.append({"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "labels": label})
+    return found
+
+
+def accuracy(outcome: Any) -> dict[str, float]:
+    """Share of texts that got their label."""
+    scores, wanted = outcome.predictions, outcome.label_ids
+    right = (scores > 0) == (wanted > 0.5) if scores.shape[-1] == 1 else scores.argmax(-1) == wanted
+    return {"accuracy": float(right.mean())}
+
+
+class Partners:
+    """Collates texts and their partners (a data collator): queries first, then positives, then negatives."""
+
+    def __init__(self, tokenizer: Any, length: int) -> None:
+        self._tokenizer, self._length = tokenizer, length
+
+    def __call__(self, rows: Sequence[Mapping[str, str]]) -> dict[str, torch.Tensor]:
+        columns = ["query", "positive", *["negative"] * all("negative" in row for row in rows)]
+        texts = [row[column] for column in columns for row in rows]
+        found = self._tokenizer(texts, truncation=True, max_length=self._length, padding=True, return_tensors="pt")
+        return {**found, "labels": torch.arange(len(rows))}
+
+
+def embedding_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, cosines [queries, partners])."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    mask = batch["attention_mask"]
+    hidden_BTH = base.base_model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
+    weights_BT1 = mask.unsqueeze(-1).to(torch.float32)
+    mean_BH = (hidden_BTH.float() * weights_BT1).sum(1) / weights_BT1.sum(1)
+    vectors_BH = functional.normalize(mean_BH, dim=-1)
+    wanted = batch["labels"]
+    cosines = vectors_BH[: len(wanted)] @ vectors_BH[len(wanted) :].T
+    return functional.cross_entropy(cosines / TEMPERATURE, wanted), cosines
+
+
+def trainer_by(loss_of: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> Any:
+    """transformers' Trainer with a loss of ours: (model, batch) -> (loss, what an evaluation looks at)."""
+    from transformers import Trainer
+
+    class OwnLossTrainer(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss, scores = loss_of(model, inputs)
+            return (loss, {"logits": scores}) if return_outputs else loss
+
+    return OwnLossTrainer

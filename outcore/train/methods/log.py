@@ -1,0 +1,70 @@
+"""What a foreign trainer's steps are for a run: lines of metrics.jsonl, the screen, checkpoints, a stop on Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from outcore.monitor import MetricsLog, RunProgress
+from outcore.train.process import StopRequest
+
+OF_TRAINER = ("epoch", "step", "total_flos", "train_loss")
+RENAMED: dict[str, str] = {"learning_rate": "lr", "num_tokens": "tokens"}
+SHOWN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins")
+"""Figures of an evaluation that people are told; metrics.jsonl has all."""
+
+
+class RunLog(TrainerCallback):
+    """Writes a run's log as our own loop does, and has the trainer save and end where a signal asks for it."""
+
+    def __init__(self, metrics: MetricsLog, progress: RunProgress, loggers: Any, stop: StopRequest) -> None:
+        self._metrics, self._progress, self._loggers, self._stop = metrics, progress, loggers, stop
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.last_eval: dict[str, float] = {}
+        self.evaluated_step = -1
+        self._began_s = self._took_s = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._took_s = time.perf_counter() - self._began_s
+        if self._stop.wanted() and state.global_step < state.max_steps:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        said: dict[str, Any] = {
+            name: value
+            for name, value in (logs or {}).items()
+            if name not in OF_TRAINER and not name.endswith(("_runtime", "_per_second"))
+        }
+        if not state.global_step or not said:
+            return
+        if "loss" in said:
+            optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
+            norm = getattr(optimizer, "grad_norm", None)
+            record: dict[str, Any] = {RENAMED.get(name, name): value for name, value in said.items()}
+            record |= {"step": state.global_step, "step_s": self._took_s, "skipped": False}
+            record |= {"grad_norm": norm} if norm is not None else {}
+            self.first_loss = said["loss"] if self.first_loss is None else self.first_loss
+            self.last_loss = said["loss"]
+            self._metrics.write_step(record)
+            self._loggers.log_step(record)
+            self._progress.update(record)
+        elif "eval_loss" in said:
+            self.last_eval = {name: value for name, value in said.items() if name.startswith("eval_")}
+            self.evaluated_step = state.global_step
+            record = {"step": state.global_step, **self.last_eval}
+            self._metrics.write_eval(record)
+            self._loggers.log_eval(record)
+            self._progress.message(f"step {state.global_step}: validation {self.eval_words}")
+
+    @property
+    def eval_words(self) -> str:
+        """The last evaluation, for people; '' before the first."""
+        found = {name: self.last_eval.get(f"eval_{name}") for name in SHOWN}
+        return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if value is not None)

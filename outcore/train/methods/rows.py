@@ -1,0 +1,183 @@
+"""A run's rows as the methods' trainers want them, from the files and shapes that every run reads.
+
+A pair is read by the reader of its shape twice, once with chosen and rejected exchanged: so prompts, conversations and
+tools are understood as for training on the chosen answers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from outcore.config import TrainConfig
+from outcore.data import DataError, weighted_source
+from outcore.data.look import data_settings_of
+from outcore.data.rows import ChatExample, Shape, TextExample, shaped_records
+from outcore.data.sources import BadRow, BadRows, Record, RowError, open_source
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+TEXTS = ("text", "sentence", "content", "query", "question")
+ASKED = ("query", "anchor", "question", "prompt", "sentence1", "text")
+PARTNERS = ("positive", "document", "passage", "answer", "completion", "sentence2")
+LABELS = ("label", "labels", "class")
+TEXT = Shape("text", ("text",))
+
+
+def split_rows(config: TrainConfig, found: Callable[[bool], list[Any]]) -> tuple[list[Any], list[Any]]:
+    """(rows to train on, rows to evaluate on): those of `eval_dataset`, or a share of the others set aside by the seed.
+    `found(is_evaluation)` reads them."""
+    trained = found(False)
+    if config.eval_strategy == "no":
+        held = []
+    elif config.eval_dataset is not None:
+        held = found(True)
+    else:
+        count = round(config.eval_fraction * len(trained)) or int(config.eval_fraction > 0 and len(trained) > 1)
+        aside = set(np.random.default_rng(config.seed).permutation(len(trained))[:count].tolist())
+        held = [row for number, row in enumerate(trained) if number in aside]
+        trained = [row for number, row in enumerate(trained) if number not in aside]
+    if not trained:
+        raise DataError(f"{', '.join(config.dataset)} leaves no row to train on.")
+    return trained[: config.max_train_samples], held[: config.max_eval_samples]
+
+
+def _read(
+    config: TrainConfig, is_evaluation: bool, say: Say, take: Callable[[Row, Shape], list[Row]], *, has_shape: bool
+) -> list[Row]:
+    """What `take` makes of each row, of all sources by their weights; a RowError of it is a bad row. `has_shape`: it
+    wants to know the shape of the row's file, which must be a known one."""
+    settings = data_settings_of(config, config.seq_length or 1024, "off")
+    sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
+    found: list[Row] = []
+    for one in sources:
+        bad = BadRows(config.on_bad_row)
+        source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
+        records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
+        rows = list(_taken(records, take, bad))
+        if bad.count:
+            say(f"{one.name}: {bad.count} malformed rows left out, such as {bad.examples[0]}")
+        if not is_evaluation and one.weight != 1:
+            whole, part = divmod(one.weight, 1)
+            rows = rows * int(whole) + rows[: round(part * len(rows))]
+        found += rows
+    return found
+
+
+def _taken(
+    records: Iterable[tuple[Record | BadRow, Shape]], take: Callable[[Row, Shape], list[Row]], bad: BadRows
+) -> Iterator[Row]:
+    for record, shape in records:
+        if isinstance(record, BadRow):
+            bad.add(record)
+            continue
+        try:
+            yield from take(record.row, shape)
+        except RowError as error:
+            bad.add(BadRow(record.where, str(error)))
+
+
+# ------------------------------------------------------------------ preferences
+
+
+def _pair(row: Row, shape: Shape) -> list[Row]:
+    if not {"chosen", "rejected"} <= row.keys():
+        raise RowError("a preference is a row with chosen and rejected (and perhaps prompt)")
+    other = {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
+    good, bad = shape.example(row), shape.example(other)
+    if isinstance(good, TextExample) and isinstance(bad, TextExample):
+        return [{"prompt": good.prompt or "", "chosen": good.text, "rejected": bad.text}]
+    if not (isinstance(good, ChatExample) and isinstance(bad, ChatExample)):
+        raise RowError("chosen and rejected are of two kinds: texts, or lists of messages, both")
+    shared = len(list(takewhile(lambda both: both[0] == both[1], zip(good.messages, bad.messages))))
+    both = good.messages[:shared], good.messages[shared:], bad.messages[shared:]
+    if not all(both):
+        raise RowError("chosen and rejected have no question in common, or one has no answer of its own")
+    return [dict(zip(("prompt", "chosen", "rejected"), both, strict=True)) | _tools_of(good)]
+
+
+def _judged(row: Row, shape: Shape) -> list[Row]:
+    if {"chosen", "rejected"} <= row.keys():
+        (pair,) = _pair(row, shape)
+        rest = {key: pair[key] for key in pair.keys() - {"chosen", "rejected"}}
+        return [
+            {**rest, "completion": pair[name], "label": is_good}
+            for name, is_good in (("chosen", True), ("rejected", False))
+        ]
+    label = row.get("label")
+    if label not in (True, False, 0, 1):
+        raise RowError(f"label must be true or false (was the answer good), found {label!r}")
+    example = shape.example(row)
+    if isinstance(example, TextExample):
+        return [{"prompt": example.prompt or "", "completion": example.text, "label": bool(label)}]
+    if not isinstance(example, ChatExample) or len(example.messages) < 2:
+        raise RowError("a judged row has a prompt and its completion, or messages, and a label")
+    ends = {"prompt": example.messages[:-1], "completion": example.messages[-1:], "label": bool(label)}
+    return [ends | _tools_of(example)]
+
+
+def _tools_of(example: ChatExample) -> Row:
+    if example.variables:
+        raise RowError("chat_template_kwargs are read by method sft alone")
+    return {"tools": json.dumps(example.tools)} if example.tools else {}
+
+
+def pairs(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
+    """prompt, chosen, rejected."""
+    return _read(config, is_evaluation, say, _pair, has_shape=True)
+
+
+def judged(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
+    """prompt, completion, label; a pair is two of them."""
+    return _read(config, is_evaluation, say, _judged, has_shape=True)
+
+
+# ------------------------------------------------------------------ labels and partners
+
+
+def labelled(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
+    """text, label; or query, document, label (whether the document answers the query)."""
+
+    def labelled_row(row: Row, shape: Shape) -> list[Row]:
+        label = _column(row, LABELS, "a label")
+        document = next((name for name in PARTNERS if isinstance(row.get(name), str)), None)
+        if document is not None:
+            if label not in (True, False, 0, 1):
+                raise RowError(f"whether a document answers its query is 0 or 1, found {label!r}")
+            return [{"text": _text(row, ASKED), "document": row[document], "label": float(label)}]
+        if isinstance(label, bool) or not isinstance(label, (str, int)):
+            raise RowError(f"a label is a text or a whole number, found {label!r}")
+        names = (config.text_column,) if config.text_column else TEXTS
+        return [{"text": _text(row, names), "label": label}]
+
+    return _read(config, is_evaluation, say, labelled_row, has_shape=False)
+
+
+def partners(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
+    """query, positive; and negative where all rows have one."""
+
+    def partner_row(row: Row, shape: Shape) -> list[Row]:
+        found = {"query": _text(row, ASKED), "positive": _text(row, PARTNERS)}
+        if isinstance(row.get("negative"), str):
+            found["negative"] = row["negative"]
+        return [found]
+
+    return _read(config, is_evaluation, say, partner_row, has_shape=False)
+
+
+def _column(row: Row, names: Sequence[str], what: str) -> Any:
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise RowError(f"no column with {what} ({', '.join(names)}); the row has: {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def _text(row: Row, names: Sequence[str]) -> str:
+    value = _column(row, names, "a text")
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"a text was expected, found {value!r}")
+    return value

@@ -1,0 +1,363 @@
+"""A run by a method beside the loop's own: the same settings, folders, log and checkpoints, and a foreign trainer.
+
+The model is loaded into RAM and streamed (`outcore.hf`); optimizer and schedule are those of every run: AdamW with its
+states in RAM, clipped by the exact norm. A checkpoint holds what the trainer saves, under our manifest, and a resumed
+run goes on to the same bits. DPO and KTO compare with the model as it was: where adapters are trained these are
+switched off for it, else its log-probabilities are computed before the first step and kept."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import DataCollatorWithPadding, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+import outcore.hf
+from outcore import __version__
+from outcore.checkpoint import Checkpoint, save_checkpoint
+from outcore.checkpoint.export import check_login, export_model, how_to_load, push
+from outcore.common.quantities import counted, format_s
+from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
+from outcore.data import DataError
+from outcore.data.chat import ensure_chat_template
+from outcore.model import ModelSettings
+from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
+from outcore.runs import TakenRun, take_run
+from outcore.train.changes import settle_changes
+from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.configure.schedule import LrSchedule, RunLength
+from outcore.train.methods import distill, heads
+from outcore.train.methods.log import RunLog
+from outcore.train.methods.rows import split_rows
+from outcore.train.methods.table import METHODS, MethodKind, trl_classes
+from outcore.train.process import StopRequest, seed_everything
+from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
+from outcore.train.run.job import RunJob
+
+TRAINER = "trainer"
+"""Folder of a checkpoint for what the trainer saves."""
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEVER = 1 << 30
+"""A number of steps that no run has."""
+
+
+def run_method(job: RunJob) -> int:
+    """Train by the run's method; the process's exit code."""
+    config, kind = job.config, METHODS[job.config.method]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = resolve(config, read_deepspeed_file(config.deepspeed_config), ProcessFacts(job.device.precision))
+    if world_size > 1 or settings.precision == "fp16":
+        raise ConfigError(f"method {config.method}: it trains on one GPU, in bf16 or fp32. Use --precision bf16.")
+    if config.push_to_hub is not None:
+        job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
+    classes = trl_classes(kind) if kind.trainer else None
+    taken = take_run(config, job.say)
+    assert taken.lock is not None
+    job.opened.callback(taken.lock.release)
+    job.opened.callback(taken.folder.remove_empty)
+    taken.folder.make()
+    seed_everything(config.seed)
+    with job.opened, _in_one_process():
+        return _Story(job, kind, settings, taken).tell(classes)
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Within this context trainers find no launcher's variables, for which they would wrap the model, and draw no bars
+    of their own."""
+    kept = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
+    quiet = is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():  # an attribute's old name, which TRL and peft ask for
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            yield
+    finally:
+        os.environ.update(kept)
+        if quiet[0]:
+            enable_progress_bar()
+        if quiet[1]:
+            datasets.enable_progress_bars()
+
+
+class _Story:
+    """One run."""
+
+    def __init__(self, job: RunJob, kind: MethodKind, settings: RunSettings, taken: TakenRun) -> None:
+        self.job, self.config, self.kind, self.settings, self.folder = job, job.config, kind, settings, taken.folder
+        self.checkpoint: Checkpoint | None = taken.checkpoint
+        self.saved_path: Path | None = None
+
+    def tell(self, classes: tuple[Any, Any] | None) -> int:
+        job, config = self.job, self.config
+        job.phase = "preparing tokenizer and data"
+        length = config.seq_length or default_seq_length(config, self.settings.precision)
+        model_settings = model_settings_of(config, self.settings.precision, length)
+        tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
+        trained, held = self._rows(model_settings, tokenizer)
+        first = trained[0]
+        is_talk = any(isinstance(first.get(name), list) for name in ("chosen", "completion"))
+        if is_talk and (note := ensure_chat_template(tokenizer)):
+            job.say(note)
+        job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
+        labels, problem = self._labels(trained, held)
+        if labels is not None:
+            job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
+        job.phase = "loading the model"
+        model = heads.method_model(model_settings, tokenizer, labels, problem)
+        job.say(
+            f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {_trained_numel(model):,} trainable"
+        )
+        outcore.hf.stream(model, quantize=model_settings.quantize)
+        steps = run_length(
+            config, len(trained), self.settings.train_batch_size, self.settings.gradient_accumulation_steps
+        )
+        schedule = schedule_of(config, self.settings.file, self.settings.learning_rate, steps.total_steps)
+        fingerprint = self._fingerprint(schedule)
+        if self.checkpoint is not None:
+            for line in settle_changes(self.checkpoint, fingerprint, on_purpose=config.continue_with_changes):
+                job.say(f"resume: {line}, as asked")
+        with StopRequest() as stop:
+            log = self._log(stop, steps, model)
+            trainer = self._trainer(classes, model, tokenizer, (trained, held), length, steps, schedule, log, labels)
+            _save_as_ours(trainer, self, fingerprint)
+            return self._train(trainer, log, stop, steps, tokenizer)
+
+    def _rows(self, model: ModelSettings, tokenizer: Any) -> tuple[Any, Any]:
+        """(rows to train on, rows to evaluate on)."""
+        job, config = self.job, self.config
+        if self.kind.read is not None:
+            read = self.kind.read
+            return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
+        teacher = replace(
+            model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
+        )
+        config = replace(config, packing="off")
+        theirs = load_tokenizer(
+            replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None), teacher, job.say
+        )
+        if theirs.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(f"teacher: {config.teacher} has other tokens than the student; they must be the same.")
+        data = load_data(config, model, tokenizer, None, job.say)
+        cache = Path(config.data_cache_dir).expanduser()
+        sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
+        said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
+        return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
+
+    def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
+        """(labels of the head, what transformers takes its problem for)."""
+        if not self.kind.has_head:
+            return None, None
+        if self.kind.trainer:
+            return {0: "score"}, None
+        if "document" in trained[0]:
+            return {0: "relevant"}, "multi_label_classification"  # one label, by itself: its loss is a sigmoid's
+        labels = heads.label_names([*trained, *held])
+        if len(labels) < 2:
+            raise ConfigError(
+                f"method classify: every row has the label {labels[0]!r}; there is nothing to tell apart."
+            )
+        return labels, "single_label_classification"
+
+    def _fingerprint(self, schedule: LrSchedule) -> dict[str, Any]:
+        config = self.config
+        same = ("method", "beta", "lora_r", "lora_dropout", "use_dora", "use_rslora", "quantize", "seed", "seq_length")
+        return {
+            **{name: getattr(config, name) for name in same},
+            "precision": self.settings.precision,
+            "train_batch_size": self.settings.train_batch_size,
+            "schedule": asdict(schedule),
+        }
+
+    def _log(self, stop: StopRequest, steps: RunLength, model: Any) -> RunLog:
+        job, config, folder = self.job, self.config, self.folder
+        resumed = self.checkpoint.step if self.checkpoint else None
+        metrics = MetricsLog(folder.metrics, resume_step=resumed, say=job.say)
+        job.opened.callback(metrics.close)
+        loggers = make_loggers(config.report_to, folder.logs, resume_step=resumed, enabled=True, say=job.say)
+        job.opened.callback(loggers.close)
+        progress = RunProgress(
+            steps.total_steps, first_step=resumed or 0, plain_every_steps=config.logging_steps, enabled=True
+        )
+        job.opened.callback(progress.close)
+        header = {
+            "run": folder.name,
+            "versions": {"outcore": __version__, "torch": torch.__version__},
+            "machine": {"device": job.device.reason},
+            "model": {"words": type(model).__name__, "trainable_params": _trained_numel(model)},
+            "plan": {"total_steps": steps.total_steps, "train_batch_size": self.settings.train_batch_size},
+            "config": asdict(config),
+        }
+        metrics.write_header(header)
+        loggers.log_header(header)
+        return RunLog(metrics, progress, loggers, stop)
+
+    def _trainer(
+        self,
+        classes: tuple[Any, Any] | None,
+        model: Any,
+        tokenizer: Any,
+        rows: tuple[list[Any], list[Any]],
+        length: int,
+        steps: RunLength,
+        schedule: LrSchedule,
+        log: RunLog,
+        labels: dict[int, str] | None,
+    ) -> Any:
+        given: dict[str, Any] = {"processing_class": tokenizer}
+        arguments = self._arguments(steps, has_evaluation=bool(rows[1]))
+        if classes is not None:
+            trainer, settings = classes
+            arguments |= {"max_length": length, "dataset_num_proc": 1, **self.kind.settings}
+            arguments |= {"beta": self.config.beta} if self.config.beta is not None else {}
+            if self.kind.has_reference and not self.config.lora_r:
+                arguments["precompute_ref_log_probs"] = True
+        else:
+            trainer, settings = Trainer, TrainingArguments
+            arguments |= {"remove_unused_columns": False, "label_names": ["labels"]}
+            if self.config.method == "distill":
+                trainer, given = heads.trainer_by(distill.distillation_loss), {"data_collator": distill.collate}
+            elif self.config.method == "embed":
+                trainer, given = (
+                    heads.trainer_by(heads.embedding_loss),
+                    {"data_collator": heads.Partners(tokenizer, length)},
+                )
+            else:
+                numbers = {name: number for number, name in (labels or {}).items()}
+                rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
+                given = {"data_collator": DataCollatorWithPadding(tokenizer), "compute_metrics": heads.accuracy}
+        self.job.phase = "preparing the trainer"
+        told = settings(**arguments)
+        told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
+        made: Any = trainer(
+            model,
+            args=told,
+            train_dataset=datasets.Dataset.from_list(rows[0]) if isinstance(rows[0], list) else rows[0],
+            eval_dataset=(datasets.Dataset.from_list(rows[1]) if isinstance(rows[1], list) else rows[1])
+            if rows[1]
+            else None,
+            callbacks=[log],
+            optimizers=self._optimizer(model, schedule),
+            **given,
+        )
+        if classes is None:
+            made.model_accepts_loss_kwargs = False  # the loss is a mean: a step's is that of its micro-batches
+        kept = len(made.train_dataset)
+        if cut := len(rows[0]) - kept:
+            words = f"{counted(cut, 'row')} have no answer left within seq_length {length} tokens"
+            if not kept:
+                raise DataError(f"All {words}. Raise --seq_length, or shorten the prompts.")
+            self.job.say(f"WARNING: {words}, and are left out")
+        if self.kind.has_reference and "ref" in getattr(made.model, "peft_config", {}):
+            made.model.delete_adapter("ref")  # these adapters are new: switched off they are the model as it was
+        for shown in (PrinterCallback, ProgressCallback):
+            made.remove_callback(shown)
+        return made
+
+    def _arguments(self, steps: RunLength, *, has_evaluation: bool) -> dict[str, Any]:
+        config, settings = self.config, self.settings
+        saves = config.save_strategy != "no"
+        return {
+            "output_dir": str(self.folder.checkpoints),
+            "per_device_train_batch_size": settings.per_device_train_batch_size,
+            "per_device_eval_batch_size": config.per_device_eval_batch_size or settings.per_device_train_batch_size,
+            "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+            "max_steps": steps.total_steps,
+            "max_grad_norm": 0.0,  # the optimizer clips
+            "learning_rate": settings.learning_rate,
+            "logging_steps": 1,
+            "eval_strategy": "steps" if has_evaluation else "no",
+            "eval_steps": steps.eval_steps or NEVER,
+            "save_strategy": "steps" if saves else "no",
+            "save_steps": steps.save_steps or NEVER,
+            "seed": config.seed,
+            "report_to": [],
+            "disable_tqdm": True,
+            "bf16": False,  # the model is of the run's type, as in our own loop
+            "use_cpu": not self.job.device.has_cuda,
+            "gradient_checkpointing": False,  # layers are computed again in any case
+        }
+
+    def _optimizer(self, model: Any, schedule: LrSchedule) -> tuple[Any, Any]:
+        settings = self.settings
+        adamw = outcore.hf.optimizer(
+            model,
+            schedule.peak_lr,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm or None,
+        )
+        share: Callable[[int], float] = lambda step: schedule.lr(min(step, schedule.total_steps - 1)) / schedule.peak_lr  # noqa: E731
+        return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, share)
+
+    def _train(self, trainer: Any, log: RunLog, stop: StopRequest, steps: RunLength, tokenizer: Any) -> int:
+        job, config, folder = self.job, self.config, self.folder
+        job.phase = "training"
+        began_s = time.perf_counter()
+        if self.checkpoint is not None:
+            job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
+            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).iterdir())))
+        else:
+            trainer.train()
+        step = trainer.state.global_step
+        if step < steps.total_steps:
+            saved = "saved. Go on with the same command and --resume_from_checkpoint auto" * bool(self.saved_path)
+            job.say(f"stopped at step {step} of {steps.total_steps} and {saved or 'not saved (save_strategy no)'}")
+            return stop.exit_code
+        if trainer.eval_dataset is not None and log.evaluated_step < step:
+            trainer.evaluate()
+        if config.export:
+            stop.finishing, job.phase = "finishing the export", "exporting the model"
+            adapter_only = config.lora_export == "adapter"
+            export_model(
+                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
+            )
+        plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
+        words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
+        if log.first_loss is not None and log.last_loss is not None:
+            words += f"; loss {log.first_loss:.3f} -> {log.last_loss:.3f}"
+        job.say(words + f"; validation {log.eval_words}" * bool(log.last_eval))
+        job.say(f"log and loss curve: {folder.logs}")
+        if config.export:
+            job.say(f"model:              {folder.export}  ({how_to_load(folder.export)})")
+            if config.push_to_hub is not None:
+                job.say(f"uploaded: {push(folder.export, config.push_to_hub, folder.name)}")
+        return 0
+
+
+def _save_as_ours(trainer: Any, story: _Story, fingerprint: dict[str, Any]) -> None:
+    """Have the trainer's checkpoints written as a run's: aside, under a manifest, the oldest removed."""
+    write_theirs = trainer._save_checkpoint
+
+    def save(model: Any, trial: Any = None) -> None:
+        def write(aside: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
+            before, trainer.args.output_dir = trainer.args.output_dir, str(aside / TRAINER)
+            try:
+                write_theirs(model, trial)
+            finally:
+                trainer.args.output_dir = before
+            return {"tokens_seen": 0, "fingerprint": fingerprint, "method": story.config.method}
+
+        needed = 16 * _trained_numel(trainer.model)  # fp32 masters and moments, and the weights
+        story.saved_path = save_checkpoint(
+            story.folder.checkpoints, trainer.state.global_step, write,
+            needed_bytes=needed, keep=story.config.save_total_limit, say=story.job.say,
+        )  # fmt: skip
+
+    story.job.saved = lambda: story.saved_path
+    trainer._save_checkpoint = save
+
+
+def _trained_numel(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,205 @@
+"""Methods as commands: runs with log, checkpoints and export like any other, by the trainers that the methods have."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import outcore
+from outcore.cli import main
+from outcore.monitor import read_metrics
+from outcore.runs import list_runs
+from tests.hf.callers import tiny, tokenizer
+
+PAIRS = [{"prompt": f"hello {i}", "chosen": f" world {i} 1 2", "rejected": f" test {i} 5"} for i in range(24)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "reward"), PAIRS),
+    "classify": [{"text": f"{'hello world' if i % 2 else 'a test'} {i}", "label": "ab"[i % 2]} for i in range(24)],
+    "rank": [{"query": f"hello {i}", "document": f"{'no' * (i % 2)} {i}", "label": i % 2} for i in range(24)],
+    "embed": [{"query": f"hello {i}", "positive": f"world {i}"} for i in range(24)],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    tiny().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(method: str, *flags: str, rows: str = "", steps: int = 3, name: str = "run") -> int:
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, ROWS[rows or method])))
+    usual = [
+        "--dataset",
+        "rows.jsonl",
+        *([] if "--max_length" in flags else ["--seq_length", "32"]),
+        "--max_steps",
+        str(steps),
+        "--report_to",
+        "none",
+    ]
+    usual += ["--learning_rate", "0.01", "--run_name", name, "--warmup_steps", "0"]
+    return main(["train", "model", "--method", method, *usual, *flags])
+
+
+@pytest.mark.more(after=4)
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("dpo", ["--lora_r", "4"]),
+        ("classify", []),
+        ("embed", []),
+        ("reward", ["--lora_r", "4"]),
+        ("kto", []),
+        ("dpo", []),
+        ("dpo", ["--lora_r", "4", "--quantize", "nf4", "--lora_export", "adapter"]),
+        ("orpo", ["--lora_r", "4"]),
+        ("simpo", []),
+    ],
+)
+def test_a_method_is_a_run_like_any_other(method: str, flags: list[str]) -> None:
+    assert train(method, *flags) == 0
+    metrics = read_metrics("logs/run/metrics.jsonl")
+    assert [step["step"] for step in metrics.steps] == [1, 2, 3]
+    assert all(step["grad_norm"] > 0 and step["lr"] > 0 for step in metrics.steps)
+    assert metrics.evals and metrics.evals[-1]["step"] == 3
+    assert not Path("final_model/run/chat_template.jinja").exists(), "rows of texts need none"
+    if method == "classify":
+        assert metrics.steps[0]["loss"] == pytest.approx(math.log(2), rel=0.2), "a mean, not a sum of micro-batches"
+    (run,) = list_runs(Path("checkpoints"), Path("logs"), Path("final_model"))
+    assert (run.state, run.step, run.total_steps) == ("finished", 3, 3)
+    if "adapter" in flags:
+        assert Path("final_model/run/adapter_model.safetensors").is_file()
+        return
+    kind = AutoModelForSequenceClassification if method in ("reward", "classify") else AutoModelForCausalLM
+    was, now = tiny().state_dict(), kind.from_pretrained("final_model/run").state_dict()
+    assert any(not torch.equal(was[name], tensor) for name, tensor in now.items() if name in was)
+
+
+def test_dpo_learns_as_trl_does_on_the_plain_model() -> None:
+    """Optimizer, schedule, clipping and a reference whose log-probabilities are computed before: the same losses."""
+    import trl
+    from datasets import Dataset
+
+    assert train("dpo", "--eval_fraction", "0", "--batch_size", "24", "--grad_accum", "1") == 0
+    reference, plain = tiny(), tiny()
+    arguments = trl.DPOConfig(  # pyright: ignore[reportPrivateImportUsage]
+        "trl", max_steps=3, per_device_train_batch_size=24, gradient_accumulation_steps=1, learning_rate=0.01,
+        max_length=32, use_cpu=True, bf16=False, report_to=[], save_strategy="no", weight_decay=0.01, logging_steps=1,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(  # pyright: ignore[reportPrivateImportUsage]
+        plain, reference, arguments, train_dataset=Dataset.from_list(PAIRS), processing_class=tokenizer()
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [step["loss"] for step in read_metrics("logs/run/metrics.jsonl").steps] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", [["--lora_r", "4"], []])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("dpo", *flags, name="whole", steps=4) == 0
+    from outcore.train.process import StopRequest
+
+    asked = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "wanted", lambda self: next(asked, False))
+        patch.setattr(StopRequest, "exit_code", 143)
+        assert train("dpo", *flags, name="parts", steps=4) == 143
+    assert [run.state for run in list_runs(Path("checkpoints"), Path("logs"), Path("final_model"))] == [
+        "stopped", "finished",
+    ]  # fmt: skip
+    assert train("dpo", *flags, "--resume_from_checkpoint", "auto", name="parts", steps=4) == 0
+    steps = [[step["loss"] for step in read_metrics(f"logs/{name}/metrics.jsonl").steps] for name in ("whole", "parts")]
+    assert steps[0] == steps[1]
+    whole, parts = (load_file(f"final_model/{name}/model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_conversations_and_bad_rows_are_read_as_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    def talk(words: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "hello " * 6}, {"role": "assistant", "content": words}]
+
+    ROWS["talks"] = [{"chosen": talk(f"world {i}"), "rejected": talk(f"test {i}")} for i in range(12)]
+    assert train("dpo", "--lora_r", "4", "--max_length", "8", rows="talks", name="short") == 2
+    assert "All 11 rows have no answer left within seq_length 8" in capsys.readouterr().err
+    assert train("dpo", "--lora_r", "4", "--max_length", "64", rows="talks") == 0
+    ROWS["talks"].append({"chosen": talk("world"), "rejected": talk("world")})
+    assert train("dpo", "--lora_r", "4", rows="talks", name="bad") == 2
+    assert "rows.jsonl, line 13" in capsys.readouterr().err
+    assert (
+        train("dpo", "--lora_r", "4", "--on_bad_row", "skip", "--max_length", "64", rows="talks", name="skipped") == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--packing", "on"], "packing: method dpo has no such setting"),
+        (["--state_format", "split"], "state_format: method dpo has no such setting"),
+        (["--lora_r", "4", "--quantize", "nf4"], "--lora_export adapter"),
+        (["--teacher", "model"], "go together"),
+    ],
+)
+def test_what_a_method_has_not_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("dpo", *flags) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("checkpoints").exists()
+
+
+def test_what_was_trained_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reranker's order is that of transformers' classifier over pairs; an embedder's vectors are means of it."""
+    assert train("classify", rows="rank") == 0
+    found = AutoModelForSequenceClassification.from_pretrained("final_model/run").eval()
+    with outcore.LLM("final_model/run") as llm:
+        ranked = llm.rerank("hello 1", ["world 1", "test 2"])
+    with torch.no_grad():
+        scores = [
+            found(**tokenizer()("hello 1", text, return_tensors="pt")).logits.item() for text in ("world 1", "test 2")
+        ]
+    for one in ranked:
+        assert one.relevance_score == pytest.approx(1 / (1 + math.exp(-scores[one.index])), abs=1e-4)
+    assert train("embed", name="vectors") == 0
+    assert "AutoModelForSequenceClassification.from_pretrained loads it" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained("final_model/vectors").eval()
+    with outcore.LLM("final_model/vectors") as llm:
+        vector = torch.tensor(llm.embed(["hello world"])[0].outputs.embedding)
+    with torch.no_grad():
+        mean = model.base_model(**tokenizer()("hello world", return_tensors="pt")).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-4, rtol=1e-3)
+
+
+def test_a_student_learns_what_its_teacher_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """A teacher is asked once; a student that is its own teacher has nothing to learn."""
+    torch.manual_seed(5)
+    teacher = tiny()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(2.0)
+    teacher.save_pretrained("teacher")
+    tokenizer().save_pretrained("teacher")
+    ROWS["distill"] = [{"prompt": f"hello {i}", "completion": f" world {i} 1 2"} for i in range(80)]
+    assert train("distill", "--teacher", "teacher", steps=16) == 0
+    losses = [step["loss"] for step in read_metrics("logs/run/metrics.jsonl").steps]
+    assert losses[-1] < 0.7 * losses[0]
+    chunks = sorted(Path(".cache/data/taught").rglob("chunk-*.safetensors"))
+    assert len(chunks) == 3, "two of the rows to train on, one of those to evaluate on"
+    stamps = [chunk.stat().st_mtime_ns for chunk in chunks]
+    chunks[0].unlink()
+    capsys.readouterr()
+    assert train("distill", "--teacher", "teacher", name="again", steps=16) == 0
+    assert "1 chunks of 64 are left" in capsys.readouterr().out
+    assert [chunk.stat().st_mtime_ns for chunk in chunks[1:]] == stamps[1:]
+    assert [step["loss"] for step in read_metrics("logs/again/metrics.jsonl").steps] == losses
+    assert train("distill", "--teacher", "model", name="itself", steps=1) == 0
+    assert read_metrics("logs/itself/metrics.jsonl").steps[0]["loss"] < 1e-5
