@@ -64,7 +64,7 @@ LINES = {
     "cli": 150,
     "common": 1200,
     "config": 2900,
-    "data": 6000,
+    "data": 6450,
     "engine.base": 350,
     "engine.decide": 200,
     "engine.deepspeed": 4300,
