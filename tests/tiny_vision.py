@@ -40,12 +40,12 @@ def processor() -> Any:
 def model(made: Any) -> Any:
     """SigLIP's tower, a projector and Llama."""
     text = {
-        "model_type": "llama", "vocab_size": len(made.tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "model_type": "llama", "vocab_size": len(made.tokenizer), "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1,
         "eos_token_id": 2, "bos_token_id": 3, "max_position_embeddings": 256,
     }  # fmt: skip
     vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "image_size": SIDE, "patch_size": PATCH, "vision_use_head": False,
     }  # fmt: skip
     config = transformers.LlavaConfig(

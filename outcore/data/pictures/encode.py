@@ -6,6 +6,7 @@ length are counted; that the tokens before it are the same in the whole conversa
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,15 @@ class PictureEncoder:
                 inputs["labels"][row, begin:end] = ids[begin:end]
         inputs["labels"][torch.isin(inputs["input_ids"], self._image_tokens)] = IGNORE_INDEX
         return inputs
+
+    def save(self, folder: Path) -> None:
+        """Write the processor beside a model."""
+        self._processor.save_pretrained(folder)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's."""
+        return self._processor.tokenizer
 
     def _answers(
         self, conversation: PictureTalk, untrained: Collection[int], ids: torch.Tensor, where: Any

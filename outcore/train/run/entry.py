@@ -62,6 +62,10 @@ def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float
     job: RunJob | None = None
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
+        if config.train_vision is not None:
+            from outcore.train.vision import train_vision
+
+            return train_vision(config)
         job = start(config, began_s=began_s)
         return run(job, goal)
     except (*TOLD, KeyboardInterrupt) as error:
