@@ -56,16 +56,13 @@ def pictures(records: dict[str, Any]) -> str:
     """The table of image-text architectures between its marks in docs/models.md."""
     found = {n.removeprefix(PICTURES): r for n, r in sorted(records.items()) if n.startswith(PICTURES)}
     equal = [name for name, r in found.items() if r.get("streams") == "" and not r["steps"] and not r["answer"]]
-    others = {
-        name: r.get("unbuilt") or r.get("streams") or r["steps"] or r["answer"]
-        for name, r in found.items()
-        if name not in equal
-    }
+    others = {name: r["unbuilt"] for name, r in found.items() if name not in equal}
     versions = sorted({r["key"].partition(", code")[0] for r in found.values()})
     lines = [
         SEEN,
-        f"Tried with {'; '.join(versions)}: {len(found)} image-text architectures, of which {len(equal)} train and answer "
-        f"as the plain model does, and {len(others)} could not be tried:",
+        f"Tried with {'; '.join(versions)}: {len(found)} image-text architectures, {len(equal)} of which train and "
+        f"answer as the plain model does. Of the "
+        f"other {len(others)} this trial builds no small copy with a batch, which says nothing of the model itself:",
         "",
         ", ".join(equal) + ".",
         "",
