@@ -58,6 +58,7 @@ def train_vision(config: TrainConfig) -> int:
     length = run_length(config, len(rows), settings.train_batch_size, settings.gradient_accumulation_steps)
     with ExitStack() as opened:
         folder, resumed = _take(config, opened)
+        opened.callback(folder.remove_empty)
         model, encoder = _load(config, name)
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
         log = MetricsLog(folder.metrics, resume_step=None if resumed is None else _step_of(resumed), say=say)
@@ -124,6 +125,8 @@ def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
     model = hf.load_image_text(name, trust_remote_code=trust, attention=config.attn_implementation)
     template = None if config.chat_template is None else read_template(config.chat_template)
     encoder = hf.encoder_of(name, model, max_tokens=config.seq_length, chat_template=template, trust_remote_code=trust)
+    if model.dtype == torch.float16:
+        _leave_fp16(config, name, model)
     vision = hf.vision_parameters(model)
     if not vision:
         raise ConfigError(f"{name}: nothing of it is known to see; transformers names no text model in it")
@@ -145,6 +148,19 @@ def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
         f"({format_count(seen)}): {config.train_vision}"
     )
     return model, encoder
+
+
+def _leave_fp16(config: TrainConfig, name: str, model: Any) -> None:
+    """Compute a base that is published in fp16 in another type: its gradients would vanish without a loss scale. The
+    export is merged into the published weights."""
+    if not config.lora_r or config.train_vision == "full":
+        raise ConfigError(
+            f"{name} is published in fp16, which is not trained without a loss scale: train adapters (--lora_r 16 and "
+            "--train_vision none or lora), or convert it to bf16"
+        )
+    kind = torch.bfloat16 if choose_device(config).precision == "bf16" else torch.float32
+    say(f"precision: the published fp16 weights are computed in {str(kind).removeprefix('torch.')}")
+    model.to(kind)
 
 
 def _adapted(config: TrainConfig, model: Any, vision: dict[str, Any]) -> Any:
@@ -212,6 +228,7 @@ def _trainer(
         remove_unused_columns=False,
         use_cpu=not torch.cuda.is_available(),
     )
+    arguments._n_gpu = 1  # the model streams through one; more would each want a copy
     trainer = Trainer(
         model,
         args=arguments,

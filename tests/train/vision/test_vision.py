@@ -108,6 +108,23 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(more, words, made, 
     assert words in " ".join(capsys.readouterr()) and not (tmp_path / "export").exists()
 
 
+def test_a_base_in_fp16_is_exported_in_fp16_and_not_trained_whole_in_it(made, tmp_path, capsys):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    for file in made.iterdir():
+        if file.is_file():
+            (seen / file.name).write_bytes(file.read_bytes())
+    AutoModelForImageTextToText.from_pretrained(made / "model").half().save_pretrained(seen / "model")
+    tiny_vision.processor().save_pretrained(seen / "model")
+    told = ("--train_vision", "none", "--max_steps", "2")
+    assert train(seen, tmp_path, *told) == 2 and "published in fp16" in " ".join(capsys.readouterr())
+    assert not (tmp_path / "checkpoint" / "seen").exists()
+    assert train(seen, tmp_path, *told, "--lora_r", "4") == 0
+    source, found = load_file(seen / "model" / "model.safetensors"), weights(tmp_path)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    assert all(torch.equal(source[name], found[name]) for name in source if "vision" in name)
+
+
 def test_pictures_for_a_text_model_are_refused(made, tmp_path, capsys):
     from tests.hf.callers import tiny, tokenizer
 
