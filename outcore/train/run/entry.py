@@ -62,7 +62,7 @@ def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float
     job: RunJob | None = None
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
-        if config.train_vision is not None:
+        if config.train_vision is not None and goal is train_to_end:
             from outcore.train.vision import train_vision
 
             return train_vision(config)

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from outcore.data import DataError, DataSettings
@@ -192,3 +193,21 @@ def test_a_text_model_takes_no_pictures(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(DataError, match=r"takes no pictures|makes no processor"):
         load_processor(str(tmp_path))
+
+
+def test_another_processor_that_frames_its_placeholders_encodes_as_well(tmp_path):
+    tokenizer = tiny_vision.processor().tokenizer
+    for name, token in (("boi_token", "<boi>"), ("eoi_token", "<eoi>"), ("image_token", "<soft>")):
+        tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    pixels = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    template = tiny_vision.TEMPLATE.replace("<picture>", "<boi>")
+    processor = transformers.Gemma3Processor(pixels, tokenizer, chat_template=template, image_seq_length=4)
+    rows = rows_of(tmp_path, {**ASKED, "images": ["red.png", "blue.png"]}, {**ASKED, "images": ["red.png"]})
+    encoder = PictureEncoder(processor, [tokenizer.image_token_id])
+    batch = encoder.batch([row.conversation() for row in rows], [(), ()], [row.where for row in rows])
+    is_picture = batch["input_ids"] == tokenizer.image_token_id
+    assert is_picture.sum(1).tolist() == [8, 4] and torch.equal(batch["token_type_ids"] == 1, is_picture)
+    told = [tokenizer.decode(ids[labels >= 0]) for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)]
+    assert [words.strip() for words in told] == ["red<eos>", "red<eos>"]

@@ -108,6 +108,15 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(more, words, made, 
     assert words in " ".join(capsys.readouterr()) and not (tmp_path / "export").exists()
 
 
+def test_other_ways_to_train_do_not_pass_over_the_pictures(made, tmp_path, capsys):
+    from outcore.train.run import main as run
+
+    told = ["--model", str(made / "model"), "--dataset", str(made / "rows.jsonl"), "--train_vision", "none"]
+    places = [word for name in ("checkpoint", "log", "export") for word in (f"--{name}_dir", str(tmp_path / name))]
+    assert run([*told, *places, "--lora_r", "4"], goal=lambda ready: 0) == 2
+    assert "only `outcore train` trains on pictures" in " ".join(capsys.readouterr())
+
+
 def test_a_base_in_fp16_is_exported_in_fp16_and_not_trained_whole_in_it(made, tmp_path, capsys):
     seen = tmp_path / "seen"
     seen.mkdir()
