@@ -78,4 +78,6 @@ def _row(record: Record, shape: Shape) -> PictureRow:
         example = ChatExample([asked, told])
     if not isinstance(example, ChatExample):
         raise RowError(f"rows with pictures are questions and answers, or messages; this one is {shape}")
+    if example.tools or example.variables:
+        raise RowError("tools and chat_template_kwargs are not read in rows with pictures: drop the column")
     return PictureRow(record.where, example, tuple(in_order(own, given)), Path(record.where.path).parent)

@@ -23,6 +23,7 @@ from tests import tiny_vision
 from tests.tiny_vision import TOKENS, picture
 
 ASKED = {"prompt": "What color?", "completion": "red"}
+TOOLS = {"prompt": [{"role": "user", "content": "hi"}], "completion": "red", "tools": [{"name": "look"}]}
 
 
 def rows_of(tmp_path: Path, *rows: dict[str, Any], said: list[str] | None = None, **settings: Any) -> list[Any]:
@@ -141,6 +142,8 @@ def test_a_parquet_cell_as_datasets_write_it(tmp_path):
         ({**ASKED, "prompt": "<image>?", "images": ["red.png", "red.png"]}, "1 place for pictures, and there are 2"),
         ({**ASKED, "prompt": "<image>?"}, "1 place for pictures, and there are 0 pictures"),
         ({**ASKED, "images": ["red.png"] * 65}, "65 pictures, more than 64"),
+        ({**ASKED, "image": "red.png", "images": ["blue.png"]}, "column 'image' holds media"),
+        ({**TOOLS, "images": ["red.png"]}, "tools and chat_template_kwargs are not read"),
         ({"text": "a text", "images": ["red.png"]}, "questions and answers, or messages"),
     ],
 )
