@@ -14,12 +14,36 @@ from outcore.common.output import say, show
 from outcore.common.quantities import counted
 from outcore.config.commands import SAMPLING_FLAGS, chat_flags, generate_flags
 from outcore.data.pictures import conversation_of
+from outcore.infer.opening import find_place
 
 MAX_TOKENS = 512
 """Length of an answer when nobody says."""
 READ = frozenset(
-    {"model", "prompt", "image", "chat", "system", "vram_gib", "ram_gib", "nvme_path", "quantize", "trust_remote_code"}
-    | {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed"}
+    {
+        "model",
+        "prompt",
+        "image",
+        "chat",
+        "system",
+        "adapter",
+        "vram_gib",
+        "ram_gib",
+        "nvme_path",
+        "quantize",
+        "trust_remote_code",
+    }
+    | {
+        "nvme_path",
+        "quantize",
+        "trust_remote_code",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "max_tokens",
+        "seed",
+    }
 )
 
 
@@ -27,13 +51,20 @@ class Sight:
     """A model that sees, opened once."""
 
     def __init__(self, args: argparse.Namespace, flags: argparse.ArgumentParser) -> None:
+        from peft import PeftModel
+
         plain = vars(flags.parse_args([args.model]))
         others = [name for name, value in vars(args).items() if name in plain.keys() - READ and value != plain[name]]
         others = ["aim" if name == "preset" else name for name in others]
         if others:
             raise ValueError(f"answers about pictures do not read --{', --'.join(sorted(others))}; leave it out.")
-        self.model = hf.load_image_text(args.model, trust_remote_code=args.trust_remote_code)
-        self.encoder = hf.encoder_of(args.model, self.model, trust_remote_code=args.trust_remote_code)
+        place = find_place(args.model, args.adapter)
+        if place.checkpoint is not None:
+            raise ValueError(f"{place.checkpoint} is a checkpoint of a text model, which takes no pictures.")
+        self.model = hf.load_image_text(place.weights, trust_remote_code=args.trust_remote_code)
+        self.encoder = hf.encoder_of(place.weights, self.model, trust_remote_code=args.trust_remote_code)
+        if place.adapter is not None:
+            self.model = PeftModel.from_pretrained(self.model, place.adapter).merge_and_unload()
         nvme = args.nvme_path or None
         quantize = None if args.quantize in (None, "none") else args.quantize
         ram_gib = args.ram_gib if nvme else None

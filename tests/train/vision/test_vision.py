@@ -108,6 +108,19 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(more, words, made, 
     assert words in " ".join(capsys.readouterr()) and not (tmp_path / "export").exists()
 
 
+def test_an_adapter_alone_and_the_merged_run_answer_alike(made, tmp_path, capsys):
+    answers = []
+    for kind in ("merged", "adapter"):
+        told = ("--train_vision", "lora", "--lora_r", "4", "--max_steps", "2", "--lora_export", kind)
+        assert train(made, tmp_path / kind, *told) == 0
+        capsys.readouterr()
+        asked = ["--image", str(made / "red.png"), "--prompt", "hello", "--temperature", "0", "--max_tokens", "6"]
+        assert main(["generate", str(tmp_path / kind / "export" / "seen"), *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and answers[0].strip()
+    assert not (tmp_path / "adapter" / "export" / "seen" / "model.safetensors").exists()
+
+
 def test_other_ways_to_train_do_not_pass_over_the_pictures(made, tmp_path, capsys):
     from outcore.train.run import main as run
 
