@@ -1,13 +1,14 @@
-"""Tries every causal architecture of transformers and keeps what was found.
+"""Tries every causal (or image-text) architecture of transformers and keeps what was found.
 
     python benchmarks/zoo/zoo_run.py                       # those that are new or whose code or versions have changed
     python benchmarks/zoo/zoo_run.py --all                 # every one again (about ten minutes on two cores)
     python benchmarks/zoo/zoo_run.py llama hy_v4           # these
+    python benchmarks/zoo/zoo_run.py --pictures            # image-text architectures instead, under any trainer
     python benchmarks/zoo/zoo_table.py                     # docs/models.md and outcore's own table from the results
 
-Results: one record for each architecture in results/architectures.json, with a key of what it depends on. Each is
-tried in a process of its own (forked, so that torch is imported once) with a limit of time, because a model's own code
-may end or hang it. Exit code 1 when a record says crash or wrong.
+Results: one record for each architecture in results/architectures.json (those with pictures as pictures/NAME), with a
+key of what it depends on. Each is tried in a process of its own (forked, so that torch is imported once) with limits of
+time and memory, because a model's own code may end or hang it. Exit code 1 when a record says crash or wrong.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import resource
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+PICTURES = "pictures/"
+"""Before the names of image-text architectures among the records."""
 LIMIT_S = 180.0
+LIMIT_BYTES = 8 << 30
 DEPENDS_ON = ("outcore/model", "outcore/flow", "outcore/engine/stream", "benchmarks/zoo/zoo_trial.py")
+PICTURES_DEPEND_ON = ("outcore/hf", "outcore/model/trial", "benchmarks/zoo/zoo_pictures.py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,33 +41,38 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--pictures", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     _be_quiet()
-    from zoo_shapes import architectures
-
+    if args.pictures:
+        from zoo_pictures import architectures
+        from zoo_pictures import try_pictures as trial
+    else:
+        from zoo_shapes import architectures
+        from zoo_trial import try_architecture as trial
     records: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    known = architectures()
-    for name in [name for name in records if name not in known]:
+    known, before = architectures(), PICTURES * args.pictures
+    for name in [n for n in records if n.startswith(PICTURES) == args.pictures and n[len(before) :] not in known]:
         del records[name]
-    key = current_key()
-    wanted = args.names or [n for n in known if args.all or records.get(n, {}).get("key") != key]
+    key = current_key(PICTURES_DEPEND_ON if args.pictures else DEPENDS_ON)
+    wanted = args.names or [n for n in known if args.all or records.get(before + n, {}).get("key") != key]
     for name in wanted:
-        records[name] = {**in_child(name), "key": key}
-        print(f"{name:<28} {summary(records[name])}", flush=True)
+        records[before + name] = {**in_child(name, trial), "key": key}
+        print(f"{name:<28} {summary(records[before + name])}", flush=True)
         args.out.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n")
-    bad = [name for name in wanted if is_bad(records[name])]
+    bad = [name for name in wanted if is_bad(records[before + name])]
     print(f"{len(wanted)} tried, {len(bad)} crashed or wrong{': ' if bad else ''}{', '.join(bad)}")
     return 1 if bad else 0
 
 
-def current_key() -> str:
+def current_key(depends_on: tuple[str, ...] = DEPENDS_ON) -> str:
     """What a record depends on: the versions, and the code that was tried."""
     import torch
     import transformers
 
     digest = hashlib.sha256()
-    for place in DEPENDS_ON:
+    for place in depends_on:
         path = ROOT / place
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
@@ -68,11 +80,11 @@ def current_key() -> str:
     return f"transformers {transformers.__version__}, torch {version}, code {digest.hexdigest()[:12]}"
 
 
-def in_child(name: str) -> dict[str, Any]:
+def in_child(name: str, trial: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """One record, made in a forked process."""
     context = multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(name, writing), daemon=True)
+    child = context.Process(target=_child, args=(name, trial, writing), daemon=True)
     child.start()
     writing.close()
     record: dict[str, Any] | None = None
@@ -88,12 +100,12 @@ def in_child(name: str) -> dict[str, Any]:
     return record or {"name": name, "crash": f"its process ended with exit code {child.exitcode}"}
 
 
-def _child(name: str, pipe: Any) -> None:
+def _child(name: str, trial: Callable[[str], dict[str, Any]], pipe: Any) -> None:
     import torch
-    from zoo_trial import try_architecture
 
     torch.set_num_threads(1)
-    pipe.send(try_architecture(name))
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    pipe.send(trial(name))
     pipe.close()
 
 
@@ -107,8 +119,12 @@ def summary(record: dict[str, Any]) -> str:
     if "crash" in record:
         return f"CRASH {record['crash']}"
     words = [record["unbuilt"]] if "unbuilt" in record else []
+    if words and "streams" not in record:
+        return words[0]
     if record.get("streams"):
         return "; ".join([*words, f"not streamed: {record['streams'][:160]}"])
+    if "answer" in record:
+        return "; ".join(["streams", *words, *(f"{n}: {record[n]}" for n in ("answer", "steps") if record[n])])
     for name in ("bf16", "bf16_trained", "routers", "steps", "export", "lora", "tiles"):
         if record.get(name):
             words.append(f"{name}: {record[name].splitlines()[0][:160]}")

@@ -18,6 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
 DOCS = ROOT / "docs" / "models.md"
 PACKAGED = ROOT / "outcore" / "engine" / "stream" / "check" / "architectures.json"
 BEGIN, END = "<!-- zoo: written by benchmarks/zoo/zoo_table.py -->", "<!-- zoo: end -->"
+SEEN, SEEN_END = "<!-- pictures: written by benchmarks/zoo/zoo_table.py -->", "<!-- pictures: end -->"
+PICTURES = "pictures/"
 PART = re.compile(r"\w+(\.\w+)+")
 
 
@@ -48,6 +50,28 @@ def row(record: dict[str, Any]) -> dict[str, str]:
     if record.get("routers"):
         found["routers"] = record["routers"]
     return found
+
+
+def pictures(records: dict[str, Any]) -> str:
+    """The table of image-text architectures between its marks in docs/models.md."""
+    found = {n.removeprefix(PICTURES): r for n, r in sorted(records.items()) if n.startswith(PICTURES)}
+    equal = [name for name, r in found.items() if r.get("streams") == "" and not r["steps"] and not r["answer"]]
+    others = {name: r["unbuilt"] for name, r in found.items() if name not in equal}
+    versions = sorted({r["key"].partition(", code")[0] for r in found.values()})
+    lines = [
+        SEEN,
+        f"Tried with {'; '.join(versions)}: {len(found)} image-text architectures, {len(equal)} of which train and "
+        f"answer as the plain model does. Of the "
+        f"other {len(others)} this trial builds no small copy with a batch, which says nothing of the model itself:",
+        "",
+        ", ".join(equal) + ".",
+        "",
+        "| not tried | why |",
+        "|---|---|",
+        *(f"| {name} | {_first(why).replace('|', '/')[:200]} |" for name, why in others.items()),
+        SEEN_END,
+    ]
+    return "\n".join(lines)
 
 
 def _first(text: str) -> str:
@@ -94,10 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
-    rows = rows_of(json.loads(RESULTS.read_text()))
-    text = DOCS.read_text()
-    before, _, rest = text.partition(BEGIN)
-    docs = before + markdown(rows) + rest.partition(END)[2]
+    records = json.loads(RESULTS.read_text())
+    rows = rows_of({name: record for name, record in records.items() if not name.startswith(PICTURES)})
+    docs = text = DOCS.read_text()
+    for begin, end, table in ((BEGIN, END, markdown(rows)), (SEEN, SEEN_END, pictures(records))):
+        before, _, rest = docs.partition(begin)
+        docs = before + table + rest.partition(end)[2]
     packaged = json.dumps(rows, indent=0, ensure_ascii=False) + "\n"
     if args.check:
         return int(docs != text or not PACKAGED.exists() or packaged != PACKAGED.read_text())

@@ -202,7 +202,7 @@ CASES: list[Case] = [
          rows("a.jsonl", {"messages": [{"role": "user", "content": "a fox?"},
                                        {"role": "assistant", "content": "a dog", "weight": 0.5}]})),
     Case("data-images", "pictures beside the text", "--dataset {here}/a.jsonl", 2,
-         ("a.jsonl, line 1", "column 'images'", "only text can be trained"), "empty folders",
+         ("a.jsonl, line 1", "column 'images'", "only text is trained here"), "empty folders",
          rows("a.jsonl", {"prompt": "<image> what?", "completion": "a dog", "images": ["dog.png"]})),
     Case("data-half-character", "half of an emoji", "--dataset {here}/a.jsonl", 2,
          ("a.jsonl, line 1", "half of a surrogate pair (U+D83D)"), "empty folders",

@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"))
 
 import zoo_run as run  # pyright: ignore[reportMissingImports]
 import zoo_table as table  # pyright: ignore[reportMissingImports]
+from zoo_pictures import try_pictures  # pyright: ignore[reportMissingImports]
 
 FIELDS = {
     "packing": "", "lora": "", "tiles": "model.layers.0.mixer.conv1d.weight does not fit on the device", "bf16": "",
@@ -23,6 +24,19 @@ def test_table_and_packaged_copy_are_what_the_results_say():
     assert table.main(["--check"]) == 0
     records = json.loads(run.RESULTS.read_text())
     assert len(records) > 150 and not [name for name, record in records.items() if run.is_bad(record)]
+
+
+def test_image_text_architectures_of_every_kind_train_and_answer_equal():
+    records = {n: r for n, r in json.loads(run.RESULTS.read_text()).items() if n.startswith(run.PICTURES)}
+    equal = [n for n, r in records.items() if r.get("streams") == "" and not r["steps"] and not r["answer"]]
+    assert len(records) >= 97 and len(equal) >= 46 and table.SEEN in table.DOCS.read_text()
+
+
+@pytest.mark.more(after=3)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3", "llava_next", "qwen2_5_vl", "mistral3", "lfm2_vl"])
+def test_a_model_that_sees_trains_and_answers_as_the_plain_one(name):
+    record = run.in_child(name, try_pictures)
+    assert record["streams"] == record["steps"] == record["answer"] == "" and record["lists"] >= 2
 
 
 def test_a_row_says_in_few_words_what_was_found():
@@ -47,3 +61,8 @@ def test_the_command_prints_the_table_one_row_and_a_near_name(capsys):
 @pytest.mark.slow
 def test_every_architecture_of_transformers_streams_equal_or_is_refused_in_words(tmp_path):
     assert run.main(["--all", "--out", str(tmp_path / "zoo.json")]) == 0
+
+
+@pytest.mark.slow
+def test_every_image_text_architecture_trains_equal_or_is_left_out_in_words(tmp_path):
+    assert run.main(["--all", "--pictures", "--out", str(tmp_path / "zoo.json")]) == 0

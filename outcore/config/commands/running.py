@@ -110,16 +110,22 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", help="text that ends the answer (may be given several times)")
 
 
+def _add_image(parser: argparse.ArgumentParser) -> None:
+    words = "picture to answer about, for an image-text model (may be given several times)"
+    parser.add_argument("--image", action="append", help=words)
+
+
 def generate_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
         prog="outcore generate",
-        common=(*ASKED_COMMON, "prompt", "chat", "input", "output", "overwrite", "num_gpus"),
+        common=(*ASKED_COMMON, "prompt", "image", "chat", "input", "output", "overwrite", "num_gpus"),
         description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
         "command is given again: nothing is lost, nothing answered twice.",
     )
     add_model_flags(found)
     found.add_argument("--prompt", action=Once, help="text to go on from")
+    _add_image(found)
     found.add_argument("--chat", action="store_true", help="put --prompt through the chat template as a user's message")
     found.add_argument("--input", type=Path, help="JSON lines: prompt or messages, or OpenAI's batch shape")
     found.add_argument("--output", type=Path, help="file for the answers, in the input's order")
@@ -140,11 +146,12 @@ def chat_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
         prog="outcore chat",
-        common=(*ASKED_COMMON, "system"),
+        common=(*ASKED_COMMON, "system", "image"),
         description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands.",
     )
     add_model_flags(found, aim="latency")  # one reader
     found.add_argument("--system", help="who the model is told to be")
+    _add_image(found)
     add_sampling_flags(found)
     return found
 

@@ -29,6 +29,8 @@ class ModelFields:
     """Run Python code that a hub repository ships. Off unless you ask for it."""
     attn_implementation: str = "auto"
     """Attention of transformers: auto (sdpa, or eager where a model lacks it), sdpa, eager, flash_attention_2."""
+    train_vision: Literal["none", "lora", "full"] | None = None
+    """Train an image-text model on rows with pictures; of its tower and projector: none, lora, or full."""
     router_loss: Literal["tokens", "micro_batch"] = "tokens"
     """How a mixture's balancing loss counts: by each micro-batch's share of tokens, or whole for each micro-batch."""
     seq_length: int | None = setting(

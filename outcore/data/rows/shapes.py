@@ -125,8 +125,8 @@ class Shape:
             texts = "" if self.format != "text" else str(row[self.columns[0]])
             if self.format != "text" or any(mark in texts for mark in PLACEHOLDERS):
                 raise RowError(
-                    f"column {column!r} holds media that belong to the text, and only text can be trained (drop the "
-                    "column if the text stands without it)"
+                    f"column {column!r} holds media that belong to the text, and only text is trained here (drop the "
+                    "column if the text stands without it; pictures are trained by an image-text model, --train_vision)"
                 )
 
 

@@ -13,6 +13,7 @@ from outcore.common.output import say, show, tell_error
 from outcore.common.quantities import counted
 from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of, tell_plan
+from outcore.infer.commands.seeing import chat_about
 from outcore.infer.opening import OpenedModel, against_plan, open_engine
 from outcore.infer.requests import Answer, Prompts, Request, Sampling, sampling_of
 
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         fields = {"max_tokens": 1024} | sampling_fields(args)
         sampling_of(fields, Sampling())  # what cannot be is refused before a model is read
+        if args.image:
+            return chat_about(args, sys.stdin)
         opened = open_engine(args.model, settings_of(args), say)
         try:
             talk = Conversation(opened, fields, args.system)

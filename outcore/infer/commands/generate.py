@@ -13,6 +13,7 @@ from outcore.infer.commands.journal import Journal, digest_of, why_failed
 from outcore.infer.commands.lines import numbered
 from outcore.infer.commands.options import check_output, sampling_fields, sampling_from, settings_of, tell_plan
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
+from outcore.infer.commands.seeing import answer_about
 from outcore.infer.opening import InferSettings, against_plan, open_engine
 from outcore.infer.requests import Prompts, Request, Sampling, sampling_of
 
@@ -36,6 +37,8 @@ def _one(args: argparse.Namespace) -> int:
         raise ValueError("--num_gpus shares the lines of --input; one --prompt is answered by one GPU.")
     if args.output is not None:
         raise ValueError("--output goes with --input; an answer to --prompt is printed.")
+    if args.image:
+        return answer_about(args, args.prompt)
     opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
     told = against_plan(opened)
     try:
@@ -68,6 +71,8 @@ def _job(args: argparse.Namespace) -> int:
         raise ValueError("--input needs --output FILE for the answers.")
     if args.chat:
         raise ValueError("--chat goes with --prompt; lines of a file have messages instead.")
+    if args.image:
+        raise ValueError("--image goes with --prompt; a job over a file is of text.")
     if not args.input.is_file():
         raise ValueError(f"--input {args.input} is no file.")
     if next(numbered(args.input), None) is None:

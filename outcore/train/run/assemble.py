@@ -282,6 +282,8 @@ def settle(job: RunJob) -> tuple[RunSettings, ModelSettings]:
     """Settle and check everything that needs neither model nor data; a wrong name or folder is told here, before
     anything is made, read or built."""
     config, precision = job.config, job.device.precision
+    if config.train_vision is not None:
+        raise ConfigError("train_vision: only `outcore train` trains on pictures; leave it out here.")
     settings = resolve(config, read_deepspeed_file(config.deepspeed_config), job.join(precision))
     choose_engine(settings)
     model = model_settings_of(config, precision, config.seq_length or default_seq_length(config, precision))

@@ -71,6 +71,10 @@ def run_config(
     job: RunJob | None = None
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
+        if config.train_vision is not None and goal is train_to_end:
+            from outcore.train.vision import train_vision
+
+            return train_vision(config)
         job = start(config, began_s=began_s)
         return run(job, goal) if story is None else story(job)
     except (*TOLD, KeyboardInterrupt) as error:

@@ -1,0 +1,136 @@
+"""Conversations with pictures as a model's batch: its own processor writes ids and pixels, and answers bear the loss.
+
+Where an answer begins is found by encoding the conversation up to it, pictures included, so that placeholders of any
+length are counted; that the tokens before it are the same in the whole conversation is looked at, not assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.data.basis import DataError, TemplateError, shorten
+from outcore.data.layout import IGNORE_INDEX
+from outcore.data.pictures.conversation import PictureTalk
+
+
+def load_processor(name: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The processor of an image-text model. DataError when it has none, or transformers lacks something for it."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (ImportError, AttributeError, OSError, ValueError, KeyError) as error:
+        words = shorten(str(error).strip() or type(error).__name__, 200)
+        raise DataError(
+            f"{name}: transformers makes no processor for its pictures ({words}). Where it asks for torchvision or "
+            "another package, install that; a folder needs preprocessor_config.json or processor_config.json."
+        ) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise DataError(f"{name} takes no pictures: its processor, {type(processor).__name__}, is of text alone")
+    if chat_template is not None:
+        processor.chat_template = chat_template
+    if getattr(processor, "chat_template", None) is None:
+        raise DataError(f"{name}: its processor has no chat template; give one with --chat_template")
+    processor.tokenizer.padding_side = "right"
+    if processor.tokenizer.pad_token is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
+    return processor
+
+
+class PictureEncoder:
+    """Batches for one model."""
+
+    def __init__(self, processor: Any, image_tokens: Collection[int], max_tokens: int | None = None) -> None:
+        self._processor, self._max_tokens = processor, max_tokens
+        self._image_tokens = torch.tensor(sorted(image_tokens))
+        told = getattr(processor, "image_token", None)
+        self._marks = [str(told)] if told else []
+
+    def asked(self, conversation: PictureTalk) -> dict[str, torch.Tensor]:
+        """Inputs of one conversation that is to be answered."""
+        text = self._text(conversation.messages, add_generation_prompt=True)
+        return self._inputs([text], [conversation.pictures])
+
+    def batch(
+        self, conversations: Sequence[PictureTalk], untrained: Sequence[Collection[int]], where: Sequence[Any]
+    ) -> dict[str, torch.Tensor]:
+        """Padded inputs of several, with labels. DataError names the row that cannot be trained."""
+        texts = [self._text(one.messages) for one in conversations]
+        inputs = self._inputs(texts, [one.pictures for one in conversations])
+        inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+        for row, (conversation, left_out) in enumerate(zip(conversations, untrained, strict=True)):
+            ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+            if self._max_tokens is not None and len(ids) > self._max_tokens:
+                raise DataError(
+                    f"{where[row]}: {len(ids):,} tokens with pictures, more than --seq_length {self._max_tokens:,}: "
+                    "a picture cannot be cut: raise it, or make the pictures smaller"
+                )
+            if torch.isin(ids, self._image_tokens).any() != bool(conversation.pictures):
+                raise DataError(f"{where[row]}: pictures and placeholders do not go together after encoding")
+            for begin, end in self._answers(conversation, left_out, ids, where[row]):
+                inputs["labels"][row, begin:end] = ids[begin:end]
+        inputs["labels"][torch.isin(inputs["input_ids"], self._image_tokens)] = IGNORE_INDEX
+        return inputs
+
+    def save(self, folder: Path) -> None:
+        """Write the processor beside a model."""
+        self._processor.save_pretrained(folder)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's."""
+        return self._processor.tokenizer
+
+    def _answers(
+        self, conversation: PictureTalk, untrained: Collection[int], ids: torch.Tensor, where: Any
+    ) -> list[tuple[int, int]]:
+        """Spans of the trained answers among the tokens of a whole conversation."""
+        found = []
+        for at, message in enumerate(conversation.messages):
+            if message["role"] != "assistant" or at in untrained:
+                continue
+            last = at + 1 == len(conversation.messages)
+            begin = self._length(conversation, at, ids, where, opens=True)
+            end = len(ids) if last else self._length(conversation, at + 1, ids, where, opens=False)
+            while end > begin and not self._processor.tokenizer.decode(ids[end - 1 : end]).strip():
+                end -= 1  # line breaks that a template writes behind a turn
+            found.append((begin, end))
+        if not found:
+            raise DataError(f"{where}: no answer to learn from")
+        return found
+
+    def _length(self, conversation: PictureTalk, stop: int, ids: torch.Tensor, where: Any, *, opens: bool) -> int:
+        """Tokens of the messages before `stop`, which begin the whole conversation."""
+        messages = conversation.messages[:stop]
+        num = sum(part["type"] == "image" for message in messages for part in message["content"])
+        text = self._text(messages, add_generation_prompt=opens)
+        before = self._inputs([text], [conversation.pictures[:num]])["input_ids"][0]
+        fewer = min(len(before), len(ids))
+        differs = (before[:fewer] != ids[:fewer]).nonzero()
+        same = int(differs[0]) if len(differs) else fewer
+        decode = self._processor.tokenizer.decode  # an answer's first letters may join the blank before it in one token
+        if not decode(ids[same:]).startswith(decode(before[same:])):
+            raise TemplateError(
+                f"{where}: the chat template writes the beginning of a conversation otherwise once an answer follows, "
+                "so that it cannot be told which tokens are the answer"
+            )
+        return same
+
+    def _text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        for message in messages:
+            for part in message["content"]:
+                if part["type"] == "text" and (mark := next((m for m in self._marks if m in part["text"]), None)):
+                    raise DataError(f"a text holds {mark}, which stands for a picture in this model, and brings none")
+        return self._processor.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _inputs(self, texts: list[str], pictures: list[list[Any]]) -> dict[str, torch.Tensor]:
+        images = pictures if any(pictures) else None
+        bos = getattr(self._processor.tokenizer, "bos_token", None)
+        told = {"add_special_tokens": False} if bos and all(text.startswith(bos) for text in texts) else {}
+        made = self._processor(text=texts, images=images, padding=True, return_tensors="pt", **told)
+        return dict(made)

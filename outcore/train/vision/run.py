@@ -1,0 +1,276 @@
+"""A run with pictures, from the settings to the exported model.
+
+The model stays transformers' own, streamed in place (`outcore.hf`), and its Trainer turns the steps, so that positions
+of several axes, masks and what a tower adds between layers are as they are there. Settings that this way does not read
+are refused, not ignored. The export is the whole model: what was not trained has the bytes it came with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from outcore import hf
+from outcore.common.output import printable
+from outcore.common.quantities import counted, format_count, format_s
+from outcore.config import ConfigError, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
+from outcore.data import weighted_source
+from outcore.data.chat import read_template
+from outcore.data.look import data_settings_of
+from outcore.data.pictures import PictureRow, picture_rows
+from outcore.model.adapters import linear_names
+from outcore.monitor.metrics import MetricsLog
+from outcore.runs import RunFolder, default_name, folder_of
+from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
+
+READ = frozenset((
+    "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
+    "dataset_config", "dataset_split", "data_format", "prompt_column", "completion_column", "messages_column",
+    "chat_template", "streaming", "on_bad_row", "max_train_samples", "lora_r", "lora_alpha", "lora_dropout",
+    "lora_target_modules", "use_rslora", "use_dora", "quantize", "lora_export", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm",
+    "lr_scheduler_type", "min_lr_ratio", "lr_decay_ratio", "warmup_ratio", "warmup_steps", "max_steps",
+    "num_train_epochs", "seed", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
+    "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "export", "deepspeed_config",
+    "nvme_offload_path", "ram_budget_gib", "local_rank",
+))  # fmt: skip
+"""Settings that a run with pictures reads."""
+
+
+def say(line: str) -> None:
+    """A line on the screen."""
+    print(printable(line), flush=True)
+
+
+def train_vision(config: TrainConfig) -> int:
+    """Train, save and export; the process's exit code."""
+    _check(config)
+    began_s, name = time.perf_counter(), str(config.model_name_or_path)
+    device = choose_device(config)
+    settings = resolve(config, read_deepspeed_file(config.deepspeed_config), ProcessFacts(device.precision, 1, 1))
+    rows = [row for source in config.dataset for row in _rows(config, source)]
+    length = run_length(config, len(rows), settings.train_batch_size, settings.gradient_accumulation_steps)
+    with ExitStack() as opened:
+        folder, resumed = _take(config, opened)
+        opened.callback(folder.remove_empty)
+        model, encoder = _load(config, name)
+        say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
+        log = MetricsLog(folder.metrics, resume_step=None if resumed is None else _step_of(resumed), say=say)
+        opened.callback(log.close)
+        plan = {"total_steps": length.total_steps, "train_batch_size": settings.train_batch_size, "engine": "hf"}
+        log.write_header({"run": folder.name, "plan": plan, "config": asdict(config)})
+        trainer = _trainer(config, settings, length, model, rows, encoder, folder, log)
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        say(f"done: {counted(trainer.state.global_step, 'step')} in {format_s(time.perf_counter() - began_s)}")
+        if config.export:
+            _export(config, name, model, encoder, folder.export)
+            say(f"model: {folder.export}")
+    return 0
+
+
+def _check(config: TrainConfig) -> None:
+    plain = TrainConfig()
+    others = [n for n, value in vars(config).items() if n not in READ and value != getattr(plain, n)]
+    if others:
+        raise ConfigError(f"train_vision: runs with pictures do not read {', '.join(sorted(others))}; leave it out")
+    if config.model_name_or_path is None:
+        raise ConfigError("train_vision: name a trained image-text model, a folder or a hub id (--model_name_or_path)")
+    if config.train_vision == "lora" and not config.lora_r:
+        raise ConfigError("train_vision lora: give the adapters a rank (--lora_r 16), or train the tower whole (full)")
+    if config.train_vision == "full" and config.lora_r and config.lora_export == "adapter":
+        raise ConfigError("train_vision full: an adapter's file holds no tower; use --lora_export merged")
+    if config.resume_from_checkpoint not in (None, "auto"):
+        raise ConfigError("train_vision: --resume_from_checkpoint is auto here, the run's newest checkpoint")
+
+
+def _rows(config: TrainConfig, source: str) -> list[PictureRow]:
+    weighted = weighted_source(source)
+    if weighted.name == "embedded" or weighted.weight != 1.0:
+        raise ConfigError(f"train_vision: {source}: name files with pictures (--dataset rows.jsonl), without weights")
+    return picture_rows(data_settings_of(config, config.seq_length or 1024, "off"), weighted.name, say)
+
+
+def _take(config: TrainConfig, opened: ExitStack) -> tuple[RunFolder, Path | None]:
+    """The run's folder, locked, and the checkpoint where it goes on."""
+    base, number = config.run_name or default_name(config), 1
+    folder = folder_of(config, base)
+    going_on = config.resume_from_checkpoint == "auto"
+    while not going_on and (folder.is_in_use or any(folder.checkpoints.glob("*"))):
+        if config.run_name:
+            raise ConfigError(
+                f"run_name {base} is in use. Continue that run with --resume_from_checkpoint auto, or choose another"
+            )
+        number += 1
+        folder = folder_of(config, f"{base}-{number}")
+    lock = folder.lock(say)
+    opened.callback(lock.release)
+    folder.make()
+    saved = sorted(folder.checkpoints.glob("checkpoint-*"), key=_step_of) if going_on else []
+    return folder, saved[-1] if saved else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
+    """The streamed model, with what is to be trained, and its encoder."""
+    trust = config.trust_remote_code
+    model = hf.load_image_text(name, trust_remote_code=trust, attention=config.attn_implementation)
+    template = None if config.chat_template is None else read_template(config.chat_template)
+    encoder = hf.encoder_of(name, model, max_tokens=config.seq_length, chat_template=template, trust_remote_code=trust)
+    if model.dtype == torch.float16:
+        _leave_fp16(config, name, model)
+    vision = hf.vision_parameters(model)
+    if not vision:
+        raise ConfigError(f"{name}: nothing of it is known to see; transformers names no text model in it")
+    for parameter_name, parameter in model.named_parameters():
+        is_seen = parameter_name in vision
+        parameter.requires_grad_(config.train_vision == "full" if is_seen else not config.lora_r)
+    quantize = None if config.quantize == "none" else config.quantize
+    nvme = config.nvme_offload_path.split(",") if config.nvme_offload_path else None
+    hf.stream(model, quantize=quantize, nvme=nvme, ram_gib=config.ram_budget_gib if nvme else None)
+    if config.lora_r:
+        whole = {n: p for n, p in vision.items() if p.requires_grad}
+        model = _adapted(config, model, vision)
+        for parameter in whole.values():
+            parameter.requires_grad_(True)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    seen = sum(p.numel() for p in vision.values())
+    say(
+        f"model: {name}, {type(model).__name__}, {format_count(trained)} parameters trained; its vision "
+        f"({format_count(seen)}): {config.train_vision}"
+    )
+    return model, encoder
+
+
+def _leave_fp16(config: TrainConfig, name: str, model: Any) -> None:
+    """Compute a base that is published in fp16 in another type: its gradients would vanish without a loss scale. The
+    export is merged into the published weights."""
+    if not config.lora_r or config.train_vision == "full":
+        raise ConfigError(
+            f"{name} is published in fp16, which is not trained without a loss scale: train adapters (--lora_r 16 and "
+            "--train_vision none or lora), or convert it to bf16"
+        )
+    kind = torch.bfloat16 if choose_device(config).precision == "bf16" else torch.float32
+    say(f"precision: the published fp16 weights are computed in {str(kind).removeprefix('torch.')}")
+    model.to(kind)
+
+
+def _adapted(config: TrainConfig, model: Any, vision: dict[str, Any]) -> Any:
+    """The model with adapters on the linear layers of its text, and under `lora` of its vision."""
+    from peft import LoraConfig, get_peft_model
+
+    names = linear_names(model)
+    seeing = {name for name in names if any(p.startswith(f"{name}.") for p in vision)}
+    if config.lora_target_modules not in ("auto", "all-linear"):
+        wanted = config.lora_target_modules.split(",")
+        names = [n for n in names if any(n == w or n.endswith(f".{w}") for w in wanted)]
+    if config.train_vision != "lora":
+        names = [name for name in names if name not in seeing]
+    if not names:
+        raise ConfigError(f"lora_target_modules {config.lora_target_modules}: no linear layer is called so")
+    torch.manual_seed(config.seed)
+    adapters = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=lora_alpha(config),  # pyright: ignore[reportArgumentType]  # peft takes any number
+        lora_dropout=config.lora_dropout,
+        target_modules=names,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+    )
+    return get_peft_model(model, adapters)
+
+
+def _trainer(
+    config: TrainConfig, settings: Any, length: RunLength, model: Any, rows: list[PictureRow], encoder: Any,
+    folder: RunFolder, log: MetricsLog,
+) -> Any:  # fmt: skip
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
+
+    class Told(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                said = {"step": state.global_step, "loss": float(logs["loss"]), "lr": float(logs["learning_rate"])}
+                log.write_step(said)
+                say(f"step {state.global_step}/{length.total_steps}: loss {said['loss']:.4f}, lr {said['lr']:.2e}")
+
+    states = hf.optimizer(
+        model,
+        settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or None,
+    )
+    rates = torch.optim.lr_scheduler.LambdaLR(states, lambda step: schedule.lr(step) / schedule.peak_lr)
+    arguments = TrainingArguments(
+        output_dir=str(folder.checkpoints),
+        max_steps=length.total_steps,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        max_grad_norm=0.0,  # the optimizer clips, by the exact norm
+        logging_steps=config.logging_steps,
+        save_strategy=config.save_strategy,
+        save_steps=length.save_steps or length.total_steps,
+        save_total_limit=config.save_total_limit,
+        seed=config.seed,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    arguments._n_gpu = 1  # the model streams through one; more would each want a copy
+    trainer = Trainer(
+        model,
+        args=arguments,
+        train_dataset=rows,  # type: ignore[arg-type]  # a list has a length and takes an index
+        data_collator=_collator(encoder),
+        optimizers=(states, rates),
+        callbacks=[Told()],
+    )
+    trainer.remove_callback(_printer())
+    return trainer
+
+
+def _printer() -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback
+
+
+def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tensor]]:
+    def collate(rows: list[PictureRow]) -> dict[str, torch.Tensor]:
+        talks, untrained = [row.conversation() for row in rows], [row.example.untrained for row in rows]
+        return encoder.batch(talks, untrained, [row.where for row in rows])
+
+    return collate
+
+
+def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Path) -> None:
+    """Write the whole model with its processor, or the adapters alone. Adapters are merged into the model as it was
+    published, so that a packed base loses nothing by it."""
+    from peft import PeftModel
+
+    if config.lora_r and config.lora_export == "merged":
+        whole = {
+            n: p.detach() for n, p in model.get_base_model().named_parameters() if p.requires_grad and "lora_" not in n
+        }
+        base = hf.load_image_text(name, trust_remote_code=config.trust_remote_code)
+        with torch.no_grad():
+            for parameter_name, parameter in base.named_parameters():
+                if parameter_name in whole:
+                    parameter.copy_(whole[parameter_name])
+        with TemporaryDirectory() as adapter:
+            model.save_pretrained(adapter)
+            model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    model.save_pretrained(folder)
+    encoder.save(folder)

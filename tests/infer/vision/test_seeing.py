@@ -1,0 +1,71 @@
+"""`outcore generate --image` and `outcore chat --image`: transformers' own greedy answers; refusals in words."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from outcore.cli import main
+from outcore.data.pictures import PictureEncoder, conversation_of, load_processor
+from tests import tiny_vision
+from tests.tiny_vision import picture
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = ("--temperature", "0", "--max_tokens", "8")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    tiny_vision.save(folder / "model")
+    (folder / "red.png").write_bytes(picture())
+    (folder / "blue.png").write_bytes(picture("blue"))
+    return folder
+
+
+def plain(made: Path, *turns: str, pictures: tuple[str, ...]) -> str:
+    """The answer of the plain model to the last of these turns."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(made / "model")
+    processor = load_processor(str(made / "model"))
+    roles = ("user", "assistant") * len(turns)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    talk = conversation_of(messages, [str(made / name) for name in pictures], made)
+    asked = PictureEncoder(processor, [model.config.image_token_id]).asked(talk)
+    with torch.no_grad():
+        told = model.generate(**asked, do_sample=False, max_new_tokens=8)
+    return processor.tokenizer.decode(told[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_one_question_about_two_pictures_is_answered_as_by_transformers(made, capsys):
+    images = [word for name in ("red", "blue") for word in ("--image", str(made / f"{name}.png"))]
+    assert main(["generate", str(made / "model"), "--prompt", "hello", *images, *GREEDY]) == 0
+    out = "".join(capsys.readouterr())
+    assert plain(made, "hello", pictures=("red.png", "blue.png")).strip() in out and "2 pictures" in out
+
+
+def test_a_conversation_takes_more_pictures_and_goes_on_after_a_bad_one(made, capsys, monkeypatch):
+    lines = f"hello\n/image {made / 'gone.png'}\nand this\n/image '{made / 'blue.png'}'\ntest\n/quit\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", str(made / "model"), "--image", str(made / "red.png"), *GREEDY]) == 0
+    out = "".join(capsys.readouterr())
+    first = plain(made, "<image>hello", pictures=("red.png",))
+    second = plain(made, "<image>hello", first, "<image>test", pictures=("red.png", "blue.png"))
+    assert first.strip() in out and second.strip() in out and "gone.png (this message is left out)" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--image", "gone.png"], "picture 1: there is no file gone.png"),
+        (["--image", "https://example.org/a.png"], "not fetched from the network"),
+        (["--image", "x.png", "--aim", "latency"], "do not read --aim"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(more, words, made, capsys):
+    assert main(["generate", str(made / "model"), "--prompt", "hello", *more]) == 2
+    assert words in " ".join(capsys.readouterr())
