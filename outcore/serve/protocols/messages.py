@@ -129,8 +129,9 @@ def _messages_of(given: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(given):
         where = f"messages.{number}"
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in ("user", "assistant", "system"):
-            raise bad(f"{where}.role: must be user, assistant or system, got {role!r}.", "messages")
+        if role not in ("user", "assistant", "system") or (role == "system" and not found):
+            words = "must be user or assistant, or system behind the first message (or in `system`)"
+            raise bad(f"{where}.role: {words}, got {role!r}.", "messages")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise bad(f"{where}.content: must be a text or a list of blocks.", "messages")

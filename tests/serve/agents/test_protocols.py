@@ -201,7 +201,7 @@ def test_a_system_that_speaks_within_the_conversation(wide, claude):
     assert answered.usage.output_tokens
     body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "tool", "content": "x"}]}
     status, reply = send(wide, "/v1/messages", body)
-    assert status == 400 and "must be user, assistant or system" in json.loads(reply)["error"]["message"]
+    assert status == 400 and "must be user or assistant" in json.loads(reply)["error"]["message"]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
