@@ -35,7 +35,7 @@ NEEDED = ("fastapi", "uvicorn", "python_multipart")
 
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
     """The subcommand; returns its exit code. `additions`: routes of rooms above."""
-    args = serve_flags().parse_intermixed_args(argv)
+    args = serve_flags().parse_args(argv)
     try:
         need_packages(NEEDED, "serving", "serve")
         settings = ServeSettings(

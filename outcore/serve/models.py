@@ -20,7 +20,7 @@ from typing import Any, Literal
 from outcore.common.errors import line_of
 from outcore.common.quantities import GIB
 from outcore.infer.opening import InferSettings, OpenedModel, find_place
-from outcore.serve.errors import ApiError
+from outcore.serve.errors import ApiError, stops
 from outcore.serve.service import Service
 from outcore.sizing.inference import DoesNotFit
 
@@ -184,6 +184,8 @@ class Models:
         try:
             async with self._lock:
                 while True:
+                    if self.first.is_stopping:
+                        raise stops()
                     services = [next(iter(other.views.values())) for other in self._bases if other.views]
                     try:
                         service = await asyncio.to_thread(self._open_one, base, [s.opened for s in services])
@@ -215,9 +217,9 @@ class Models:
 
     def _look(self, base: Base) -> None:
         """Close a base that nobody has asked for."""
-        if not base.views or self.first.is_stopping:
+        if base.state == "unloaded" or self.first.is_stopping:
             return
-        if not base.is_idle:  # its answer takes longer than that
+        if not base.is_idle:  # it comes only now, or its answer takes longer than that
             asyncio.get_running_loop().call_later(self._idle_s, self._look, base)
         elif time.monotonic() - base.used_s >= self._idle_s:
             task = asyncio.create_task(self._close_idle(base))

@@ -189,7 +189,6 @@ class Service:
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
         self._places, self.under_way = Places(), UnderWay() if first is None else first.under_way
-        self.is_stopping = False
         self.responses = KeptResponses() if first is None else first.responses
 
     @property
@@ -202,6 +201,11 @@ class Service:
         """Places that are taken, under all names of the engine."""
         return self._places.taken
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._places.is_closed
+
     def start(self) -> None:
         """Begin to run passes."""
         self.events.note(
@@ -212,7 +216,7 @@ class Service:
 
     def end_answers(self) -> None:
         """Take no more requests, and tell clients that wait for answers that the server stops."""
-        self.is_stopping = True
+        self._places.is_closed = True
         self.thread.end_streams()
 
     def close(self) -> None:

@@ -31,9 +31,10 @@ class Told:
 
 @dataclass(eq=False)
 class Places:
-    """Places of one engine that are taken."""
+    """Places of one engine that are taken, under all of its names, and whether none is given any more."""
 
     taken: int = 0
+    is_closed: bool = False
 
 
 class UnderWay:

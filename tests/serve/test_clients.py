@@ -336,7 +336,7 @@ def test_single_requests_are_listed_and_cancelled_by_id(server, path):
         asking = threading.Thread(target=lambda: replies.append(send(server, f"/v1/{path}", body)))
         asking.start()
         (one,) = until(lambda: json.loads(get(server, "/v1/requests"))["data"])
-        until(lambda: len(server.service.under_way.names(one["id"])) == count)
+        until(lambda: len(server.service.under_way._parts(one["id"])) == count)
         one = json.loads(get(server, f"/v1/requests/{one['id']}"))
         assert one["endpoint"] == f"/v1/{path}" and one["status"] == "queued" and one["prompt_tokens"] > 0
         assert json.loads(get(server, f"/v1/requests/{one['id']}")) == one

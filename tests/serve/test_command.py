@@ -27,8 +27,18 @@ def test_the_command_opens_the_model_and_says_where_it_listens(tiny_folder, tmp_
             assert states == ["loaded", *["unloaded"] * len(more)]
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    argv = [str(tiny_folder[0]), "--device", "cpu", "--context", "64", "--ram_gib", "1", "--port", "0"]
-    argv += [one.format(tiny_folder[0]) for one in more]  # behind flags, too
+    argv = [
+        str(tiny_folder[0]),
+        *(one.format(tiny_folder[0]) for one in more),
+        "--device",
+        "cpu",
+        "--context",
+        "64",
+        "--ram_gib",
+        "1",
+        "--port",
+        "0",
+    ]
     assert main([*argv, "--log_dir", str(tmp_path)]) == 0, capfd.readouterr().err
     ((host, port, *codes),) = seen
     assert host == "127.0.0.1" and codes == [200, 200]

@@ -44,17 +44,19 @@ def start(folder, bin_folder, *words, **more):
 def test_each_client_is_told_in_its_own_words(name):
     from outcore.serve.handover.start import client_of
 
-    client = client_of(name, "http://127.0.0.1:9", "the-key", "a/model", 4096)
+    client = client_of(name, "http://127.0.0.1:9", "the-key", "a/model", 4096, 400)
     said = " ".join((*client.command, *client.variables.values()))
     assert client.command[0] == name and "http://127.0.0.1:9" in said and "a/model" in said
     assert "the-key" in " ".join(client.variables.values()) and "the-key" not in " ".join(client.command)
     assert client.asks[0] in ("/v1/messages", "/v1/responses", "/v1/chat/completions")
+    if name == "claude":
+        assert client.variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "400"
     if name == "codex":
         told = tomllib.loads("\n".join(word for word in client.command if "=" in word))
         assert told["model_providers"]["outcore"]["wire_api"] == "responses" and told["model"] == "a/model"
     if name == "opencode":
         config = json.loads(client.variables["OPENCODE_CONFIG_CONTENT"])
-        assert config["provider"]["outcore"]["models"]["a/model"]["limit"]["context"] == 4096
+        assert config["provider"]["outcore"]["models"]["a/model"]["limit"] == {"context": 4096, "output": 400}
 
 
 @pytest.mark.more

@@ -43,14 +43,15 @@ class AgentClient:
         return [*quoted, " ".join(map(shlex.quote, self.command))]
 
 
-def client_of(name: str, url: str, key: str, model: str, context: int) -> AgentClient:
-    """What this client is told of the server at `url`."""
+def client_of(name: str, url: str, key: str, model: str, context: int, answer: int) -> AgentClient:
+    """What this client is told of the server at `url`. `answer`: tokens that it may ask for, of the `context`."""
     open_ai = f"{url}/v1"
     if name == "claude":
         kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "SMALL_FAST_MODEL")
         variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
         variables |= {f"ANTHROPIC_{kind}": model for kind in kinds}
         variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3000000"}
+        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(answer)
         return AgentClient(("claude",), variables, ("/v1/messages", MESSAGES))
     if name == "codex":
         provider = f'{{name="outcore",base_url="{open_ai}",env_key="OUTCORE_API_KEY",wire_api="responses"}}'
@@ -63,7 +64,7 @@ def client_of(name: str, url: str, key: str, model: str, context: int) -> AgentC
         return AgentClient(("codex", *flags), {"OUTCORE_API_KEY": key}, ("/v1/responses", asked))
     asks = ("/v1/chat/completions", MESSAGES)
     if name == "opencode":
-        limit = {"context": context, "output": context // 2}
+        limit = {"context": context, "output": min(answer, context // 2)}
         provider = {
             "npm": "@ai-sdk/openai-compatible", "name": "outcore", "options": {"baseURL": open_ai, "apiKey": key},
             "models": {model: {"name": model, "limit": limit}},
@@ -118,7 +119,7 @@ def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str])
         say(f"the model starts; its log: {log}")
         try:
             process.bring_up()
-            client = client_of(args.client, url, key, name, _checked(url, key))
+            client = client_of(args.client, url, key, name, *_limits_of(url, key))
             _asked(client, url, key)
             say(f"{name} answers at {url}")
             return _run(client, client_words)
@@ -128,12 +129,13 @@ def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str])
             process.stop()
 
 
-def _checked(url: str, key: str) -> int:
-    """Tokens that the model reads at most."""
+def _limits_of(url: str, key: str) -> tuple[int, int]:
+    """Tokens that the model reads, and writes in one answer, at most."""
     import httpx
 
     found = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60)
-    return int(found.raise_for_status().json()["data"][0]["max_model_len"])
+    first = found.raise_for_status().json()["data"][0]
+    return int(first["max_model_len"]), int(first["max_tokens"])
 
 
 def _asked(client: AgentClient, url: str, key: str) -> None:

@@ -132,14 +132,28 @@ def _messages_of(given: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(given):
         where = f"messages.{number}"
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in ("user", "assistant"):
-            raise bad(f"{where}.role: must be user or assistant, got {role!r}.", "messages")
+        if role not in ("user", "assistant", "system") or (role == "system" and not found):
+            words = "must be user or assistant, or system behind the first message (or in `system`)"
+            raise bad(f"{where}.role: {words}, got {role!r}.", "messages")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise bad(f"{where}.content: must be a text or a list of blocks.", "messages")
-        read = _said_by_user if role == "user" else _said_by_assistant
-        found += read([(f"{where}.content.{at}", block) for at, block in enumerate(blocks)])
+        placed = [(f"{where}.content.{at}", block) for at, block in enumerate(blocks)]
+        if role == "system":
+            _remind(found, "\n\n".join(_text_of(block, at) for at, block in placed))
+        else:
+            found += _said_by_assistant(placed) if role == "assistant" else _said_by_user(placed)
     return found
+
+
+def _remind(messages: list[dict[str, Any]], text: str) -> None:
+    """Add what a system says within a conversation to the user's turn, marked as Claude Code marks it there: many
+    templates refuse a system's message behind the first, or two of one side in a row."""
+    text = f"<system-reminder>\n{text}\n</system-reminder>"
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": "user", "content": text})
 
 
 def _said_by_user(blocks: list[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 
 import pytest
@@ -111,6 +112,21 @@ def test_a_model_that_does_not_fit_beside_the_loaded_one(server, expected, path)
     assert reply["error"]["type"] == "invalid_request_error"
     assert said(one, "A") == expected["A"], "the others are served on"
     assert "error" in json.loads(get(one, "/v1/models/B"))
+
+
+def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
+    adapter = tmp_path / "lost"
+    shutil.copytree(folders / "b-adapter", adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "no")}))
+    one = Running(folders / "a", ServeSettings(logs=tmp_path / "logs", name="A"), more=[f"E={adapter}"])
+    try:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, reply = asked(one, "E", path)
+            assert status == 400 and "'E' cannot be loaded" in reply["error"]["message"]
+        assert states(one) == {"A": "loaded", "E": "unloaded"} and asked(one, "A")[0] == 200
+    finally:
+        one.stop()
 
 
 def test_names_that_cannot_be(folders, capsys):

@@ -107,14 +107,6 @@ def test_errors_have_the_shape_of_their_api(wide, claude):
     assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
 
 
-@pytest.mark.more
-def test_ten_thousand_tools_are_refused(wide, claude):
-    many = [TOOL | {"name": f"tool_{number}"} for number in range(10_000)]
-    status, said = send(wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": many})
-    assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
-    assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
-
-
 def test_a_grammar_that_cannot_be_is_refused_and_others_are_served(wide, responses):
     odd = FREE | {"format": FREE["format"] | {"definition": "start: nothing"}}
     status, said = send(wide, "/v1/responses", {"model": "tiny", "input": "Hi", "tools": [odd]})
@@ -204,3 +196,81 @@ def test_the_models_of_every_client_are_one(wide, claude):
     page = json.loads(get(wide, "/v1/models"))
     assert [model.id for model in claude.models.list()] == ["tiny"] and page["models"][0]["slug"] == "tiny"
     assert page["models"][0]["context_window"] == page["data"][0]["max_input_tokens"] == 4096
+
+
+def test_a_system_that_speaks_within_the_conversation(wide, claude):
+    def tokens(*messages):
+        return claude.messages.count_tokens(model="tiny", messages=list(messages)).input_tokens
+
+    said, more = (
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Be brief"}]},
+    )
+    reminder = "<system-reminder>\nBe brief\n</system-reminder>"
+    assert tokens(said, more) == tokens({"role": "user", "content": f"Hi\n\n{reminder}"})
+    answer = {"role": "assistant", "content": "Yes."}
+    assert tokens(said, answer, more) == tokens(said, answer, {"role": "user", "content": reminder})
+    answered = claude.messages.create(model="tiny", max_tokens=3, messages=[said, more])
+    assert answered.usage.output_tokens
+    body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "tool", "content": "x"}]}
+    status, reply = send(wide, "/v1/messages", body)
+    assert status == 400 and "must be user or assistant" in json.loads(reply)["error"]["message"]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "x"}
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+LARK = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: ("}}
+BAD = {
+    "a result without its call": (
+        {"messages": [*HI, {"role": "tool", "tool_call_id": "c1", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [RESULT]}]},
+        {"input": [{"type": "function_call_output", "call_id": "c1", "output": "x"}]},
+    ),
+    "a call without its result": (
+        {"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *HI]},
+        {"messages": [*HI, {"role": "assistant", "content": [USE]}, *HI]},
+        {"input": [*HI, {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}, *HI]},
+    ),
+    "an unknown part": (
+        {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "hologram"}]}]},
+    ),
+    "ten thousand tools": (
+        {
+            "messages": HI,
+            "tools": [{"type": "function", "function": FUNCTION | {"name": f"t{n}"}} for n in range(10_000)],
+        },
+        {"messages": HI, "tools": [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(10_000)]},
+        {"input": "Hi", "tools": [{"type": "function", **FUNCTION, "name": f"t{n}"} for n in range(10_000)]},
+    ),
+    "a grammar that is none": (None, None, {"input": "Hi", "tools": [LARK]}),
+    "a tool without a name": (
+        {"messages": HI, "tools": [{"type": "function", "function": {}}]},
+        {"messages": HI, "tools": [{"input_schema": {}}]},
+        {"input": "Hi", "tools": [{"type": "function"}]},
+    ),
+    "another model": ({"model": "other", "messages": HI}, {"model": "other", "messages": HI}, {"model": "other"}),
+    "more than the context": (
+        {"messages": [{"role": "user", "content": "fox " * 9000}]},
+        {"messages": [{"role": "user", "content": "fox " * 9000}]},
+        {"input": "fox " * 9000},
+    ),
+}
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_of_that_api_and_others_are_served(wide, case):
+    for path, body in zip(PATHS, BAD[case], strict=True):
+        if body is None:
+            continue
+        status, reply = send(wide, path, {"model": "tiny", "max_tokens": 2} | body)
+        told = json.loads(reply)
+        assert 400 <= status < 500 and told["type"] == "error" and told["error"]["message"], (path, reply)
+        kind = "not_found_error" if case == "another model" else "invalid_request_error"
+        assert told["error"]["type"] == kind
+    status, _ = send(wide, PATHS[0], {"messages": HI, "max_tokens": 2})
+    assert status == 200
