@@ -182,6 +182,7 @@ class KvCache:
             sequence.num_read += 1
             self.counts.read_pages += 1
         sequence.num_cached = sequence.num_offered * self.settings.page_tokens
+        self._give_all_passed(sequence, sequence.num_cached)
         self.counts.asked_tokens += len(tokens)
         self.counts.found_tokens += sequence.num_cached
         return sequence
@@ -287,8 +288,8 @@ class KvCache:
             pages = tuple(table[number] for table in sequence.tables)
             own = tokens[number * size : (number + 1) * size]
             sequence.num_offered += 1
-            if GONE in pages:
-                continue  # the window went faster than the pages filled: its chain ends here
+            if GONE in pages or not (sequence.parent == ROOT or sequence.parent in self.index):
+                continue  # the window went faster than the pages filled, or room was needed: its chain ends here
             before = sequence.parent
             sequence.parent, is_new = self.index.add(before, own, pages, is_minor=sequence.is_minor)
             if is_new:
@@ -297,9 +298,7 @@ class KvCache:
             states = sequence.taken.pop(sequence.num_offered * size, None)
             if states is not None and self.snapshots is not None and self.index.get(before, own) is not None:
                 self.snapshots.put(sequence.parent, states)
-        for group, window in enumerate(self.windows):
-            if window is not None:
-                self._give_passed(sequence, group, (computed - window + 1) // size)
+        self._give_all_passed(sequence, computed)
 
     def close(self, sequence: SequencePages) -> None:
         """Give back all pages of a sequence."""
@@ -311,6 +310,11 @@ class KvCache:
         """Forget all shared beginnings."""
         while self.index is not None and (page := self.index.oldest(lambda page: True)) is not None:
             self._forget(page)
+
+    def _give_all_passed(self, sequence: SequencePages, computed: int) -> None:
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                self._give_passed(sequence, group, (computed - window + 1) // self.settings.page_tokens)
 
     def _give_passed(self, sequence: SequencePages, group: int, num_passed: int) -> None:
         table = sequence.tables[group]
@@ -324,12 +328,15 @@ class KvCache:
         ledger = self.ledgers[group]
         while ledger.num_free < count and self.index is not None:
             page = self.index.oldest(self._is_idle)
-            if page is None:
+            # A long text alone may fill a window's pages with what has left it, kept for who begins alike.
+            going = [page] if page else self.index.deepest(lambda page: ledger.users(page.pages[group]) == 1)
+            if not going:
                 break
-            if self.kept is not None:
-                self._keep(page)
-            self._forget(page)
-            self.counts.evicted_pages += 1
+            for page in going:
+                if self.kept is not None:
+                    self._keep(page)
+                self._forget(page)
+                self.counts.evicted_pages += 1
         if ledger.num_free < count:
             raise OutOfPages(f"{count} pages wanted, {ledger.num_free} of {ledger.num_pages} free")
 

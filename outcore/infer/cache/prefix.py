@@ -107,6 +107,19 @@ class PrefixIndex:
         ends = (self._pages[key] for keys in (first, then) for key in keys if key not in self._followers)
         return next(filter(is_idle, ends), None)
 
+    def deepest(self, truth: Callable[[PrefixPage], bool]) -> list[PrefixPage]:
+        """A page of which this is true, late in its chain, behind all that stand behind it; none: it is of none."""
+        page = next(
+            (self._pages[key] for key in (*reversed(self._once), *self._again) if truth(self._pages[key])), None
+        )
+        behind: dict[bytes, list[PrefixPage]] = {}
+        for other in self._pages.values() if page is not None else ():
+            behind.setdefault(other.parent, []).append(other)
+        found = [] if page is None else [page]
+        for one in found:
+            found += behind.get(one.key, ())
+        return found[::-1]
+
     def remove(self, page: PrefixPage) -> None:
         """Forget a page."""
         del self._pages[page.key]
