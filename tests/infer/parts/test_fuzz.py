@@ -159,7 +159,7 @@ def test_a_text_may_be_longer_than_the_pages_of_all_windows(model_of, kind):
     draw = random.Random(7)
     text = [draw.randrange(2, 280) for _ in range(200)]
     sampling = Sampling(0.0, max_tokens=4, ignore_eos=True, logprobs=0)
-    prompts = {"long": text, "again": text, "shorter": text[:60] + [5], "longer": text + text[:40]}
+    prompts = {"long": text, "again": text, "shorter": [*text[:60], 5], "longer": text + text[:40]}
     common = {"context": 260, "device": "cpu", "ram_gib": 1, "page_tokens": 4, "chunk_tokens": 16, "pass_tokens": 32}
     with closing(open_engine(str(folder), InferSettings(**common, max_sequences=2))) as opened:
         cache = opened.engine.scheduler.cache
