@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 import threading
 import time
@@ -25,7 +26,8 @@ class EngineThread:
         self.engine, self._on_failure = engine, on_failure
         self.failures, self.failed_at_s = 0, -math.inf
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        run = contextvars.copy_context().run  # torch keeps the compiler's settings for each context
+        self._thread = threading.Thread(target=run, args=(self._run,), name="engine", daemon=True)
 
     @property
     def is_well(self) -> bool:
