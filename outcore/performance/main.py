@@ -20,6 +20,7 @@ from typing import Any
 
 from outcore.common.files import nearest_existing, newest, user_folder, write_atomic
 from outcore.common.quantities import GB, format_s
+from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
 from outcore.performance.against_plan import compare, project
@@ -148,7 +149,7 @@ class PerformanceTest:
 
     def _probe(self) -> list[Check]:
         """Measure this machine's links, quickly; its failure is a check's words."""
-        self._stage("measuring this machine's links (gds_optimizer.py --quick), once")
+        self._stage(f"measuring this machine's links ({own_command('probe')} --quick), once")
         command = [sys.executable, "-m", "outcore", "probe", "--quick", "--path"]
         command += [str(nearest_existing(self.drive)), "--logs", str(MEASURED_PROFILE.parent)]
         try:
@@ -156,10 +157,10 @@ class PerformanceTest:
                 command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=_with_module_path(self.root)
             )
         except subprocess.TimeoutExpired:
-            return [Check("links", "warning", f"gds_optimizer.py gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
+            return [Check("links", "warning", f"the probe gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
         if done.returncode:
-            return [Check("links", "warning", f"gds_optimizer.py failed: {_last_line(done.stderr)}")]
-        return [Check("links", "ok", "measured now, quickly; python gds_optimizer.py measures them thoroughly")]
+            return [Check("links", "warning", f"the probe failed: {_last_line(done.stderr)}")]
+        return [Check("links", "ok", f"measured now, quickly; {own_command('probe')} measures them thoroughly")]
 
     def _trial(self) -> tuple[dict[str, Any] | None, str]:
         """(what the trial run left, '') or (None, why it failed)."""

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, fields_of, parse, setting
 from outcore.model import PRESETS, named_model
 
@@ -132,7 +133,7 @@ def check_planned(config: PlanConfig) -> PlanConfig:
     if config.deepspeed_config != PlanConfig.deepspeed_config:
         raise ConfigError(
             "deepspeed_config: outcore plan chooses what is left open; a run with this file is planned by "
-            "python train_model.py --plan with the same flags."
+            f"{own_command('train')} --plan with the same flags."
         )
     return config
 

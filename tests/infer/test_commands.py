@@ -4,9 +4,13 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +76,43 @@ def test_a_mistyped_model_names_the_runs_here_at_once(command, tmp_path, capfd, 
     said = capfd.readouterr().err
     assert "Did you mean 'my-run'?" in said and "Retrying" not in said
     assert "no way to the hub from here" in said or command.startswith("plan")  # which takes such a name for a shape
+
+
+ODD_MODEL = [
+    *(word for word in MISTYPED if not word.startswith(("plan --infer", "evaluate"))),
+    "generate tiny --prompt x --adapter my-rum",
+]
+
+
+@pytest.mark.more(after=3)
+@pytest.mark.parametrize("command", ODD_MODEL)
+def test_a_model_whose_name_is_no_utf8_is_refused_with_the_reason(command, tiny_folder, tmp_path, capfd, monkeypatch):
+    """Its weights' reader would call the file damaged."""
+    monkeypatch.chdir(tmp_path)
+    odd = os.fsdecode(b"mo\xeddel")
+    shutil.copytree(tiny_folder[0], odd)
+    shutil.copytree(tiny_folder[0], "tiny")
+    (tmp_path / "x.txt").write_text("hello\n")
+    assert cli.main(command.replace("my-rum", odd).split()) == 2
+    said = capfd.readouterr().err
+    assert r"'mo\udceddel' is no UTF-8, and libraries that write" in said and "Rename the folder." in said
+    assert "damaged" not in said
+
+
+def test_jobs_read_and_write_files_whose_names_are_no_utf8(tiny_folder, tmp_path):
+    """In a process of its own, whose output takes no such name by itself."""
+    source, output = (os.fsencode(tmp_path) + name for name in (b"/i\xff.jsonl", b"/o\xff.jsonl"))
+    write_lines(source, 2, max_tokens=2)
+    for command in ("generate", "score"):
+        Path(os.fsdecode(output)).unlink(missing_ok=True)
+        more = [*SMALL, "--input", source, "--output", output]
+        ran = subprocess.run(
+            [sys.executable, "-m", "outcore", command, str(tiny_folder[0]), *more], cwd=ROOT, capture_output=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert rb"o\udcff.jsonl" in ran.stderr + ran.stdout or command == "score"
+        with open(output) as file:
+            assert len(file.read().splitlines()) == 2
 
 
 def test_a_measured_machine_tells_forecast_and_run(tiny_folder, tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.common.quantities import format_gib, format_s
+from outcore.common.words import own_command
 from outcore.plan.inference.needs import state_bytes_of
 from outcore.plan.inference.place import plan_inference
 from outcore.plan.inference.speed import InferencePlan
@@ -119,7 +120,7 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
     lines += [f"change {change}" for change in changes(plan, **asked)]
     if nominal := plan.hardware.nominal:
         rates = ", ".join(f"{name.removesuffix('_gb_per_s')} {rate:g}" for name, rate in nominal.items())
-        lines.append(f"nominal, not measured: {rates} GB/s; python gds_optimizer.py measures them")
+        lines.append(f"nominal, not measured: {rates} GB/s; {own_command('probe')} measures them")
     return lines
 
 
