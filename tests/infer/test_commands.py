@@ -453,7 +453,7 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
 
 
 def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
-    lines = iter(["Hello", "x" * 2000, *["And now?"] * 5, "/reset", *["And now?"] * 5, "/stats"])
+    lines = iter(["Hello", "x" * 2000, *["And now?"] * 5, "/reset", *["And now?"] * 5, "/stats", "/exit", "one more"])
 
     def read(prompt=""):
         try:
@@ -466,6 +466,7 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "this message alone takes 2,0" in said.err and "tokens at" in said.out
     assert said.err.count("oldest turns are left out") == 2, "once a conversation"
+    assert list(lines) == ["one more"]
 
 
 @pytest.mark.parametrize("shape", ["plain", "/v1/completions"])

@@ -333,7 +333,7 @@ def device_of(settings: InferSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and not has_gpu:
         raise ValueError(
-            "device is cuda, but torch sees no GPU here. Use --device cpu, or see `{own_command('setup')}`."
+            f"device is cuda, but torch sees no GPU here. Use --device cpu, or see `{own_command('setup')}`."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
