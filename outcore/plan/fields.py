@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, fields_of, parse, setting
@@ -103,6 +103,14 @@ class OutputFields:
 class PlanConfig(OutputFields, InferFields, MachineFields, TrainConfig):
     """What `outcore plan` is told."""
 
+    UNSHOWN: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("eval_dataset", "learning_rate", "run_name", "save_steps", "load_best_model_at_end"),
+            *("early_stopping_patience", "resume_from_checkpoint", "continue_with_changes", "checkpoint_dir"),
+            *("report_to", "plan", "deepspeed_config"),
+        }
+    )
+    """Settings of a run that its forecast does not depend on: taken, and not in the short help."""
     random_base: bool = True
     """Adapters are planned over any shape; the command that makes the plan a run says so."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
+from outcore.common.words import own_command
 from outcore.flow import (
     CompiledLayers,
     Flow,

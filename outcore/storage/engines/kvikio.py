@@ -46,8 +46,8 @@ def load_kvikio() -> Any:
         importlib.import_module("kvikio.defaults")
     except Exception as error:  # its loader raises errors of its own where a library is missing
         raise RuntimeError(
-            f"the kvikio engine needs the kvikio package ({error}): run `{own_command('setup')}` on a Linux machine with "
-            "an NVIDIA GPU, or use the posix engine"
+            f"the kvikio engine needs the kvikio package ({error}): run `{own_command('setup')}` on a Linux machine "
+            "with an NVIDIA GPU, or use the posix engine"
         ) from error
     try:
         driver = load_driver()
