@@ -31,8 +31,8 @@ def show(found: Findings) -> None:
     run = found.projection
     if run is not None:
         console.print(
-            f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, "
-            f"{format_rate(run.tokens_per_s)} tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written "
+            f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, {format_rate(run.tokens_per_s)} "
+            f"tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written "
             f"({run.rating_words})."
         )
     console.print(f"Compared with: {found.compared_with}.")

@@ -164,12 +164,23 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert all("a whole number from 1 to 128" in line["error"] for line in found[5:9])
     assert "'user' has no content" in found[9]["error"] and "must be POST" in found[10]["error"]["message"]
     assert not (tmp_path / "out.jsonl.journal").exists()
-    assert "the first that failed: the prompt has" in capsys.readouterr().err
+    assert "the first that failed: row 3: the prompt has" in capsys.readouterr().err
     before = (tmp_path / "out.jsonl").read_bytes()
     assert cli.main(given) == 1 and "10 of its lines failed" in capsys.readouterr().err
     (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n')
     assert cli.main(given) == 2 and "it is of another input" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_job_over_rows_without_a_prompt_names_the_row_and_its_fields(tiny_folder, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
+    rows = [{"prompt": "The", "max_tokens": 1}, {"question": "a?", "answer": "b"}, {}]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output", output]
+    words = "row 2: a line must have either prompt or messages; its fields: answer, question"
+    for _ in range(2):  # as it is answered, and of the output that is there
+        assert cli.main(given) == 1 and words in capsys.readouterr().err
+    assert json.loads(Path(output).read_text().splitlines()[2])["error"].endswith("its fields: none")
 
 
 def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys):

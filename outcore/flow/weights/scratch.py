@@ -129,8 +129,8 @@ class Scratch(Closing):
             if isinstance(error, StoreInUse):
                 places = ", ".join(str(folder.parent) for folder in self.folders)
                 raise EngineError(
-                    f"nvme_offload_path: {places} is in use by another process: a run keeps its parameters or states there. "
-                    "Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
+                    f"nvme_offload_path: {places} is in use by another process: a run keeps its parameters or states "
+                    "there. Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
                 ) from error
             raise EngineError(
                 f"nvme_offload_path: {self.folders[0]} cannot be used for scratch files: {error}"
@@ -157,8 +157,8 @@ class Scratch(Closing):
             made = TensorStore.create(folders, specs, engine=self.engine, digests=self.verification.rule)
         except StorageError as error:
             raise EngineError(
-                f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another nvme_offload_path, or "
-                "keep more in RAM"
+                f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another "
+                "nvme_offload_path, or keep more in RAM"
             ) from error
         self._stores[kind] = made
         return made

@@ -120,7 +120,7 @@ def _tiers(plan: Plan) -> RenderableType:
         for index, part in enumerate(parts):
             table.add_row(TIER_WORDS[tier] if index == 0 else "", part.name, amount(part.size_bytes), "")
         use = plan.tier(tier)
-        label = {"ram": "total with pinned", "nvme": "total on the drive, states x 1.5"}.get(tier, "total")
+        label = {"ram": "total with pinned", "nvme": "total, states x 1.5"}.get(tier, "total")
         style = "red" if use.short_bytes else "bold"
         table.add_row("", label, amount(use.used_bytes), amount(use.capacity_bytes), style=style, end_section=True)
     return table
@@ -165,7 +165,7 @@ def _stages(answer: PlanAnswer) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    title = "Every ZeRO stage side by side (VRAM and RAM in GiB; NVMe in GB, without checkpoints)"
+    title = "Every ZeRO stage (VRAM, RAM in GiB; NVMe in GB, without checkpoints)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
         left = column in ("stage", "where", "short")
