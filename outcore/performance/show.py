@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.common.quantities import format_gb, format_gib, format_rate, format_s
+from outcore.common.quantities import counted, format_gb, format_gib, format_rate, format_s
 from outcore.performance.findings import ComparedRow, Findings
 
 MARKS = {"ok": "ok", "note": "-", "warning": "WARN", "stop": "STOP"}
@@ -31,9 +31,9 @@ def show(found: Findings) -> None:
     run = found.projection
     if run is not None:
         console.print(
-            f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, {format_rate(run.tokens_per_s)} "
-            f"tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written "
-            f"({run.rating_words})."
+            f"The whole run: {counted(run.total_steps, 'step')} of {format_s(run.step_s)}, "
+            f"{format_rate(run.tokens_per_s)} tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; "
+            f"{format_gb(run.written_bytes)} written ({run.rating_words})."
         )
     console.print(f"Compared with: {found.compared_with}.")
     for worse in found.regressions:
