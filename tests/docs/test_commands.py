@@ -25,7 +25,7 @@ ELSEWHERE = {
 """Flags of other programs that the pages speak of."""
 
 
-BOTH = ("outcore/cli.py", "outcore/common/errors.py")
+BOTH = ("outcore/cli.py", "outcore/common/errors.py", "outcore/engine/deepspeed/environment.py")
 """Files whose words name a script beside what is there without it."""
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.ports import free_port
-from outcore.common.words import own_command
 from outcore.machine import remove_stale_locks
 
 GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
@@ -63,7 +62,7 @@ def tell_of_builds(environ: Mapping[str, str]) -> None:
     def tell(builder: Any) -> None:
         print(
             f"engine: DeepSpeed compiles its extension {builder.name} into {_builds(environ)}: once, one to three "
-            f"minutes. {own_command('setup')} --deepspeed does it ahead",
+            "minutes. In a clone, python setup.py --deepspeed does it ahead",
             file=sys.stderr,
             flush=True,
         )

@@ -94,7 +94,7 @@ def understand(
     chosen for a prompt of so many, where the body does not say. ValueError or TypeError for what cannot be."""
     if (body.get("messages") is None) == (body.get("prompt") is None):
         found = ", ".join(sorted(map(str, body))) or "none"
-        raise ValueError(f"a line must have either prompt or messages; its fields: {found}")
+        raise ValueError(f"a line must have either prompt or messages; its fields: {found[:200]}")
     chat = None if body.get("messages") is None else Chat(prompts, body)
     unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
     if unknown:
