@@ -17,6 +17,7 @@ OURS: Mapping[str, str] = MappingProxyType(
         "max_model_len": "context",
         "max_num_batched_tokens": "pass_tokens",
         "max_num_seqs": "max_sequences",
+        "nvme_offload_path": "nvme_path",
         "quantization": "quantize",
     }
 )

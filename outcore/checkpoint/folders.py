@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from typing import Any
 from outcore.checkpoint.manifest import EXPORT, TRAINER, CheckpointError, Manifest
 from outcore.checkpoint.manifest import NAME as MANIFEST
 from outcore.common import describe_errno, file_errors, fsync_folder, fsync_tree, make_folder, remove_tree, write_json
+from outcore.common.output import say
 from outcore.common.quantities import format_gb
 
 SPACE_MARGIN_BYTES = 256 << 20
@@ -259,6 +261,10 @@ def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None)
     return old
 
 
+QUIET_S = 10.0
+"""Seconds after which a check that goes on says so: a large checkpoint is read for minutes."""
+
+
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """A complete checkpoint, every listed file's size and CRC-32 checked.
 
@@ -270,9 +276,14 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         hint = f" It holds checkpoints, though: use {newest[-1]}." if newest else ""
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint.{hint}")
     manifest = Manifest.load(path)
-    damaged_export = []
+    damaged_export, told_s, read_bytes = [], time.monotonic(), 0
     for name in manifest.files:
         problem = manifest.problem(path, name, verify=verify)
+        with suppress(OSError):
+            read_bytes += (path / name).stat().st_size
+        if time.monotonic() - told_s >= QUIET_S:
+            told_s = time.monotonic()
+            say(f"verifying {path}: {format_gb(read_bytes)} read")
         if problem is None:
             continue
         if not name.startswith(f"{EXPORT}/"):

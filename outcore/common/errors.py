@@ -16,7 +16,7 @@ def need_packages(names: Sequence[str], what_for: str, requirements: str) -> Non
     if missing:
         raise RuntimeError(
             f"the packages for {what_for} are not installed ({', '.join(missing)} missing): "
-            f"python setup.py --with {requirements}, or pip install -r requirements/{requirements}.txt"
+            f"python setup.py --with {requirements} in a clone, else pip install 'outcore[{requirements}]'"
         )
 
 

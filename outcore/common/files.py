@@ -227,6 +227,17 @@ def remove_tree(path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def check_utf8(path: str, what: str) -> None:
+    """Raise ValueError for a path of bytes that are no UTF-8. `what`: how the message calls it."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what}: {path!r} is no UTF-8, and libraries that write tokenizers and weights open no such path. Rename "
+            "the folder."
+        ) from None
+
+
 def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     """The path of `name`, which a listing read from a file gives, below `folder`. ValueError where it leads out of it:
     absolute, through `..`, or, unless `follow_links`, through a link."""

@@ -66,6 +66,11 @@ def format_count(n: float) -> str:
     return f"{n:.0f}"
 
 
+def format_rate(per_s: float) -> str:
+    """Rates of tokens: 1,204 or 37, and below ten two digits that count: 0.41, never 0 for what moves."""
+    return f"{per_s:,.0f}" if per_s >= 9.5 else f"{per_s:.2g}"
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """So many things: '1 line', '2,000 lines'. `many`: the plural where it is not `one` with an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+
+_CLONE = Path(__file__).resolve().parents[2]
+_SCRIPTS = {"setup": "setup.py", "probe": "gds_optimizer.py", "train": "train_model.py"}
+
+
+def own_command(name: str) -> str:
+    """What starts a command: its script, `python gds_optimizer.py`, in a clone; `outcore probe` where pip installed."""
+    script = _SCRIPTS[name]
+    return f"python {script}" if (_CLONE / script).is_file() else f"outcore {name}"
 
 
 def names_of(text: str | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import check_utf8
 from outcore.config.convert import ConfigError, typed_value
 from outcore.config.fields import FIELDS, EngineFields, TrainConfig
 from outcore.config.spec import Field
@@ -64,14 +65,11 @@ def check_config(config: TrainConfig) -> None:
 
 def _check_spelling(config: TrainConfig) -> None:
     for name, value in vars(config).items():
-        if isinstance(value, str) and name not in READ_HERE and not value.isascii():
+        if isinstance(value, str) and name not in READ_HERE:
             try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise ConfigError(
-                    f"{name}: {value!r} is no UTF-8, and libraries that write tokenizers and weights open no such "
-                    "path. Rename the folder."
-                ) from None
+                check_utf8(value, name)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
 
 def check_homes(config: TrainConfig) -> None:

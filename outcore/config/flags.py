@@ -197,8 +197,8 @@ def read_flags(
         namespace.model_name_or_path = unknown.pop()
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        word = unknown[0].split("=")[0]
-        if not word.startswith("--"):
+        word = next((word for word in unknown if word.startswith("-")), unknown[-1]).split("=")[0]  # MODEL is no fault
+        if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}: beside MODEL every setting is a flag (--name value).")
         hint = meaning_of(word) or nearest(word, known) or " --help all lists all flags."
         raise ConfigError(f"unknown flag {word}.{hint}")

@@ -129,8 +129,12 @@ def fields_of(cls: type) -> dict[str, Field]:
             own = _docs_of(base)
             docs |= own
             groups |= dict.fromkeys(own, inspect.cleandoc(base.__doc__ or "").partition("\n")[0].rstrip("."))
+    unshown = getattr(cls, "UNSHOWN", ())
     return {
-        f.name: Field(f.name, hints[f.name], f.default, docs.get(f.name, ""), groups.get(f.name, ""), _spec(f))
+        f.name: Field(
+            *(f.name, hints[f.name], f.default, docs.get(f.name, ""), groups.get(f.name, "")),
+            dataclasses.replace(_spec(f), common=False) if f.name in unshown else _spec(f),
+        )
         for f in dataclasses.fields(cls)
     }
 

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer.chat_template = read_template(args.chat_template)
         look = look_at(settings, tokenizer, args.rows, say=say)
         _show(look, tokenizer, args)
-    except DataError as error:
+    except ValueError as error:
         return tell_error("data", error)
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common import publish_folder
+from outcore.common.files import check_utf8
 from outcore.common.hub import ask_hub_once, near_models
 from outcore.common.listing import CHECKSUMS, DamagedListing, damaged_weights, write_checksums
 from outcore.common.output import say as tell
@@ -50,6 +51,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    check_utf8(name_or_path, "tokenizer")
     path = translate(name_or_path)
     is_local = path.exists()
     if not is_local and (is_windows_spelling(name_or_path) or not looks_like_hub_id(name_or_path)):

@@ -28,7 +28,7 @@ CLONE = Path(__file__).resolve().parents[2]
 
 def main(argv: Sequence[str], clone: Path = CLONE) -> int:
     """Set up or verify; the exit code is that of setup.py."""
-    options = parse_options(argv)
+    options = parse_options(argv, "outcore setup")
     if (clone / "setup.py").is_file() and (clone / "requirements").is_dir():
         return subprocess.call([sys.executable, str(clone / "setup.py"), *argv])
     if replace(options, check=False, json=False) != Options():

@@ -43,10 +43,10 @@ def _extras(text: str) -> tuple[str, ...]:
     return wanted
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str], prog: str = "python setup.py") -> Options:
     """Raises SystemExit(2) with a message for a flag that does not exist or does not fit another."""
     parser = argparse.ArgumentParser(
-        prog="python setup.py",
+        prog=prog,
         description="Install outcore on this machine, build what it needs, verify every part and say what to fix.",
         epilog="Arguments after -- go to pytest (with --test) or to train_model.py (with --run). Exit code: 0 every "
         "required part holds, 1 one does not, 2 wrong flags, 3 the installation failed, 130 interrupted.",

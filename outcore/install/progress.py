@@ -9,6 +9,9 @@ from typing import TextIO
 
 from outcore.common.quantities import format_s
 
+QUIET_S = 10.0
+"""Seconds without a word at most, where nobody sees a moving line: in a notebook, in a log."""
+
 
 class InstallProgress:
     """Named steps with a running clock. Not for several threads: one step at a time."""
@@ -16,7 +19,7 @@ class InstallProgress:
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._is_terminal = self._out.isatty()
-        self._title, self._detail, self._began_s = "", "", 0.0
+        self._title, self._detail, self._began_s, self._said_s = "", "", 0.0, 0.0
         self._stop: threading.Event | None = None
         self._ticker: threading.Thread | None = None
 
@@ -26,6 +29,7 @@ class InstallProgress:
 
     def begin(self, title: str) -> None:
         self._title, self._detail, self._began_s = title, "", time.monotonic()
+        self._said_s = self._began_s
         if not self._is_terminal:
             self.say(f"{title} ...")
             return
@@ -34,8 +38,11 @@ class InstallProgress:
         self._ticker.start()
 
     def detail(self, text: str) -> None:
-        """What the step is busy with, on a terminal's moving line; files have the steps, logs/ has all of it."""
-        self._detail = text
+        """What the step is busy with: on a terminal's moving line, elsewhere a line every `QUIET_S`."""
+        self._detail, now_s = text, time.monotonic()
+        if not self._is_terminal and now_s - self._said_s >= QUIET_S:
+            self._said_s = now_s
+            self.say(f"{self._title} ({format_s(now_s - self._began_s)}) {text}")
 
     def end(self, ok: bool = True) -> None:
         if self._stop is not None and self._ticker is not None:

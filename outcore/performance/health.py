@@ -16,6 +16,7 @@ import psutil
 
 from outcore.common.files import nearest_existing, newest
 from outcore.common.quantities import GIB, MIB, format_gb, format_gib
+from outcore.common.words import own_command
 from outcore.machine import Machine
 from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
@@ -80,15 +81,15 @@ def _safely(name: str, look: Callable[[], list[Check]]) -> list[Check]:
 def _profile(machine: Machine, path: Path) -> Check:
     name, path = "machine profile", newest(path)
     if not path.is_file():
-        return Check(name, "warning", f"never measured ({path} is not there): run python gds_optimizer.py")
+        return Check(name, "warning", f"never measured ({path} is not there): run {own_command('probe')}")
     try:
         saved = Machine.load(path)
     except (ValueError, OSError) as error:
         return Check(name, "warning", f"damaged, so nominal rates are planned with: {error}")
     found = differs(machine, saved)
     if found:
-        return Check(name, "warning", f"measured on another machine: {'; '.join(found)}. Run python gds_optimizer.py")
-    return Check(name, "ok", f"links as measured by gds_optimizer.py ({path})")
+        return Check(name, "warning", f"measured on another machine: {'; '.join(found)}. Run {own_command('probe')}")
+    return Check(name, "ok", f"links as measured by {own_command('probe')} ({path})")
 
 
 def _gpu_sensor(machine: Machine) -> GpuSensor | None:

@@ -14,12 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outcore.common.files import nearest_existing, newest, user_folder, write_atomic
+from outcore.common.output import printable
 from outcore.common.quantities import GB, format_s
+from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
 from outcore.performance.against_plan import compare, compared, judge, last_report, project
@@ -29,6 +32,8 @@ from outcore.plan import MEASURED_PROFILE, differs
 
 TRIAL_TIMEOUT_S = 900.0
 """Loading and compiling a large model takes minutes; what takes longer hangs."""
+HEARD_S = 10.0
+"""Seconds after which the test says what the trial is at."""
 PROBE_TIMEOUT_S = 180.0
 RUN_NAME = "performance-test"
 REPORT = "performance_report.json"
@@ -144,7 +149,7 @@ class PerformanceTest:
 
     def _probe(self) -> list[Check]:
         """Measure this machine's links, quickly; its failure is a check's words."""
-        self._stage("measuring this machine's links (gds_optimizer.py --quick), once")
+        self._stage(f"measuring this machine's links ({own_command('probe')} --quick), once")
         command = [sys.executable, "-m", "outcore", "probe", "--quick", "--path"]
         command += [str(nearest_existing(self.drive)), "--logs", str(MEASURED_PROFILE.parent)]
         try:
@@ -152,10 +157,10 @@ class PerformanceTest:
                 command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=_with_module_path(self.root)
             )
         except subprocess.TimeoutExpired:
-            return [Check("links", "warning", f"gds_optimizer.py gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
+            return [Check("links", "warning", f"the probe gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
         if done.returncode:
-            return [Check("links", "warning", f"gds_optimizer.py failed: {_last_line(done.stderr)}")]
-        return [Check("links", "ok", "measured now, quickly; python gds_optimizer.py measures them thoroughly")]
+            return [Check("links", "warning", f"the probe failed: {_last_line(done.stderr)}")]
+        return [Check("links", "ok", f"measured now, quickly; {own_command('probe')} measures them thoroughly")]
 
     def _trial(self) -> tuple[dict[str, Any] | None, str]:
         """(what the trial run left, '') or (None, why it failed)."""
@@ -176,9 +181,7 @@ class PerformanceTest:
                     command, env=_with_module_path(self.root), stdout=sink, stderr=subprocess.STDOUT
                 )
                 try:
-                    code = child.wait(timeout=TRIAL_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    code = None
+                    code = self._ended(child, log)
                 finally:
                     if child.poll() is None:
                         child.kill()
@@ -186,6 +189,16 @@ class PerformanceTest:
             if code == 0 and result.is_file():
                 return json.loads(result.read_text(encoding="utf-8")), ""
             return None, _why_failed(code, log.read_text(encoding="utf-8", errors="replace"))
+
+    def _ended(self, child: subprocess.Popen, log: Path) -> int | None:
+        """The trial's exit code, None when its time is up; what it is at is said while it is waited for."""
+        began_s = time.monotonic()
+        while (waited_s := time.monotonic() - began_s) < TRIAL_TIMEOUT_S:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(timeout=min(HEARD_S, TRIAL_TIMEOUT_S - waited_s))
+            words = _last_line(log.read_text(encoding="utf-8", errors="replace"))
+            self._stage(f"  {format_s(time.monotonic() - began_s)}: {printable(words)[:120]}")
+        return None
 
     def _run_key(self, trial: dict[str, Any] | None) -> dict[str, Any]:
         plan = (trial or {}).get("forecast") or {}

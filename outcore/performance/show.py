@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outcore.common.quantities import format_gb, format_gib, format_s
+from outcore.common.quantities import counted, format_gb, format_gib, format_rate, format_s
 
 Level = Literal["ok", "note", "warning", "stop"]
 """note: could not be told, or worth knowing; warning: run with care; stop: do not start."""
@@ -175,9 +175,9 @@ def show(found: Findings) -> None:
     run = found.projection
     if run is not None:
         console.print(
-            f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, {run.tokens_per_s:,.0f} tokens/s; "
-            f"{format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written "
-            f"({run.rating_words})."
+            f"The whole run: {counted(run.total_steps, 'step')} of {format_s(run.step_s)}, "
+            f"{format_rate(run.tokens_per_s)} tokens/s; {format_s(run.total_s)} in all, to {run.ends_at}; "
+            f"{format_gb(run.written_bytes)} written ({run.rating_words})."
         )
     console.print(f"Compared with: {found.compared_with}.")
     for worse in found.regressions:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, fields_of, parse, setting
 from outcore.model import PRESETS, named_model
 
@@ -94,6 +95,14 @@ class OutputFields:
 class PlanConfig(OutputFields, InferFields, MachineFields, TrainConfig):
     """What `outcore plan` is told."""
 
+    UNSHOWN: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("eval_dataset", "learning_rate", "run_name", "save_steps", "load_best_model_at_end"),
+            *("early_stopping_patience", "resume_from_checkpoint", "continue_with_changes", "checkpoint_dir"),
+            *("report_to", "plan", "deepspeed_config"),
+        }
+    )
+    """Settings of a run that its forecast does not depend on: taken, and not in the short help."""
     random_base: bool = True
     """Adapters are planned over any shape; the command that makes the plan a run says so."""
 
@@ -124,7 +133,7 @@ def check_planned(config: PlanConfig) -> PlanConfig:
     if config.deepspeed_config != PlanConfig.deepspeed_config:
         raise ConfigError(
             "deepspeed_config: outcore plan chooses what is left open; a run with this file is planned by "
-            "python train_model.py --plan with the same flags."
+            f"{own_command('train')} --plan with the same flags."
         )
     return config
 

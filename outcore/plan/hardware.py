@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
+from outcore.common.words import own_command
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
 from outcore.machine.cards import CARDS, card_by_name
 from outcore.plan import constants as k
@@ -76,12 +77,14 @@ class Hardware:
         for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s", "host_layer_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
+                raise ValueError(
+                    f"{name} is {value}, but a rate must be above 0. Measure it again: {own_command('probe')}"
+                )
         for name, value in self.optimizer_gparams_per_s.items():
             if name not in STATE_FORMATS or not value > 0:
                 raise ValueError(
                     f"optimizer_gparams_per_s has {name!r}: {value}, but it gives rates above 0 for the formats "
-                    f"{', '.join(STATE_FORMATS)}. Measure it again: gds_optimizer.py"
+                    f"{', '.join(STATE_FORMATS)}. Measure it again: {own_command('probe')}"
                 )
 
     def drive_s(self, read_bytes: float, written_bytes: float) -> float:
@@ -169,7 +172,7 @@ class Hardware:
     def memory_gb_per_s(self) -> float:
         """Rate of the GPU's memory. ProfileError where it is missing: weights would be read in no time."""
         if self.device_memory_gb_per_s is None:
-            raise ProfileError(f"{self.name} has no {MEMORY}: run python gds_optimizer.py on that machine.")
+            raise ProfileError(f"{self.name} has no {MEMORY}: run {own_command('probe')} on that machine.")
         return self.device_memory_gb_per_s
 
     @property
@@ -252,8 +255,8 @@ def hardware_of(
     pinned_bytes = k.WSL2_PINNED_BYTES if machine.is_wsl2 else machine.ram_available_bytes // 2
     if machine.is_wsl2 and overrides.pinned_gib is None:
         notes.append(
-            f"WSL2 lets a process pin little memory: planned with {format_gib(pinned_bytes)}; gds_optimizer.py tells "
-            "how much, give it with --pinned_gib"
+            f"WSL2 lets a process pin little memory: planned with {format_gib(pinned_bytes)}; "
+            f"{own_command('probe')} tells how much, give it with --pinned_gib"
         )
     if overrides.pinned_gib is not None:
         pinned_bytes = int(overrides.pinned_gib * GIB)
@@ -325,7 +328,7 @@ def _rates(
     if missing and not allow_nominal:
         what = "no link of it was measured" if len(missing) == len(wanted) else f"not measured: {', '.join(missing)}"
         raise ProfileError(
-            f"The profile of {name} is incomplete ({what}). Run python gds_optimizer.py on that machine, or add "
+            f"The profile of {name} is incomplete ({what}). Run {own_command('probe')} on that machine, or add "
             "--nominal to plan with data-sheet rates."
         )
     fallback = nominal_links(machine) if missing else None
@@ -351,7 +354,7 @@ def _updates(machine: Machine, notes: list[str]) -> tuple[dict[str, float], str]
     if links is not None and links.source == "measured":
         notes.append(
             "the CPU optimizer was not measured: its time is planned from the memory's rate, which on one server made "
-            "steps up to 50 % too long; python gds_optimizer.py measures it"
+            f"steps up to 50 % too long; {own_command('probe')} measures it"
         )
     return {}, f"the memory's: bytes of an update at {k.DRAM_SHARE:g} of ram_gb_per_s"
 
@@ -397,7 +400,7 @@ def _memory(
     if machine.gpus and not allow_nominal:
         raise ProfileError(
             f"The profile of {name} has no memory rate of {gpu} ({MEMORY}): weights would be read in no time. "
-            "Run python gds_optimizer.py on that machine, or add --nominal to plan with the slowest card's."
+            f"Run {own_command('probe')} on that machine, or add --nominal to plan with the slowest card's."
         )
     rate = min(card.memory_gb_per_s for card in CARDS.values())
     notes.append(f"the memory rate of {gpu} is not known: planned with the slowest known card's {rate:g} GB/s")

@@ -14,8 +14,8 @@ from typing import Any
 
 from outcore.common.quantities import GB, format_gib, format_s
 from outcore.plan.hardware import Hardware
-from outcore.plan.request import RunRequest
-from outcore.plan.terms.work import step_flops
+from outcore.plan.profile import RunRequest
+from outcore.plan.terms import step_flops
 from outcore.sizing.shape import ModelShape
 
 MICRO_BATCH, ACCUMULATION = 2, 4

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.common.files import newest, user_folder
+from outcore.common.words import own_command
 from outcore.config import check_said
 from outcore.machine import Machine, detect_machine
 from outcore.machine.cards import load_machine
@@ -71,10 +72,10 @@ def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[
             problem = f"{measured} was measured on another machine: {'; '.join(differences)}."
     if not allow_nominal:
         raise ProfileError(
-            f"{problem} Run python gds_optimizer.py to measure this one. (outcore plan also takes --nominal, for "
+            f"{problem} Run {own_command('probe')} to measure this one. (outcore plan also takes --nominal, for "
             "data-sheet rates, and --machine, as in --machine rtx4070-laptop, for another one.)"
         )
-    return None, f"{problem} Planned with nominal rates; python gds_optimizer.py measures them."
+    return None, f"{problem} Planned with nominal rates; {own_command('probe')} measures them."
 
 
 def differs(here: Machine, saved: Machine) -> list[str]:

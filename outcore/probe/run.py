@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
+from outcore.common.words import own_command
 from outcore.machine import Machine, detect_machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.budget import Budget
 from outcore.probe.bench.compute import measure_compute
@@ -145,7 +146,7 @@ class ProbeRun:
         if machine.gpus and not self.has_gpu:
             found.warnings.append(
                 f"torch {torch.__version__} cannot use the {machine.gpus[0].name}: nothing of the GPU was measured; "
-                "run `python setup.py` to install the set that matches this machine"
+                f"run `{own_command('setup')}`: it says what matches this machine"
             )
         return found, facts
 

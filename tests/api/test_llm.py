@@ -141,12 +141,21 @@ def test_settings_of_a_model_are_refused_as_the_commands_refuse_them(tiny, tmp_p
         outcore.LLM(str(tmp_path / "no-such-model"))
 
 
-def test_two_models_at_once_and_vllms_names(tiny, llm, caplog):
+def test_two_models_at_once_and_vllms_names(tiny, llm, caplog, tmp_path):
     config = outcore.InferConfig(page_tokens=8, ram_gib=0.5)
     with caplog.at_level(logging.INFO, "outcore"):
-        second = outcore.LLM(tiny[0], config, max_model_len=64, dtype=torch.float32, max_num_seqs=2, aim="latency")
+        second = outcore.LLM(
+            tiny[0],
+            config,
+            max_model_len=64,
+            dtype=torch.float32,
+            max_num_seqs=2,
+            aim="latency",
+            nvme_offload_path=tmp_path,
+        )
     assert any("weights:" in line for line in caplog.messages)
     with second:
+        assert second.config.nvme_path == (tmp_path,)
         assert (second.config.context, second.config.precision, second.config.preset) == (64, "fp32", "latency")
         mine, theirs = (one.generate("The quick", temperature=0, max_tokens=5) for one in (second, llm))
         assert mine[0].outputs == theirs[0].outputs

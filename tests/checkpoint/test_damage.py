@@ -232,3 +232,12 @@ def test_the_fingerprint_of_a_model_is_its_mathematics() -> None:
     assert config_sha256(model_fingerprint(one)) == config_sha256(model_fingerprint(again))
     assert config_sha256(model_fingerprint(one)) != config_sha256(model_fingerprint(other))
     assert model_fingerprint(None) is None is config_sha256(None)
+
+
+def test_a_long_check_of_a_checkpoint_is_heard_of(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    open_checkpoint(run / "step-00000004")
+    assert capsys.readouterr().err == "", "a short one says nothing"
+    monkeypatch.setattr("outcore.checkpoint.folders.QUIET_S", 0.0)
+    open_checkpoint(run / "step-00000004")
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(line.startswith(f"verifying {run / 'step-00000004'}: ") and " read" in line for line in said)

@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -67,9 +68,10 @@ def _differs(row: Field, action: argparse.Action) -> str:
 
 def test_plan_has_every_field_of_training_as_it_is() -> None:
     rows = fields_of(PlanConfig)
-    assert {name: (rows[name].annotation, rows[name].spec) for name in FIELDS} == {
-        name: (row.annotation, row.spec) for name, row in FIELDS.items()
+    assert {name: (rows[name].annotation, replace(rows[name].spec, common=False)) for name in FIELDS} == {
+        name: (row.annotation, replace(row.spec, common=False)) for name, row in FIELDS.items()
     }
+    assert set(rows) > PlanConfig.UNSHOWN
     assert parse_plan(["--micro_batch_size", "3", "--model", "x"]).per_device_train_batch_size == 3
 
 
@@ -130,9 +132,18 @@ def test_help_of_a_command_is_short_and_says_how_to_see_the_rest(name: str, caps
     assert len(short.splitlines()) < 0.6 * len(everything.splitlines()) and len(short.splitlines()) < 60
     parser = ANSWERING[name]()
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
-    hidden = {"--no_pin_memory", "--preset"}  # the other word of a switch, a former name
+    hidden = {"--no_pin_memory", "--preset", "--nvme_path"}  # the other word of a switch, a former name
     assert all(flag in everything for flag in flags if flag not in hidden)
     assert set(parser._common) <= {action.dest for action in parser._actions}  # type: ignore[attr-defined]
+
+
+def test_a_folder_on_a_drive_has_one_name_and_its_former_one_works(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["m", "--nvme_path", "a", "--nvme_offload_path", "b"]
+    assert chat_flags().parse_args(argv).nvme_path == ["a", "b"]
+    with pytest.raises(SystemExit, match="0"):
+        chat_flags().parse_args(["--help", "all"])
+    said = capsys.readouterr().out
+    assert "--nvme_offload_path" in said and "--nvme_path" not in said
 
 
 def test_dashes_are_underscores_and_a_model_may_be_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def test_other_names_of_a_setting_work(spelling: str) -> None:
 def test_a_setting_by_another_name_is_told_by_meaning(spelling: str, tmp_path: Path) -> None:
     """As a flag and in YAML; what is advised exists."""
     refused(ConfigError, f"unknown flag --{spelling}. Here: ", lambda: parse_config([f"--{spelling}"]))
+    refused(ConfigError, f"unknown flag --{spelling}. Here: ", lambda: parse_config(["x/y", f"--{spelling}", "1"]))
     file = tmp_path / "run.yaml"
     file.write_text(f"{spelling}: 1\n")
     refused(ConfigError, f"unknown setting '{spelling}'. Here: ", lambda: parse_config(["--config", str(file)]))

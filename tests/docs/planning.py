@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from outcore.common.quantities import format_count, format_gb, format_gib, format_s
+from outcore.common.quantities import format_count, format_gb, format_gib, format_rate, format_s
 from outcore.model import preset_shape
 from outcore.plan.choose import PlanAnswer, best_stage, best_stream, choose_or_change, seq_length_of
 from outcore.plan.hardware import Hardware
@@ -131,7 +131,13 @@ def _largest_row(row: Largest) -> str:
     plan = row.plan
     if plan is None:
         return f"| {row.kind} | none fits | | | |"
-    cells = (row.kind, format_count(plan.params), plan.offload, format_s(plan.time.step_s), f"{plan.tokens_per_s:.0f}")
+    cells = (
+        row.kind,
+        format_count(plan.params),
+        plan.offload,
+        format_s(plan.time.step_s),
+        format_rate(plan.tokens_per_s),
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -166,7 +172,7 @@ def _figures(plan: Plan) -> str:
         format_gib(plan.tier("ram").used_bytes),
         format_gb(states) if states else "-",
         format_s(plan.time.step_s),
-        f"{plan.tokens_per_s:.0f}",
+        format_rate(plan.tokens_per_s),
         format_gb(plan.drive_written_bytes_per_step) if plan.drive_written_bytes_per_step else "-",
         f"{plan.drive_life_steps:,.0f} steps, {days:,.0f} days" if days is not None else "-",
     )

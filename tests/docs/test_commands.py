@@ -1,6 +1,7 @@
 """Each command line of README and docs is one that its program takes; each flag they name exists."""
 
 import argparse
+import ast
 import importlib
 import re
 import shlex
@@ -22,6 +23,29 @@ ELSEWHERE = {
     "--install", "--shutdown",  # wsl.exe
 }  # fmt: skip
 """Flags of other programs that the pages speak of."""
+
+
+BOTH = ("outcore/cli.py", "outcore/common/errors.py", "outcore/engine/deepspeed/environment.py")
+"""Files whose words name a script beside what is there without it."""
+
+
+def test_messages_name_a_script_of_the_clone_only_where_there_is_one() -> None:
+    """Who installed by pip has no setup.py or gds_optimizer.py; `own_command` knows."""
+    script = re.compile(r"python (setup|gds_optimizer|performance_test|train_model)\.py|{own_command")  # no f-string
+    found = []
+    for file in sorted((ROOT / "outcore").rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        if name.startswith("outcore/install/") or name in BOTH:  # install: rows of a clone have fixes of their own
+            continue
+        tree = ast.parse(file.read_text())
+        told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            f"{name}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and id(node) not in told
+            if isinstance(node.value, str) and script.search(node.value)
+        ]
+    assert not found
 
 
 def lines() -> list[str]:

@@ -4,9 +4,13 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +78,43 @@ def test_a_mistyped_model_names_the_runs_here_at_once(command, tmp_path, capfd, 
     assert "no way to the hub from here" in said or command.startswith("plan")  # which takes such a name for a shape
 
 
+ODD_MODEL = [
+    *(word for word in MISTYPED if not word.startswith(("plan --infer", "evaluate"))),
+    "generate tiny --prompt x --adapter my-rum",
+]
+
+
+@pytest.mark.more(after=3)
+@pytest.mark.parametrize("command", ODD_MODEL)
+def test_a_model_whose_name_is_no_utf8_is_refused_with_the_reason(command, tiny_folder, tmp_path, capfd, monkeypatch):
+    """Its weights' reader would call the file damaged."""
+    monkeypatch.chdir(tmp_path)
+    odd = os.fsdecode(b"mo\xeddel")
+    shutil.copytree(tiny_folder[0], odd)
+    shutil.copytree(tiny_folder[0], "tiny")
+    (tmp_path / "x.txt").write_text("hello\n")
+    assert cli.main(command.replace("my-rum", odd).split()) == 2
+    said = capfd.readouterr().err
+    assert r"'mo\udceddel' is no UTF-8, and libraries that write" in said and "Rename the folder." in said
+    assert "damaged" not in said
+
+
+def test_jobs_read_and_write_files_whose_names_are_no_utf8(tiny_folder, tmp_path):
+    """In a process of its own, whose output takes no such name by itself."""
+    source, output = (os.fsencode(tmp_path) + name for name in (b"/i\xff.jsonl", b"/o\xff.jsonl"))
+    write_lines(source, 2, max_tokens=2)
+    for command in ("generate", "score"):
+        Path(os.fsdecode(output)).unlink(missing_ok=True)
+        more = [*SMALL, "--input", source, "--output", output]
+        ran = subprocess.run(
+            [sys.executable, "-m", "outcore", command, str(tiny_folder[0]), *more], cwd=ROOT, capture_output=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert rb"o\udcff.jsonl" in ran.stderr + ran.stdout or command == "score"
+        with open(output) as file:
+            assert len(file.read().splitlines()) == 2
+
+
 def test_a_measured_machine_tells_forecast_and_run(tiny_folder, tmp_path, capsys, monkeypatch):
     from outcore.infer.opening import forecast
     from outcore.plan import load_hardware
@@ -123,12 +164,23 @@ def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     assert all("a whole number from 1 to 128" in line["error"] for line in found[5:9])
     assert "'user' has no content" in found[9]["error"] and "must be POST" in found[10]["error"]["message"]
     assert not (tmp_path / "out.jsonl.journal").exists()
-    assert "the first that failed: the prompt has" in capsys.readouterr().err
+    assert "the first that failed: row 3: the prompt has" in capsys.readouterr().err
     before = (tmp_path / "out.jsonl").read_bytes()
     assert cli.main(given) == 1 and "10 of its lines failed" in capsys.readouterr().err
     (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n')
     assert cli.main(given) == 2 and "it is of another input" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_job_over_rows_without_a_prompt_names_the_row_and_its_fields(tiny_folder, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
+    rows = [{"prompt": "The", "max_tokens": 1}, {"question": "a?", "answer": "b"}, {}]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    given = ["generate", str(tiny_folder[0]), *SMALL, "--input", str(source), "--output", output]
+    words = "row 2: a line must have either prompt or messages; its fields: answer, question"
+    for _ in range(2):  # as it is answered, and of the output that is there
+        assert cli.main(given) == 1 and words in capsys.readouterr().err
+    assert json.loads(Path(output).read_text().splitlines()[2])["error"].endswith("its fields: none")
 
 
 def test_lines_that_are_no_text_get_a_result_each(tiny_folder, tmp_path, capsys):
@@ -412,7 +464,7 @@ def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeyp
 
 
 def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
-    lines = iter(["Hello", "x" * 2000, *["And now?"] * 5, "/reset", *["And now?"] * 5, "/stats"])
+    lines = iter(["Hello", "x" * 2000, *["And now?"] * 5, "/reset", *["And now?"] * 5, "/stats", "/exit", "one more"])
 
     def read(prompt=""):
         try:
@@ -425,6 +477,7 @@ def test_a_small_context_holds_a_conversation(tiny_folder, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "this message alone takes 2,0" in said.err and "tokens at" in said.out
     assert said.err.count("oldest turns are left out") == 2, "once a conversation"
+    assert list(lines) == ["one more"]
 
 
 @pytest.mark.parametrize("shape", ["plain", "/v1/completions"])

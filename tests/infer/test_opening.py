@@ -161,7 +161,7 @@ def test_rotary_factors_follow_the_context_and_no_other_text(tmp_path, family, m
 
 def test_refused_with_numbers(tiny_folder, tmp_path):
     folder = str(tiny_folder[0])
-    refused(DoesNotFit, "--nvme_path", lambda: open_engine(folder, InferSettings(ram_gib=0.0001, context=64)))
+    refused(DoesNotFit, "--nvme_offload_path", lambda: open_engine(folder, InferSettings(ram_gib=0.0001, context=64)))
     refused(ValueError, "knows 512 positions", lambda: open_engine(folder, InferSettings(context=4096)))
     with pytest.raises(ValueError, match="does nothing on a CPU"):
         open_engine(folder, InferSettings(device="cpu", kv_home="vram"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore.install import progress as progress_module
 from outcore.install.errors import InstallError
 from outcore.install.packages import install, install_steps, stream_command
 from outcore.install.progress import InstallProgress
@@ -176,3 +177,21 @@ def test_progress_in_a_file_is_steps_with_their_times() -> None:
     progress.end()
     assert re.fullmatch(r"working \.\.\.\nworking: done \(.+\)\n", out.getvalue())
     assert InstallProgress()._out is sys.stdout
+
+
+def test_a_long_step_is_heard_of_also_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook or over a pipe: "verifying every part" takes minutes."""
+    now_s = [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now_s[0])
+    out = io.StringIO()
+    progress = InstallProgress(out)
+    progress.begin("verifying every part")
+    for now_s[0], part in ((1.0, "torch"), (12.0, "cupy"), (13.0, "kvikio"), (24.0, "kvikio")):
+        progress.detail(part)
+    progress.end()
+    assert out.getvalue().splitlines() == [
+        "verifying every part ...",
+        "verifying every part (12.0 s) cupy",
+        "verifying every part (24.0 s) kvikio",
+        "verifying every part: done (24.0 s)",
+    ]

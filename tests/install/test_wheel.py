@@ -105,6 +105,13 @@ def test_its_kernels_have_the_bits_of_the_reference(installed: Path, empty: Path
 
 
 @pytest.mark.more
+def test_it_names_commands_that_are_there(installed: Path, empty: Path) -> None:
+    said = outcore(installed, empty, "plan", "--model", "tiny", "--nominal")
+    assert "outcore probe measures" in said and "outcore train --preset tiny" in said
+    assert outcore(installed, empty, "setup", "--help").startswith("usage: outcore setup")
+
+
+@pytest.mark.more
 def test_it_serves(installed: Path, empty: Path) -> None:
     model, port = str(next((empty / "final_model").iterdir())), free_port()
     command = [installed / "bin" / "outcore", "serve", model, "--port", str(port), "--context", "128"]

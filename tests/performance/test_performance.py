@@ -275,6 +275,16 @@ def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(tmp_path, monkeypatch
     assert "NO-GO" in capsys.readouterr().out
 
 
+def test_what_the_trial_is_at_is_said_while_it_is_waited_for(tmp_path, monkeypatch, capsys):
+    """Its own output goes to a file, and it takes minutes."""
+    monkeypatch.setattr(main_module, "before_the_trial", lambda *a, **k: [])
+    monkeypatch.setattr(main_module, "HEARD_S", 0.1)
+    (tmp_path / "text.txt").write_text("a few words")
+    flags = ["--no_probe", f"--checkpoint_dir={tmp_path / 'c'}", "--model", str(tmp_path / "none"), "--dataset"]
+    assert main([*flags, str(tmp_path / "text.txt")], ROOT) == 1
+    assert " ms: it said nothing\n" in capsys.readouterr().out
+
+
 def test_the_drive_that_the_file_names_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     looked: list[Any] = []
     monkeypatch.setattr(PerformanceTest, "_trial", lambda self: (None, "RAM is full"))

@@ -71,7 +71,9 @@ def test_ram_that_is_short_sends_a_share_of_each_layer_to_the_drive():
     placed = place_inference(needs(), limits, "latency")
     shares = {round(p.ram_bytes / p.size_bytes, 3) for p in placed.parts if p.home == "nvme"}
     assert placed.bytes_at("nvme") > 0 and len(shares) == 1
-    refused(DoesNotFit, "nvme_path", lambda: place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency"))
+    refused(
+        DoesNotFit, "nvme_offload_path", lambda: place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency")
+    )
 
 
 @pytest.mark.parametrize(("ends_mib", "saved"), [(1000, 3 * 416), (2000, 2 * 2000)])
@@ -93,7 +95,7 @@ def test_rows_of_an_embedding_are_read_in_ram_and_other_weights_stay_in_its_plac
     all_but_it, all_of_it = placed(17.5 if ends_mib > 1000 else 17), placed(24)
     assert not all_but_it.travels and any(home.is_rows for home in all_but_it.parts)
     assert "buffers" not in all_but_it.vram_bytes and all(home.home == "vram" for home in all_of_it.parts)
-    with pytest.raises(DoesNotFit, match="nvme_path"):
+    with pytest.raises(DoesNotFit, match="nvme_offload_path"):
         place_inference(rows, InferenceLimits(6 * GIB, 10 * GIB, reads_ram=True), "latency")
 
 

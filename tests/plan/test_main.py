@@ -113,6 +113,31 @@ def test_the_console_command(capsys, tmp_path):
     assert cli.main(["plan", "--model", "tiny", *LAPTOP]) == 0
 
 
+def test_stages_say_that_checkpoints_come_on_top_and_small_rates_are_no_zero(capsys):
+    assert main(["--model", "llama-70b", "--machine", "rtx4070-laptop", "--ram_gib", "16", "--seq_length", "64"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NVMe in GB, without checkpoints" in said
+    assert " 0 tokens/s" not in said
+
+
+def test_help_of_plans_is_about_plans(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    for idle in (
+        "resume_from_checkpoint",
+        "report_to",
+        "run_name",
+        "early_stopping_patience",
+        "learning_rate",
+        "plan ",
+    ):
+        assert f"--{idle}" not in said
+    for needed in ("lora_r", "nvme_offload_path", "machine", "infer", "gradient_accumulation_steps"):
+        assert f"--{needed}" in said
+    assert main(["--model", "tiny", *LAPTOP, "--run_name", "x", "--learning_rate", "1e-4"]) == 0, "taken all the same"
+
+
 def bought(capsys, *flags: str) -> list[dict]:
     code = main([*flags, "--upgrade", "--json"])
     told = json.loads(capsys.readouterr().out)

@@ -51,7 +51,7 @@ def check_material(checkpoint: Checkpoint, kind: str, now: Material) -> Material
     if was.name == now.name:
         other, way = f"{now.name} has changed since", "Bring it back as it was"
     else:
-        other, way = f"{now.name} is another one", f"Resume with {was.name}"
+        other, way = f"{now.name} is another one", f"Resume with the {kind} {was.name}"
     raise CheckpointError(
         f"{checkpoint.path}: was made with the {kind} {was.name}, and {other}: {_MEANS[kind]}. {way}, or start a new "
         "run."

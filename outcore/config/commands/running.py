@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from outcore.config.commands.parser import CommandParser, Once
 from outcore.config.fields import FIELDS
@@ -67,8 +68,9 @@ def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -
     group.add_argument("--kv_gib", type=float, help="room for keys and values")
     group.add_argument("--vram_gib", type=float, help="device memory to stay within")
     group.add_argument("--ram_gib", type=float, help="RAM for weights, keys and values")
-    drive = ("--nvme_offload_path", "--nvme_path")
-    group.add_argument(*drive, dest="nvme_path", action="append", default=[], help="folder for what RAM does not hold")
+    drive: dict[str, Any] = {"dest": "nvme_path", "action": "append"}
+    group.add_argument("--nvme_offload_path", default=[], help="folder for what RAM does not hold", **drive)
+    group.add_argument("--nvme_path", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **drive)  # its former name
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
     group.add_argument(
         "--pin_memory",

@@ -15,7 +15,7 @@ class ReportingFields:
     run_name: str | None = setting(None, common=True, aliases=("name",))
     """Name of the run's folders. Default: <model>-<data>, with a number when that run exists."""
     eval_steps: int | None = setting(None, least=0)
-    """Evaluate every N steps; 0 only at the end. Default: a fifth of the run."""
+    """Evaluate every N steps; 0 only at the end. Default: a fifth of the run, and at least 10 steps."""
     sample_steps: int | None = setting(None, least=0)
     """Write a sample every N steps; 0 only at the end. Default: as eval_steps."""
     sample_prompt: str | None = None

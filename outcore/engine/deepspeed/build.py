@@ -122,7 +122,7 @@ def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
         return True, message
     return False, (
         f"{path}: DeepSpeed's async_io extension, which moves the bytes, cannot be loaded here: libaio or its "
-        "header is missing. Install it (sudo apt install libaio-dev) and run python setup.py."
+        "header is missing. Install it (sudo apt install libaio-dev) and start again."
     )
 
 

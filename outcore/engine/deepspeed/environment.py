@@ -74,7 +74,7 @@ def tell_of_builds(environ: Mapping[str, str]) -> None:
     def tell(builder: Any) -> None:
         print(
             f"engine: DeepSpeed compiles its extension {builder.name} into {_builds(environ)}: once, one to three "
-            "minutes. python setup.py does it ahead",
+            "minutes. In a clone, python setup.py --deepspeed does it ahead",
             file=sys.stderr,
             flush=True,
         )

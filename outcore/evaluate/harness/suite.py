@@ -159,7 +159,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pre
 
 class OutcoreLM(TemplateLM):
     """`--model outcore`. With `desk` the model is opened already; else `pretrained` is opened with what
-    `outcore generate` has flags for (preset, ram_gib, nvme_path, adapter, ...)."""
+    `outcore generate` has flags for (preset, ram_gib, nvme_offload_path, adapter, ...)."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class OutcoreLM(TemplateLM):
 def infer_settings(given: Mapping[str, Any]) -> InferSettings:
     """Settings from the harness's `--model_args`; what the harness adds of its own accord is left out. ValueError."""
     own = {
-        name: value
+        "nvme_path" if name == "nvme_offload_path" else name: value
         for name, value in given.items()
         if name not in ("batch_size", "max_batch_size") and value is not None
     }

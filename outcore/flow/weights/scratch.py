@@ -129,10 +129,12 @@ class Scratch(Closing):
             if isinstance(error, StoreInUse):
                 places = ", ".join(str(folder.parent) for folder in self.folders)
                 raise EngineError(
-                    f"nvme_path: {places} is in use by another process: a run keeps its parameters or states there. "
-                    "Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
+                    f"nvme_offload_path: {places} is in use by another process: a run keeps its parameters or states "
+                    "there. Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
                 ) from error
-            raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
+            raise EngineError(
+                f"nvme_offload_path: {self.folders[0]} cannot be used for scratch files: {error}"
+            ) from error
         try:
             self.engine: StorageEngine = engine if engine is not None else _opened(storage)
         except EngineError:
@@ -148,13 +150,15 @@ class Scratch(Closing):
         self.drop(kind)
         folders = [folder / kind for folder in self.folders]
         if link := next((folder for folder in folders if folder.is_symlink()), None):
-            raise EngineError(f"nvme_path: {link} is a link, and scratch files are not written through one: remove it")
+            raise EngineError(
+                f"nvme_offload_path: {link} is a link, and scratch files are not written through one: remove it"
+            )
         try:
             made = TensorStore.create(folders, specs, engine=self.engine, digests=self.verification.rule)
         except StorageError as error:
             raise EngineError(
-                f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another nvme_path, or "
-                "keep more in RAM"
+                f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another "
+                "nvme_offload_path, or keep more in RAM"
             ) from error
         self._stores[kind] = made
         return made

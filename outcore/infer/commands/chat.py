@@ -21,7 +21,7 @@ HELP = """/reset            forget the conversation
 /system TEXT      tell the model who it is (and forget the conversation)
 /save FILE        write the conversation as JSON
 /stats            what the last answer cost
-/quit             end (or Ctrl-D)"""
+/quit, /exit      end (or Ctrl-D)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ class Conversation:
                 continue
             if line.startswith("/"):
                 name, _, rest = line.partition(" ")
-                if name == "/quit":
+                if name in ("/quit", "/exit"):
                     return
                 command = self._commands.get(name)
                 if command is None:

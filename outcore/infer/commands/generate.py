@@ -115,7 +115,7 @@ def _tell_finished(args: argparse.Namespace) -> int:
             f"{args.output} is there already with {counted(len(errors), 'line')}, and --input has {asked:,}: it is of "
             "another input. --overwrite answers again, or name another --output."
         )
-    failed = [why for why in errors if why]
+    failed = [f"row {number}: {why}" for number, why in enumerate(errors, 1) if why]
     words = f", {len(failed):,} of its lines failed (the first: {printable(failed[0])})" if failed else ""
     say(
         f"{args.output} is there already and no journal beside it: a job ended there{words}. --overwrite answers again."

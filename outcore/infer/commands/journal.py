@@ -68,7 +68,7 @@ class Journal:
         self.done[number] = place
         if result.get("error") is not None:
             self.failed.add(number)
-            self.why = self.why or why_failed(result)
+            self.why = self.why or f"row {number + 1}: {why_failed(result)}"
 
     def finish(self, count: int) -> None:
         """Write the output in the input's order and drop the journal."""

@@ -92,6 +92,9 @@ def understand(
 ) -> tuple[Request, Chat | None]:
     """The request that a body asks for, and what reads its answers where it has messages. `defaults`: how tokens are
     chosen for a prompt of so many, where the body does not say. ValueError or TypeError for what cannot be."""
+    if (body.get("messages") is None) == (body.get("prompt") is None):
+        found = ", ".join(sorted(map(str, body))) or "none"
+        raise ValueError(f"a line must have either prompt or messages; its fields: {found[:200]}")
     chat = None if body.get("messages") is None else Chat(prompts, body)
     unknown = sorted(set(body) - KNOWN - BESIDE - (CHAT_FIELDS if chat else {"messages"}))
     if unknown:
@@ -115,11 +118,9 @@ def batch_body(entry: Mapping[str, Any], urls: Mapping[str, str] = URLS) -> tupl
 
 
 def _prompt_of(body: Mapping[str, Any], prompts: Prompts, chat: Chat | None) -> tuple[int, ...]:
-    prompt = body.get("prompt")
-    if (chat is None) == (prompt is None):
-        raise ValueError("a line must have either prompt or messages")
     if chat is not None:
         return chat.ids
+    prompt = body["prompt"]
     if isinstance(prompt, str):
         return prompts.of_text(prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):

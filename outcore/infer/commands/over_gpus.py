@@ -31,7 +31,9 @@ def check_gpus(count: int, settings: InferSettings) -> None:
     if count > 1 and settings.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"num_gpus {count} takes the first GPUs, and device is {settings.device}: leave out one.")
     if count > 1 and settings.nvme_path:
-        raise ValueError("num_gpus shares weights in RAM, and nvme_path is for what RAM does not hold: leave out one.")
+        raise ValueError(
+            "num_gpus shares weights in RAM, nvme_offload_path takes what RAM does not hold: leave out one."
+        )
     found = torch.cuda.device_count()
     if settings.device != "cpu" and count > 1 and found < count:
         raise ValueError(f"num_gpus is {count}, and torch sees {found} here. Give no more than that.")

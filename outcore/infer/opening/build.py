@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
+from outcore.common.words import own_command
 from outcore.flow import (
     CompiledLayers,
     Flow,
@@ -334,7 +335,9 @@ def device_of(settings: InferSettings) -> torch.device:
         return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     device = torch.device(settings.device)
     if device.type == "cuda" and not has_gpu:
-        raise ValueError("device is cuda, but torch sees no GPU here. Use --device cpu, or see `python setup.py`.")
+        raise ValueError(
+            f"device is cuda, but torch sees no GPU here. Use --device cpu, or see `{own_command('setup')}`."
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

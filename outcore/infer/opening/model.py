@@ -18,6 +18,7 @@ from safetensors import safe_open
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
 from outcore.checkpoint.materials import base_material, check_material
+from outcore.common.files import check_utf8
 from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
@@ -92,7 +93,9 @@ class CheckpointWeights:
 
 def find_place(name: str, adapter: str | None = None) -> ModelPlace:
     """Find where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id.
-    ValueError for a folder that holds no model, or a GGUF file that is not there."""
+    ValueError for a folder that holds no model, a GGUF file that is not there, or a name that is no UTF-8."""
+    check_utf8(name, "model")
+    check_utf8(adapter or "", "adapter")
     path = model_folder(name)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():

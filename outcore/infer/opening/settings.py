@@ -92,7 +92,7 @@ class InferSettings:
         if self.kv_format not in ("same", "int8") or self.kv_home not in ("auto", "vram", "ram", "nvme"):
             raise ValueError("kv_format must be same or int8, kv_home auto, vram, ram or nvme.")
         if self.kv_home == "nvme" and not self.nvme_path:
-            raise ValueError("kv_home nvme needs a folder on a drive (--nvme_path).")
+            raise ValueError("kv_home nvme needs a folder on a drive (--nvme_offload_path).")
         if self.prefix_path is not None and not self.share_prefixes:
             raise ValueError("prefix_path does nothing without shared prefixes: leave out --no_prefix_sharing.")
         if self.prefix_gib is not None and self.prefix_path is None:

@@ -190,7 +190,9 @@ def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> Repo
     if finding["ok"]:
         return ReportRow("CPU optimizer", f"built: {finding['found']}", OPTIMIZER_USE, OK, False)
     reason = str(finding["why"]).splitlines()[0]
-    fix = "`sudo apt install g++ && python setup.py`" if "compiler" in reason else "`python -m outcore.optim` says more"
+    fix = "`python -m outcore.optim` says more"
+    if "compiler" in reason:
+        fix = "`sudo apt install g++`, then `python -m outcore.optim`"
     if "no answer" in reason:  # a slow or busy machine: nothing failed
         fix = "`python -m outcore.optim` builds it now, however long it takes; otherwise the first run does"
         return ReportRow("CPU optimizer", f"not built yet: {reason}", OPTIMIZER_USE, DEGRADED, False, fix)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 
 from outcore.common.quantities import GB, MIB, format_gb
+from outcore.common.words import own_command
 from outcore.machine.drives import drive_of
 from outcore.machine.mounts import read_mounts
 from outcore.machine.records import Drive
@@ -38,7 +39,7 @@ WARNINGS = {
     "--offload_optimizer cpu.",
 }
 """Kind of drive -> what is said of it."""
-UNSEEN = " Whether an NVMe drive is behind it cannot be seen; python gds_optimizer.py measures its speed."
+UNSEEN = f" Whether an NVMe drive is behind it cannot be seen; {own_command('probe')} measures its speed."
 TEST_FILE_BYTES = 4 * MIB
 DEEPSPEED_IO_STEP_BYTES = 1024
 """DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from outcore.common.words import own_command
 from outcore.config import FIELDS, TrainConfig
 from outcore.plan.profile import RunRequest
 from outcore.plan.record import Plan
@@ -72,14 +73,14 @@ def check_undecided(config: TrainConfig) -> None:
         decided = field.group == ENGINE_GROUP and name not in KEPT | TAKEN
         if decided and getattr(config, name) != field.default:
             raise ValueError(
-                f"{name}: outcore plan chooses this itself; a run with --{name} is planned by python train_model.py "
-                "--plan with the same flags."
+                f"{name}: outcore plan chooses this itself; a run with --{name} is planned by "
+                f"{own_command('train')} --plan with the same flags."
             )
 
 
 def command(plan: Plan, request: RunRequest, said: Said) -> str:
     """The whole command line, everything that train_model.py would choose otherwise spelt out."""
-    start = "python train_model.py" if plan.num_gpus == 1 else f"deepspeed --num_gpus={plan.num_gpus} train_model.py"
+    start = own_command("train") if plan.num_gpus == 1 else f"deepspeed --num_gpus={plan.num_gpus} train_model.py"
     words = [start, said.model_flags]
     words += [f"--dataset {shlex.quote(source)}" for source in said.dataset]
     flags = plan.flags

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_s
+from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_rate, format_s
 from outcore.config import TrainConfig
 from outcore.plan.answer.advice import Advice, shortage_words
 from outcore.plan.choose import PlanAnswer
@@ -184,7 +184,7 @@ def show(
 
 
 def _outcome(plan: Plan) -> str:
-    return f"{plan.title}, {format_s(plan.time.step_s)} a step, {plan.tokens_per_s:.0f} tokens/s"
+    return f"{plan.title}, {format_s(plan.time.step_s)} a step, {format_rate(plan.tokens_per_s)} tokens/s"
 
 
 def _tiers(plan: Plan) -> RenderableType:
@@ -212,7 +212,7 @@ def _step(plan: Plan) -> RenderableType:
 
     title = (
         f"A step: {plan.tokens_per_step:,} tokens ({plan.micro_batch} x {plan.accumulation} rows of "
-        f"{plan.seq_length}), {format_s(plan.time.step_s)}, {plan.tokens_per_s:.0f} tokens/s"
+        f"{plan.seq_length}), {format_s(plan.time.step_s)}, {format_rate(plan.tokens_per_s)} tokens/s"
     )
     table = Table(title=title, title_justify="left")
     names = {
@@ -246,7 +246,7 @@ def _stages(answer: PlanAnswer) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    title = "Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)"
+    title = "Every ZeRO stage (VRAM, RAM in GiB; NVMe in GB, without checkpoints)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
         left = column in ("stage", "where", "short")

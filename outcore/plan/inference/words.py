@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gib, format_s
+from outcore.common.words import own_command
 from outcore.model import shape_from_config
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, needs_of, state_bytes_of
@@ -238,7 +239,7 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
     lines += [f"change {change}" for change in changes(plan, **asked)]
     if nominal := plan.hardware.nominal:
         rates = ", ".join(f"{name.removesuffix('_gb_per_s')} {rate:g}" for name, rate in nominal.items())
-        lines.append(f"nominal, not measured: {rates} GB/s; python gds_optimizer.py measures them")
+        lines.append(f"nominal, not measured: {rates} GB/s; {own_command('probe')} measures them")
     return lines
 
 

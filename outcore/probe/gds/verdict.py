@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from outcore.common.words import own_command
 from outcore.probe.gds.facts import GdsFacts, ReadTest
 
 PATHS = ("gds-nvfs", "gds-p2pdma", "cufile-compat", "kvikio-posix", "staged")
@@ -241,9 +242,7 @@ def _would_change(facts: GdsFacts, path: str) -> list[str]:
     changes = []
     name = facts.gpus[0].name
     if not facts.kvikio_version or facts.kvikio_error:
-        changes.append(
-            "install kvikio (`python setup.py` picks the package that matches your CUDA), then run this again"
-        )
+        changes.append(f"install kvikio for your CUDA (`{own_command('setup')}` says how), then run this again")
     if gpu_class(name) == "consumer":
         changes.append(
             f"nothing gives {name} GPUDirect Storage"

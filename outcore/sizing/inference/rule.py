@@ -213,8 +213,8 @@ def _on_cpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
     if ram < weights and not limits.has_nvme:
         raise DoesNotFit(
             f"the weights take {format_gib(weights)}, keys and values {format_gib(kv_ram)}, and RAM has "
-            f"{format_gib(limits.ram_bytes)} to give: give a folder on a drive (--nvme_path), a shorter --context, or "
-            "choose a smaller model."
+            f"{format_gib(limits.ram_bytes)} to give: give a folder on a drive (--nvme_offload_path), a shorter "
+            "--context, or choose a smaller model."
         )
     if one > kv:
         raise DoesNotFit(
@@ -293,7 +293,8 @@ def _on_gpu(needs: InferenceNeeds, limits: InferenceLimits, asked: Placement) ->
     if missing and not limits.has_nvme:
         raise DoesNotFit(
             f"{format_gib(sum(part.size_bytes for part in travelling))} of weights do not fit on the GPU, and RAM has "
-            f"{format_gib(max(0, ram))} to give: give a folder on a drive (--nvme_path), or choose a smaller model."
+            f"{format_gib(max(0, ram))} to give: give a folder on a drive (--nvme_offload_path), or choose a smaller "
+            "model."
         )
     parts = tuple(homes.get(part.name) or ram_homes[part.name] for part in needs.parts)
     held = {"weights": resident_bytes, "keys and values": device_kv, "pass": work}

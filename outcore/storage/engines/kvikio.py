@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import MIB, round_up
+from outcore.common.words import own_command
 from outcore.storage.block_file import BlockFile
 from outcore.storage.block_spans import address_of, host_bytes
 from outcore.storage.engines.worker import STALL_S, Kind, PosixMover, WorkerEngine
@@ -44,8 +45,8 @@ def load_kvikio() -> Any:
         importlib.import_module("kvikio.defaults")
     except Exception as error:  # its loader raises errors of its own where a library is missing
         raise RuntimeError(
-            f"the kvikio engine needs the kvikio package ({error}): run `python setup.py` on a Linux machine with an "
-            "NVIDIA GPU, or use the posix engine"
+            f"the kvikio engine needs the kvikio package ({error}): run `{own_command('setup')}` on a Linux machine "
+            "with an NVIDIA GPU, or use the posix engine"
         ) from error
     try:
         driver = load_driver()

@@ -182,6 +182,10 @@ def epoch_words(config: TrainConfig, rows: int, step_rows: int) -> str:
     )
 
 
+SHORT_STEPS = 10
+"""Steps between evaluations at least, where nobody says: a run of fewer evaluates at its end alone."""
+
+
 def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int) -> RunLength:
     """How many steps, and when to evaluate, sample and save; the same however `step_rows`, the rows of a step on all
     ranks, are cut into micro-batches. `rows`: of the data."""
@@ -193,7 +197,8 @@ def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int
     else:
         total = max(1, math.ceil(rows * config.num_train_epochs / step_rows))
     fifth = max(1, total // 5)
-    every_eval = epoch if config.eval_strategy == "epoch" else fifth if config.eval_steps is None else config.eval_steps
+    rarely = max(SHORT_STEPS, fifth) if config.eval_steps is None else config.eval_steps
+    every_eval = epoch if config.eval_strategy == "epoch" else rarely
     every_save = epoch if config.save_strategy == "epoch" else fifth if config.save_steps is None else config.save_steps
     every_sample = every_eval if config.sample_steps is None else config.sample_steps
     return RunLength(total, every_eval, every_sample, every_save, accumulation)

@@ -12,6 +12,7 @@ from typing import Any
 
 from outcore.common import read_object
 from outcore.common.files import newest, user_folder
+from outcore.common.words import own_command
 from outcore.machine import Machine, detect_machine
 from outcore.monitor import Sampler
 from outcore.serve.additions import bad
@@ -65,13 +66,13 @@ class MachineWatch:
 
     def facts(self) -> dict[str, Any]:
         """What the machine is, the links as measured, the reports of set-up and probe."""
-        profile, why = None, "This machine was never measured: python gds_optimizer.py does, in a few minutes."
+        profile, why = None, f"This machine was never measured: {own_command('probe')} does, in a few minutes."
         path = newest(user_folder() / "machine_profile.json")
         if path.is_file():
             try:
                 profile, why = asdict(Machine.load(path)), ""
             except (ValueError, OSError) as error:
-                why = f"{path} is damaged ({error}): run python gds_optimizer.py again."
+                why = f"{path} is damaged ({error}): run {own_command('probe')} again."
         setup = newest(user_folder() / "setup_report.json")
         return {
             "machine": asdict(detect_machine()),

@@ -10,6 +10,7 @@ from typing import Any
 
 from outcore.common.files import nearest_existing
 from outcore.common.quantities import format_gib
+from outcore.common.words import own_command
 from outcore.machine import detect_machine, drive_of, local_drives
 from outcore.machine.offload import MIN_GB_PER_S, describe_folder, resolve_nvme_path, validate_nvme_path
 from outcore.plan import ProfileError, load_hardware
@@ -77,7 +78,7 @@ def _speed() -> str:
     try:
         hardware = load_hardware()
     except (ProfileError, ValueError, OSError):
-        return "Its speed was not measured: python gds_optimizer.py does."
+        return f"Its speed was not measured: {own_command('probe')} does."
     read, write = hardware.drive_read_gb_per_s, hardware.drive_write_gb_per_s
     slow = "" if min(read, write) >= MIN_GB_PER_S else f" Below {MIN_GB_PER_S:g} GB/s steps take long."
     return f"Measured: {read:.1f} GB/s read, {write:.1f} GB/s written.{slow}"

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from outcore.common.quantities import format_gib
+from outcore.common.words import own_command
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
 from outcore.ui.panels.events import QUIET, Notice
@@ -181,7 +182,7 @@ def facts_of(found: dict[str, Any]) -> str:
 def probe_of(probe: dict[str, Any] | None) -> str:
     """Which path data takes between drive and GPU, why, and what was recommended, as gds_optimizer.py found it."""
     if not probe:
-        words = "GPUDirect Storage was never probed here: python gds_optimizer.py does."
+        words = f"GPUDirect Storage was never probed here: {own_command('probe')} does."
         return draw.page(draw.heading("Drive to GPU, as probed"), draw.paragraph(words, "dim"))
     settings = probe.get("settings") or {}
     rows = [
@@ -203,7 +204,7 @@ def setup_of(found: dict[str, Any]) -> str:
     """What python setup.py verified."""
     setup = found["setup"]
     if not setup:
-        words = "No report of set-up in logs/: python setup.py --check writes one."
+        words = f"No report of set-up: {own_command('setup')} --check writes one."
         return draw.page(draw.heading("Set-up"), draw.paragraph(words, "dim"))
     rows = [(row["part"], row["status"], row["found"]) for row in setup.get("rows", [])]
     fixes = [draw.paragraph(f"{row['part']}: {row['fix']}", "note") for row in setup.get("rows", []) if row.get("fix")]

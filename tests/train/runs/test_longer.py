@@ -159,6 +159,13 @@ def test_strategies_by_epoch() -> None:
     assert (length.total_steps, length.eval_steps, length.save_steps) == (15, 5, 5)
 
 
+@pytest.mark.parametrize(("steps", "said", "every"), [(4, "", 10), (40, "", 10), (200, "", 40), (4, "1", 1)])
+def test_a_short_run_does_not_evaluate_at_every_step(steps: int, said: str, every: int) -> None:
+    argv = ["--max_steps", str(steps), "--dataset", "x.txt", *(["--eval_steps", said] if said else [])]
+    length = run_length(parse_config(argv), rows=20, step_rows=4, accumulation=2)
+    assert length.eval_steps == length.sample_steps == every and length.save_steps == max(1, steps // 5)
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     ("--warmup_ratio 0.1 --warmup_steps 3", "contradict each other"),
     ("--lr_decay_ratio 0.1", "--lr_scheduler_type wsd"),

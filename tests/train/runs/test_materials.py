@@ -78,6 +78,7 @@ def test_another_tokenizer_of_the_same_size_is_refused_and_a_copy_is_not(tmp_pat
     assert main(argv(tmp_path, data, "--max_steps", "3", *other, *ON_PURPOSE)) == 1
     said = capsys.readouterr().err
     assert f"made with the tokenizer {tmp_path / 'one'}, and {tmp_path / 'other'} is another one" in said
+    assert f"Resume with the tokenizer {tmp_path / 'one'}, or start" in said
     assert "its token ids mean other pieces" in said and "model" not in said.replace("model's", "")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert main(argv(tmp_path, data, "--max_steps", "3", *copy, *ON_PURPOSE)) == 0
