@@ -62,7 +62,7 @@ LINES = {
     "api": 950,
     "checkpoint": 1850,
     "cli": 150,
-    "common": 1200,
+    "common": 1270,
     "config": 2900,
     "data": 6000,
     "engine.base": 350,
@@ -88,7 +88,7 @@ LINES = {
     "sizing": 3800,
     "staging": 3500,
     "states": 1600,
-    "storage": 2750,
+    "storage": 2920,
     "train": 2250,
     "ui": 4700,
 }

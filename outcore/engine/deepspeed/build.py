@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from outcore.common.os_layer import remove_own_buffer
 from outcore.common.quantities import MIB
-from outcore.common.shared_memory import remove_own_buffer
 from outcore.config import RunSettings
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.config.builder import build_config, check_by_deepspeed

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from outcore.common.classes import Closing
-from outcore.common.files import lock_file
+from outcore.common.os_layer import lock_file
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.storage import BlockFile, PosixEngine, StorageError, aligned_bytes
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common.os_layer import apart_options, ask_to_stop
 from outcore.ui.api.place import tail_of
 
 PROGRAM = (sys.executable, "-m", "outcore.cli")
@@ -28,8 +29,8 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110"},
+                **apart_options(),
             )
 
     @property
@@ -41,18 +42,14 @@ class Child:
         """Exit code; None while it runs."""
         return self._process.poll()
 
-    def send(self, number: signal.Signals) -> None:
-        """A signal, where it still runs."""
-        if self.exit_code is None:
-            self._process.send_signal(number)
-
     def end(self, patience_s: float = 10.0) -> int:
         """Ask it to end, and after `patience_s` end it. Its exit code."""
-        self.send(signal.SIGTERM)
+        if self.exit_code is None:
+            ask_to_stop(self.pid, signal.SIGTERM)
         try:
             return self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self.send(signal.SIGKILL)
+            self._process.kill()
             return self._process.wait()
 
 
