@@ -39,7 +39,7 @@ def seconds_of(clone: Path, log: Path, *, stop_at_first_step: bool) -> dict[str,
     began_s = time.monotonic()
     command = [sys.executable, "setup.py", "--run"]
     with (
-        log.open("a", encoding="utf-8") as kept,
+        log.open("a", encoding="utf-8", buffering=1) as kept,
         subprocess.Popen(
             command, cwd=clone, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
