@@ -62,7 +62,7 @@ LINES = {
     "api": 950,
     "checkpoint": 1850,
     "cli": 150,
-    "common": 1270,
+    "common": 1290,
     "config": 2900,
     "data": 6000,
     "engine.base": 350,

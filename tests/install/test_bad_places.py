@@ -1,7 +1,8 @@
 """Places where an installation goes wrong after it went well: one sentence with the command that mends it.
 
-Those of set-up itself stand where they are said: a network, proxy or drive in test_packages.py, Python, sudo and folders
-in test_environment.py, drivers and systems in test_requirements.py and test_checks.py, paths in test_wheel.py."""
+Those of set-up itself stand where they are said: a network, proxy or drive in test_packages.py, Python, sudo and
+folders in test_environment.py, drivers and systems in test_requirements.py and test_checks.py, paths in
+test_wheel.py, ARM and processors without AVX2 in tests/optim/test_targets.py."""
 
 import os
 import subprocess

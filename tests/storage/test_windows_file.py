@@ -1,6 +1,6 @@
 """Unbuffered, overlapped files of Windows, by a stand-in for kernel32 that refuses what Windows refuses.
 
-Not tried on real Windows; tests/install/test_wheel_targets.py makes the same calls under wine."""
+Not tried on real Windows; tests/optim/test_targets.py makes the same calls under wine."""
 
 import ctypes
 import errno

@@ -9,6 +9,7 @@
 #include "../../outcore/optim/native/abi.h"
 #include "../../outcore/optim/native/pool.h"
 #if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 static void* open_library(const char* path) { return (void*)LoadLibraryA(path); }
 static void* find(void* library, const char* name) { return (void*)GetProcAddress((HMODULE)library, name); }
@@ -81,10 +82,10 @@ int main(int count, char** words) {
       const Types types{format, kFloat32, format & 1 ? kBfloat16 : kFloat32, 0};
       Job job{};
       job.state = state.data(), job.param = param.data(), job.grad = grad.data(), job.numel = numel;
-      const Hyper hyper{1.0f, 0.1f, 0.999f, 0.001f, 0.03f, 1e-8f, -1e-3f, 0.99f, 0, 0, 7, 1};
+      const Hyper update{1.0f, 0.1f, 0.999f, 0.001f, 0.03f, 1e-8f, -1e-3f, 0.99f, 0, 0, 7, 1};
       for (uint64_t step = 0; step < 3; step++) {
         CALL(uint64_t(*)(void*, int64_t, const Types*, const Job*, int64_t, const Hyper*, int32_t, int32_t, int*), pool_submit)
-        (pool, 0, &types, &job, 1, &hyper, 0, 0, &code);
+        (pool, 0, &types, &job, 1, &update, 0, 0, &code);
         if (CALL(uint64_t(*)(void*, uint64_t, double), pool_wait)(pool, step, 60.0) != step + 1) return printf("no end\n"), 1;
       }
       CALL(int32_t(*)(void*, double), pool_stop)(pool, 10.0);

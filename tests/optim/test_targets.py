@@ -1,6 +1,6 @@
 """Wheels that zig compiles for other machines: of the right machine, and the same bits under wine and qemu.
 
-    pytest tests/install/test_wheel_targets.py -m slow
+    pytest tests/optim/test_targets.py -m slow
 
 Needs Debian's wine64, qemu-user-static and libc6-arm64-cross to run them; without these they are built only."""
 
@@ -134,3 +134,14 @@ def test_its_kernels_give_the_bits_of_this_machines(
             f"size {(5 << 30) + 5096} of {(5 << 30) + 5096}, flush 1, type {windows_file.FILE_TYPE_DISK}",
             "removed while open 1",
         ]
+
+
+def test_a_processor_without_avx2_gives_the_same_bits(
+    tools: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if shutil.which("qemu-x86_64-static") is None:
+        pytest.skip("qemu-x86_64-static is not installed")
+    triple, library = "x86_64-linux-gnu.2.17", build_extension()
+    old = lines_of(tools, triple, ("qemu-x86_64-static", "-cpu", "Nehalem"), library, tmp_path_factory.mktemp("old"))
+    ours = lines_of(tools, triple, (), library, tmp_path_factory.mktemp("ours"))
+    assert len(old) == 6 and old == ours[:6]  # the interface, and the baseline in five formats; it has no other
