@@ -88,7 +88,7 @@ LINES = {
     "sizing": 3800,
     "staging": 3500,
     "states": 1600,
-    "storage": 2920,
+    "storage": 2930,
     "train": 2250,
     "ui": 4700,
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.quantities import MIB
 from outcore.storage.filesystem import FALLBACK_BLOCK_BYTES, DirectLimits
 from outcore.storage.posix_file import Mode
 
@@ -29,6 +30,7 @@ ALLOCATION_INFO, END_OF_FILE_INFO = 5, 6  # FILE_INFO_BY_HANDLE_CLASS
 ERROR_INVALID_PARAMETER, ERROR_HANDLE_EOF, ERROR_IO_PENDING = 87, 38, 997
 INVALID_HANDLE = ctypes.c_void_p(-1).value
 ERRNOS = {
+    1: errno_module.ENOSYS, 50: errno_module.ENOSYS, 120: errno_module.ENOSYS,
     2: errno_module.ENOENT, 3: errno_module.ENOENT, 4: errno_module.EMFILE, 5: errno_module.EACCES,
     8: errno_module.ENOMEM, 19: errno_module.EROFS, 21: errno_module.ENXIO, 32: errno_module.EBUSY,
     39: errno_module.ENOSPC, 55: errno_module.ENODEV, 64: errno_module.ESTALE, 87: errno_module.EINVAL,
@@ -159,8 +161,17 @@ class WindowsFile:
         self._tell(END_OF_FILE_INFO, size_bytes)
 
     def reserve(self, start: int, end: int) -> None:
-        """Set blocks aside up to `end`, refused where the drive is full, and make the file so long."""
-        self._tell(ALLOCATION_INFO, end)
+        """Set blocks aside up to `end`, refused where the drive is full, and make the file so long; zeros are written
+        where the filesystem cannot set aside (as under wine)."""
+        try:
+            self._tell(ALLOCATION_INFO, end)
+        except OSError as error:
+            if error.errno != errno_module.ENOSYS:
+                raise
+            with open(self._path, "r+b") as file:
+                file.seek(start)
+                for at in range(start, end, MIB):
+                    file.write(bytes(min(MIB, end - at)))
         self._tell(END_OF_FILE_INFO, end)
 
     def _tell(self, kind: int, size_bytes: int) -> None:

@@ -124,9 +124,10 @@ def test_its_kernels_give_the_bits_of_this_machines(
     if target == "windows-amd64":
         fields = windows_file.Overlapped
         places = [getattr(fields, name).offset for name in ("offset", "offset_high", "event")]
+        reserved = theirs.pop(len(kernels) + 1)
+        assert reserved in ("reserve 1 1", "reserve 0 1")  # the latter in versions of wine that cannot set space aside
         assert theirs[len(kernels) :] == [
             f"OVERLAPPED {ctypes.sizeof(fields)} {' '.join(map(str, places))}",
-            "reserve 1 1",
             "wrote 4096 bytes, error 0",
             "read 4096 bytes, error 0",
             f"read 0 bytes, error {windows_file.ERROR_HANDLE_EOF}",

@@ -221,6 +221,14 @@ def test_a_full_drive_is_found_when_space_is_reserved(kernel: FakeKernel, tmp_pa
     assert (tmp_path / "f").stat().st_size == 0
 
 
+def test_where_space_cannot_be_set_aside_zeros_are_written(kernel: FakeKernel, tmp_path: Path) -> None:
+    kernel.refuses = lambda name: 120 if name == "allocate" else 0
+    with BlockFile(tmp_path / "f", "create") as file:
+        file.write_from(np.ones(100, np.uint8), 0)
+        file.preallocate(3 * MIB + 5)
+    assert (tmp_path / "f").read_bytes() == b"\1" * 100 + bytes(3 * MIB - 95)
+
+
 def test_a_missing_file_is_said(kernel: FakeKernel, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the path is wrong") as refused:
         BlockFile(tmp_path / "none")
