@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from outcore.common.os_layer import apart_options, ask_to_stop
@@ -45,7 +46,8 @@ class Child:
     def end(self, patience_s: float = 10.0) -> int:
         """Ask it to end, and after `patience_s` end it. Its exit code."""
         if self.exit_code is None:
-            ask_to_stop(self.pid, signal.SIGTERM)
+            with suppress(OSError):  # it ends just now, or has another console
+                ask_to_stop(self.pid, signal.SIGTERM)
         try:
             return self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
