@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from outcore.common.errors import broken_package
 from outcore.common.output import watch_reader
 from outcore.common.words import nearest
 from outcore.config.commands import check_flags
@@ -79,6 +80,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\noutcore {name}: stopped by Ctrl-C", file=sys.stderr)
         code = 130
+    except (ImportError, OSError) as error:
+        words = broken_package(error)
+        if words is None:
+            raise
+        print(f"outcore {name}: {words}", file=sys.stderr)
+        code = 1
     sys.stdout.flush()
     return code
 

@@ -55,6 +55,8 @@ def build_wheel(directory: str, config_settings: Settings = None, metadata_direc
         if target:
             triple, tag = TARGETS[target]
             kernels = _build_module()
+            # zig compiles a target's C and C++ libraries when it links for it first: 5 minutes on two busy cores.
+            kernels.COMMAND_TIMEOUT_S = 1800.0
             library = kernels.compile_into(
                 Path(folder), [sys.executable, "-m", "ziglang", "c++", "-target", triple], *target.split("-")
             )

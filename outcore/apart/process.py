@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from outcore.common.os_layer import limit_memory
 from outcore.common.quantities import GIB
 
 LIMIT_S = 20.0
@@ -138,7 +139,7 @@ def _serve(pipe: Connection, packed: bytes, memory_bytes: int) -> None:
     """Work until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this
     tool = pickle.loads(packed)
-    _limit_memory(memory_bytes)
+    limit_memory(memory_bytes)
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_work, args=(pipe, tool))
     worker.start()
@@ -160,11 +161,3 @@ def _work(pipe: Connection, tool: Any) -> None:
             except Exception as error:  # templates and tokenizers are programs of their own
                 answer = False, str(error) or type(error).__name__
             pipe.send(answer)
-
-
-def _limit_memory(most_bytes: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # where a system knows no such limit, or a lower one
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -23,6 +23,7 @@ import torch
 
 from outcore.checkpoint.manifest import CheckpointError, listed_files
 from outcore.common import FileError, describe_errno, file_errors
+from outcore.common.os_layer import replace_file
 from outcore.common.quantities import GB, format_gb
 
 MAX_SHARD_BYTES = 5 * GB
@@ -133,7 +134,7 @@ class _NewFile:
                 with self._errors():
                     self._file.flush()
                     os.fsync(self._file.fileno())
-                    os.replace(self._aside, self._path)
+                    replace_file(self._aside, self._path)
         finally:
             with contextlib.suppress(OSError):  # a full drive refuses the rest of the buffer once more
                 self._file.close()

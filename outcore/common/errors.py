@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import shlex
+import sys
+import traceback
 from collections.abc import Sequence
 
 
@@ -24,3 +28,19 @@ def line_of(error: BaseException) -> str:
     """Kind and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def broken_package(error: BaseException) -> str | None:
+    """What mends an installed package that failed while it was imported (a library of another CUDA, a half
+    installation); None for any other error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and name in importlib.metadata.packages_distributions():
+            if name == "outcore":
+                continue
+            python = shlex.quote(sys.executable)
+            return (
+                f"{name} is installed and cannot be imported: {error}. Install it anew: `{python} -m pip install "
+                f"--force-reinstall {name}`, or in a clone `rm -rf .venv && python setup.py`"
+            )
+    return None

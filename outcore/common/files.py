@@ -7,8 +7,6 @@ the folder above synced last. Errors leave as they come, with their path; `commo
 from __future__ import annotations
 
 import contextlib
-import errno
-import importlib
 import json
 import os
 import re
@@ -18,15 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from outcore.common import os_layer
+
 
 def fsync_file(path: Path) -> None:
     """Bring a file's bytes and size to the drive. Raises OSError."""
-    _fsync(path, os.O_RDONLY)
+    _fsync(path, os_layer.sync_flags())
 
 
 def fsync_folder(path: Path) -> None:
     """Bring a folder's names to the drive, so that a rename or a new file in it survives a power cut."""
-    if os.name != "nt":  # Windows opens no folders
+    if not os_layer.IS_WINDOWS:  # which opens no folders
         _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -54,46 +54,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-IS_WINDOWS = os.name == "nt"
-LOCKED_AT = 1 << 40
-"""Place of the byte that is locked on Windows, where a locked byte can be neither read nor written."""
-
-
-def lock_file(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file until `unlock_file`, its closing or the process's end, without waiting.
-
-    BlockingIOError where another holds it. Windows has no shared locks here: those who ask exclude each other."""
-    if not IS_WINDOWS:
-        import fcntl
-
-        return fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    try:
-        _locking(descriptor, "LK_NBLCK")
-    except OSError as error:
-        if error.errno != errno.EACCES:
-            raise
-        raise BlockingIOError(errno.EAGAIN, "locked by another process") from error
-
-
-def unlock_file(descriptor: int) -> None:
-    """Give a lock back before the file is closed."""
-    if IS_WINDOWS:
-        return _locking(descriptor, "LK_UNLCK")
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _locking(descriptor: int, how: str) -> None:
-    msvcrt: Any = importlib.import_module("msvcrt")
-    before = os.lseek(descriptor, 0, os.SEEK_CUR)
-    os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
-    try:
-        msvcrt.locking(descriptor, getattr(msvcrt, how), 1)
-    finally:
-        os.lseek(descriptor, before, os.SEEK_SET)
-
-
 def nearest_existing(path: Path | str) -> Path:
     """The path, or the nearest above it that exists: what lies there decides for a folder that is not made yet."""
     current = Path(path).absolute()
@@ -111,7 +71,7 @@ def built_folder(prefix: str | Path | None = None) -> Path:
 
 def user_folder() -> Path:
     """Folder of what belongs to a user's machine and not to a folder of work, by the system's custom."""
-    custom, usual = ("LOCALAPPDATA", "~/AppData/Local") if os.name == "nt" else ("XDG_DATA_HOME", "~/.local/share")
+    custom, usual = ("LOCALAPPDATA", "~/AppData/Local") if os_layer.IS_WINDOWS else ("XDG_DATA_HOME", "~/.local/share")
     return Path(os.environ.get(custom) or os.path.expanduser(usual)) / "outcore"
 
 
@@ -149,7 +109,7 @@ def replacing(path: Path, *, for_us: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os_layer.replace_file(aside, path)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a drive that fails may refuse this as well
             aside.unlink(missing_ok=True)

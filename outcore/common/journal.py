@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from outcore.common.files import lock_file
+from outcore.common.os_layer import lock_file
 
 FORMAT = 2
 """Number of the format of the lines, in every header: files of other versions are not taken for torn ones."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.os_layer import most_locked_bytes
 from outcore.common.quantities import KIB
 
 # Instruction sets that the CPU optimizer and DeepSpeed's CPU Adam can use, as /proc/cpuinfo spells them.
@@ -109,12 +110,8 @@ def usable_cores(root: str | Path = "/") -> int:
 
 def memlock_limit_bytes() -> int | None:
     """Bytes this process may lock in RAM; None when there is no limit (or on systems without one)."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    soft = most_locked_bytes()
+    if soft is None:
         return None
     capabilities = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", _text(Path("/proc/self/status")), re.M)
     return None if capabilities and int(capabilities[1], 16) & CAP_IPC_LOCK else soft

@@ -30,7 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outcore.common.deadline import TIMEOUT_S
-from outcore.common.files import built_folder, lock_file
+from outcore.common.files import built_folder
+from outcore.common.os_layer import lock_file
 from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from outcore.common.os_layer import apart_options, kill_with_children
+
 
 @dataclass(frozen=True)
 class ChildResult:
@@ -123,18 +125,18 @@ class RealSystem:
                 errors="replace",
                 env=full_env,
                 cwd=cwd,
-                start_new_session=True,
+                **apart_options(),
             )
         except OSError as error:
             return ChildResult(returncode=127, stderr=f"{command[0]} could not be started: {error}")
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            _kill_group(process)
+            kill_with_children(process)
             stdout, stderr = process.communicate()
             return ChildResult(returncode=None, stdout=stdout, stderr=stderr, timed_out=True)
         except BaseException:
-            _kill_group(process)
+            kill_with_children(process)
             process.communicate()
             raise
         return ChildResult(returncode=process.returncode, stdout=stdout, stderr=stderr)
@@ -151,14 +153,3 @@ class RealSystem:
         ) as scratch:  # libcufile drops its cufile.log where it runs
             command = [sys.executable, "-m", "outcore.probe.gds.child", *arguments]
             return self.run(command, timeout_s, {**(env or {}), "PYTHONPATH": python_path}, cwd=scratch)
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    """Kills the child and whatever it started."""
-    try:
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    except ProcessLookupError:
-        pass

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outcore.common.files import IS_WINDOWS, lock_file, unlock_file
+from outcore.common import os_layer
+from outcore.common.os_layer import lock_file, unlock_file
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """What `flock` says on file systems without locks (some network mounts)."""
@@ -89,7 +90,7 @@ class RunLock:
     def release(self) -> None:
         """Free the run and remove the lock's files. Again: does nothing."""
         for path, descriptor in self._held.items():
-            if IS_WINDOWS:  # which removes no file that is open; one that another opened meanwhile stays
+            if os_layer.IS_WINDOWS:  # which removes no file that is open; one that another opened meanwhile stays
                 os.close(descriptor)
                 with suppress(OSError):
                     path.unlink(missing_ok=True)

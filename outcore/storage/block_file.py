@@ -1,9 +1,9 @@
 """`BlockFile`: positional transfers between host memory and one file, past the page cache where the filesystem allows.
 
-Algorithm: the file is opened with O_DIRECT, so that the drive's DMA engine writes into the caller's memory and
-gigabytes of weights do not push everything else out of the page cache. `BlockSpans` fits any offset, size and address
-to the whole blocks that direct I/O takes. Cost: one system call per transfer, plus one block read and write per
-unaligned edge. os.preadv and os.pwritev release the GIL, so plain threads keep a drive busy.
+Algorithm: the file is opened direct (O_DIRECT; unbuffered on Windows), so that the drive's DMA engine writes into the
+caller's memory and gigabytes of weights do not push everything else out of the page cache. `BlockSpans` fits any
+offset, size and address to the whole blocks that direct I/O takes. Cost: one system call per transfer, plus one block
+read and write per unaligned edge. The system calls release the GIL, so plain threads keep a drive busy.
 
 Fallback: where direct I/O is refused (at open or at the first transfer) or means nothing (tmpfs), transfers are
 buffered, said once per filesystem by a `BufferedFallbackWarning`, and the pages are dropped from the cache behind them.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno as errno_module
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,9 @@ from outcore.common.classes import Closing
 from outcore.common.deadline import TIMEOUT_S
 from outcore.common.quantities import format_gb, format_s, round_up
 from outcore.storage.block_spans import BlockSpans, host_bytes
-from outcore.storage.descriptor import Descriptor, Mode, WriteBehind
+from outcore.storage.descriptor import Descriptor, WriteBehind
 from outcore.storage.errors import StorageError
+from outcore.storage.posix_file import Mode
 
 
 class BlockFile(Closing):
@@ -55,7 +57,7 @@ class BlockFile(Closing):
         self._descriptor = Descriptor(self.path, mode, direct=direct)
         self._spans = BlockSpans(self._descriptor)
         self._closed = False
-        self._size_bytes = self._disk_bytes = self._descriptor.size_bytes()
+        self._size_bytes = self._disk_bytes = self._descriptor.file.size_bytes()
         try:
             if mode == "create" and size_bytes is not None:
                 self.preallocate(size_bytes)
@@ -109,7 +111,7 @@ class BlockFile(Closing):
                 reason = "the file ended early: it was truncated while in use"
                 raise StorageError("read", path=self.path, offset=offset, wanted=view.nbytes, got=got, reason=reason)
             if not self.direct:
-                self._cache.after_read(self._descriptor.fd, offset, view.nbytes)
+                self._cache.after_read(self._descriptor.file.fd, offset, view.nbytes)
         finally:
             self.leave()
 
@@ -117,7 +119,7 @@ class BlockFile(Closing):
         if offset + n_bytes <= self._size_bytes:
             return
         with self._state:  # another process may have made the file longer since it was opened
-            found = self._descriptor.size_bytes()
+            found = self._descriptor.file.size_bytes()
             if self._disk_bytes == self._size_bytes and not self._growing and found > self._size_bytes:
                 self._size_bytes = self._disk_bytes = found
         if offset + n_bytes > self._size_bytes:
@@ -168,8 +170,8 @@ class BlockFile(Closing):
         with self._state:
             if need > self._disk_bytes:
                 try:
-                    if need > self._descriptor.size_bytes():
-                        self._descriptor.resize(need)
+                    if need > self._descriptor.file.size_bytes():
+                        self._descriptor.file.resize(need)
                 except OSError as error:
                     raise StorageError(
                         "write", path=self.path, offset=offset, wanted=n_bytes, got=0, errno=error.errno
@@ -180,7 +182,7 @@ class BlockFile(Closing):
 
     def _drop_behind(self, offset: int, n_bytes: int) -> None:
         try:
-            self._cache.after_write(self._descriptor.fd, offset, n_bytes)
+            self._cache.after_write(self._descriptor.file.fd, offset, n_bytes)
         except OSError as error:
             raise StorageError("write", path=self.path, offset=offset, wanted=n_bytes, errno=error.errno) from error
 
@@ -200,12 +202,12 @@ class BlockFile(Closing):
                 if size_bytes <= before:
                     return
                 try:
-                    self._descriptor.reserve(before, size_bytes)
+                    self._descriptor.file.reserve(before, size_bytes)
                 except OSError as error:
                     if not self._growing:
-                        self._descriptor.resize(before)
+                        self._descriptor.file.resize(before)
                         self._disk_bytes = before
-                    free_bytes = _free_bytes(self.path)
+                    free_bytes = shutil.disk_usage(self.path).free
                     raise StorageError(
                         "preallocate",
                         path=self.path,
@@ -227,8 +229,8 @@ class BlockFile(Closing):
         self.enter("sync")
         try:
             self._trim()
-            os.fsync(self._descriptor.fd)
-            found = self._descriptor.size_bytes()
+            self._descriptor.file.sync()
+            found = self._descriptor.file.size_bytes()
         except OSError as error:
             raise StorageError("sync", path=self.path, errno=error.errno) from error
         finally:
@@ -240,8 +242,8 @@ class BlockFile(Closing):
     def _trim(self) -> None:
         with self._state:
             if self.writable and self._growing == 0 and self._disk_bytes > self._size_bytes:
-                if self._descriptor.size_bytes() > self._size_bytes:
-                    self._descriptor.resize(self._size_bytes)
+                if self._descriptor.file.size_bytes() > self._size_bytes:
+                    self._descriptor.file.resize(self._size_bytes)
                 self._disk_bytes = self._size_bytes
 
     # ------------------------------------------------------------------ lifetime
@@ -286,7 +288,7 @@ class BlockFile(Closing):
             except OSError as error:
                 raise StorageError("close", path=self.path, errno=error.errno) from error
             finally:
-                self._descriptor.close()
+                self._descriptor.file.close()
 
     def __del__(self) -> None:
         if not self._closed:
@@ -296,8 +298,3 @@ class BlockFile(Closing):
 def check_offset(offset: int) -> None:
     if not isinstance(offset, int) or offset < 0:
         raise ValueError(f"offset must be a non-negative integer, got {offset!r}")
-
-
-def _free_bytes(path: Path) -> int:
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize

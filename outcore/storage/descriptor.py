@@ -12,86 +12,73 @@ the kernel is asked to start writing each range at once, and ranges that are a w
 from __future__ import annotations
 
 import errno as errno_module
-import os
-import stat
-import sys
 import threading
 import time
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from outcore.common import os_layer
 from outcore.common.quantities import GIB, MIB
 from outcore.storage.errors import StorageError
 from outcore.storage.filesystem import (
     RAM_FILESYSTEMS,
-    direct_limits,
     drop_cached,
     filesystem_of,
     finish_writeback,
     start_writeback,
 )
-
-Mode = Literal["r", "rw", "create"]
+from outcore.storage.posix_file import Mode, PosixFile
+from outcore.storage.windows_file import WindowsFile
 
 MAX_CALL_BYTES = GIB  # Linux moves at most 2 GiB - 4 KiB per call
 MAX_STALLS = 8  # calls in a row that move nothing usable before the transfer counts as failed
 MAX_BUSY_TRIES = 200  # EAGAIN: at most 2 s of waiting
 BUSY_SLEEP_S = 0.01
-_CANNOT_RESERVE = (errno_module.EOPNOTSUPP, errno_module.EINVAL, errno_module.ENOSYS)
 
 
 class BufferedFallbackWarning(UserWarning):
     """Direct I/O is not possible on this filesystem; transfers go through the page cache."""
 
 
+def system_file(path: Path, mode: Mode, *, direct: bool) -> PosixFile | WindowsFile:
+    """Open a file as this system does it. Raises OSError."""
+    return (WindowsFile if os_layer.IS_WINDOWS else PosixFile)(path, mode, direct=direct)
+
+
 class Descriptor:
-    """An open file. `direct`: what really happens. `block_bytes`, `memory_align_bytes`: what direct I/O needs."""
+    """An open file, the system's as `file`. `direct`: what really happens. `block_bytes`, `memory_align_bytes`: needed
+    by direct I/O."""
 
     def __init__(self, path: Path, mode: Mode, *, direct: bool) -> None:
-        if not hasattr(os, "preadv"):
-            raise StorageError("open", path=path, reason=f"positional vector I/O is not available on {sys.platform}")
         self.path = path
         self._lock = threading.Lock()
-        flags = {"r": os.O_RDONLY, "rw": os.O_RDWR, "create": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
-        flags |= getattr(os, "O_CLOEXEC", 0)
-        direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
-        refused = None if direct_flag or not direct else f"{sys.platform} has no O_DIRECT"
         try:
-            try:
-                self.fd = os.open(path, flags | direct_flag, 0o644)
-            except OSError as error:
-                if not direct_flag or error.errno not in (errno_module.EINVAL, errno_module.EOPNOTSUPP):
-                    raise
-                self.fd = os.open(path, flags, 0o644)
-                direct_flag, refused = 0, "the filesystem refuses O_DIRECT"
+            self.file = system_file(path, mode, direct=direct)
         except OSError as error:
             raise StorageError("open", path=path, errno=error.errno) from error
-        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-            os.close(self.fd)
+        if not self.file.is_regular():
+            self.file.close()
             raise StorageError("open", path=path, reason="not a regular file")
-        limits = direct_limits(self.fd)
+        limits = self.file.limits()
         self.block_bytes = limits.block_bytes
         self.memory_align_bytes = limits.memory_align_bytes
-        self.direct = bool(direct_flag)
-        if refused is not None:
-            self._say_buffered(refused)
+        self.direct = self.file.direct
+        if self.file.refused is not None:
+            self._say_buffered(self.file.refused)
         elif self.direct and limits.supported is False:
             self._fall_back("the kernel reports no direct I/O for this file")
         elif self.direct and filesystem_of(path)[0] in RAM_FILESYSTEMS:
             self._fall_back("the filesystem lives in memory")
 
     def _fall_back(self, reason: str) -> None:
-        """Clear O_DIRECT on the open descriptor: transfers in flight on other threads just go on."""
-        import fcntl
-
+        """Transfers in flight on other threads just go on."""
         with self._lock:
             if not self.direct:
                 return
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.file.go_buffered()
             self.direct = False
         self._say_buffered(reason)
 
@@ -114,7 +101,7 @@ class Descriptor:
         done = furthest = stalls = busy = 0
         while done < needed:
             try:
-                moved = os.preadv(self.fd, [span[done : done + MAX_CALL_BYTES].data], at + done)
+                moved = self.file.read(span[done : done + MAX_CALL_BYTES], at + done)
             except OSError as error:
                 busy = self._after_error(error, "read", at + done, span.nbytes - done, busy)
                 continue
@@ -132,7 +119,7 @@ class Descriptor:
         done = stalls = busy = 0
         while done < span.nbytes:
             try:
-                moved = os.pwritev(self.fd, [span[done : done + MAX_CALL_BYTES].data], at + done)
+                moved = self.file.write(span[done : done + MAX_CALL_BYTES], at + done)
             except OSError as error:
                 busy = self._after_error(error, "write", at + done, span.nbytes - done, busy)
                 continue
@@ -157,41 +144,9 @@ class Descriptor:
             time.sleep(BUSY_SLEEP_S)
             return busy + 1
         if error.errno == errno_module.EINVAL and self.direct:
-            self._fall_back("the filesystem accepts O_DIRECT at open but refuses direct transfers")
+            self._fall_back("the filesystem accepts direct I/O at open but refuses direct transfers")
             return busy
         raise StorageError(action, path=self.path, offset=at, wanted=wanted, got=0, errno=error.errno) from error
-
-    # ------------------------------------------------------------------ size and lifetime
-
-    def size_bytes(self) -> int:
-        return os.fstat(self.fd).st_size
-
-    def resize(self, size_bytes: int) -> None:
-        """Set the file's size; raises OSError."""
-        os.ftruncate(self.fd, size_bytes)
-
-    def reserve(self, start: int, end: int) -> None:
-        """Have the filesystem set blocks aside for [start, end), or write zeros where it cannot. Raises OSError."""
-        # Not on the direct descriptor: where the C library emulates the call it writes single bytes.
-        fd = os.open(self.path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        try:
-            if hasattr(os, "posix_fallocate"):
-                try:
-                    os.posix_fallocate(fd, start, end - start)
-                    return
-                except OSError as error:
-                    if error.errno not in _CANNOT_RESERVE:
-                        raise
-            zeros = bytes(MIB)
-            at = start
-            while at < end:
-                at += os.pwrite(fd, zeros[: end - at], at)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 WINDOW_BYTES = 64 * MIB  # written bytes per file that may stay in the cache

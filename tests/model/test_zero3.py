@@ -68,7 +68,7 @@ def child(folder: str) -> None:
     import torch
     from deepspeed.utils import safe_get_full_grad
 
-    from outcore.common.shared_memory import remove_own_buffer
+    from outcore.common.os_layer import remove_own_buffer
     from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
     from outcore.model.weights.zero3 import settle
 

@@ -7,7 +7,7 @@ import pytest
 
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, PosixEngine
-from outcore.storage import descriptor as descriptor_module
+from outcore.storage import posix_file as posix_module
 from outcore.storage.filesystem import DirectLimits
 from tests.storage.block_file_cases import KINDS
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Iterator[BlockFile]:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "direct-4096":
-        monkeypatch.setattr(descriptor_module, "direct_limits", lambda fd: DirectLimits(True, 4096, 4096, "test"))
+        monkeypatch.setattr(posix_module, "direct_limits", lambda fd: DirectLimits(True, 4096, 4096, "test"))
     return request.param
 
 

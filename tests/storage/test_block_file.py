@@ -202,7 +202,7 @@ def test_open_refusals_have_words(tmp_path: Path):
 def test_a_closed_file_refuses_and_closing_twice_is_harmless(tmp_path: Path):
     file = make(tmp_path / "data.bin", "direct", 4096)
     seen: list[int] = []
-    file.add_close_callback(lambda: seen.append(os.fstat(file._descriptor.fd).st_size))
+    file.add_close_callback(lambda: seen.append(os.fstat(file._descriptor.file.fd).st_size))
     file.close()
     file.close()
     assert file.closed and seen == [4096], "a callback runs once, before the file is closed"

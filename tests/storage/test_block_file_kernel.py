@@ -12,6 +12,7 @@ import pytest
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import BlockFile, BufferedFallbackWarning, StorageError, aligned_bytes, filesystem
 from outcore.storage import descriptor as descriptor_module
+from outcore.storage import posix_file as posix_module
 from outcore.storage.descriptor import WriteBehind
 from outcore.storage.filesystem import DirectLimits, direct_limits, filesystem_of
 from tests.refused import failing, refused
@@ -26,7 +27,7 @@ def test_direct_io_is_used_where_the_filesystem_has_it(tmp_path: Path):
             pytest.skip(f"{filesystem_of(tmp_path)} has no direct I/O")
         import fcntl
 
-        assert fcntl.fcntl(file._descriptor.fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert fcntl.fcntl(file._descriptor.file.fd, fcntl.F_GETFL) & os.O_DIRECT
         assert file.block_bytes in (512, 4096)
 
 
@@ -78,7 +79,7 @@ def test_refusal_at_the_first_transfer_falls_back(tmp_path: Path, monkeypatch: p
 
 
 def test_the_fallback_is_said_once_per_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(descriptor_module, "direct_limits", lambda fd: DirectLimits(False, 4096, 4096, "test"))
+    monkeypatch.setattr(posix_module, "direct_limits", lambda fd: DirectLimits(False, 4096, 4096, "test"))
     monkeypatch.setattr(descriptor_module, "__warningregistry__", {}, raising=False)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
@@ -116,8 +117,8 @@ def test_buffered_writes_leave_a_bounded_page_cache(tmp_path: Path, monkeypatch:
     cache = WriteBehind(window_bytes=256 * KIB)
     with make(tmp_path / "data.bin", "buffered", MIB) as file:
         for at in range(0, MIB, 128 * KIB):
-            cache.after_write(file._descriptor.fd, at, 128 * KIB)
-        cache.after_read(file._descriptor.fd, 0, 100)
+            cache.after_write(file._descriptor.file.fd, at, 128 * KIB)
+        cache.after_read(file._descriptor.file.fd, 0, 100)
     assert dropped == [(at, 128 * KIB) for at in range(0, MIB - 256 * KIB, 128 * KIB)]
 
 

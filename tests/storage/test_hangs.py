@@ -137,7 +137,7 @@ def test_closing_an_engine_whose_drive_hangs(tmp_path: Path, stuck: Stuck) -> No
     stuck.wait_for(1)
     refused(TimeoutError, "nothing has moved for 100 ms, 1 of its threads hang", lambda: engine.close(stall_s=LIMIT_S))
     refused(TimeoutError, r"close of .*data: 1 transfers did not end within 100 ms", lambda: file.close(LIMIT_S))
-    assert not transfer.done() and file._descriptor.size_bytes() == MIB
+    assert not transfer.done() and file._descriptor.file.size_bytes() == MIB
     stuck.go_on.set()
     assert transfer.wait(WAIT_S) == KIB
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.os_layer import read_at
+
 PIECE_BYTES = 16 * 1024
 
 
@@ -87,7 +89,7 @@ class CheckedArray:
         if latest == number:
             return data
         try:
-            data = os.pread(self._fd, PIECE_BYTES, number * PIECE_BYTES)
+            data = read_at(self._fd, PIECE_BYTES, number * PIECE_BYTES)
         except OSError as error:
             raise DamagedCache(f"{self._path} cannot be read: {error.strerror}. {_WAY}") from error
         if zlib.crc32(data) != self._sums[number]:

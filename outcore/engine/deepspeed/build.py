@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from outcore.common.os_layer import remove_own_buffer
 from outcore.common.quantities import MIB
-from outcore.common.shared_memory import remove_own_buffer
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, EngineError, Host
 from outcore.engine.deepspeed.config.zero_section import build_config, check_by_deepspeed

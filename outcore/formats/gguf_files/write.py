@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from outcore.common.os_layer import replace_file
 from outcore.formats.checkpoint import TensorPlace, safetensors_places
 from outcore.formats.ggml import packed_format
 from outcore.formats.gguf_files.read import (
@@ -82,7 +82,7 @@ def write_gguf(folder: Path, target: Path, kind: str, *, overwrite: bool = False
         for value in _values(config, tensors):
             writer.write_tensor_data(value)
         writer.close()
-        os.replace(partial, target)
+        replace_file(partial, target)
     finally:
         writer.close()
         partial.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ from typing import Any
 
 from outcore.common import fsync_folder, replacing, write_atomic
 from outcore.common.classes import Closing
+from outcore.common.os_layer import read_at
 from outcore.common.quantities import format_s
 from outcore.monitor.sensors import describe
 
@@ -169,7 +170,7 @@ class MetricsLog(Closing):
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), mine):
                 return
-        lines = os.pread(self._fd, mine.st_size, 0)
+        lines = read_at(self._fd, mine.st_size, 0)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._keep_older()  # somebody else's, if there is one
         write_atomic(self.path, lines)

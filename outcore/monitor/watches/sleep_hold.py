@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.classes import Closing
+from outcore.common.os_layer import apart_options
 from outcore.machine import detect_os
 from outcore.monitor.sensors import describe
 
@@ -90,7 +91,7 @@ def _start(command: Sequence[str]) -> tuple[subprocess.Popen[bytes] | None, str]
     try:
         # Its own session, so that Ctrl-C, which lets the run finish its step and save, does not end the hold first.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **apart_options()
         )
     except OSError as error:
         return None, f"does not start: {describe(error)}"

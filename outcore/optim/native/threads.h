@@ -131,6 +131,11 @@ class Condition {
   void wait(Mutex& mutex) { pthread_cond_wait(&condition_, &mutex.mutex_); }
   // False when `deadline_s` (of monotonic_s) has passed.
   bool wait_until(Mutex& mutex, double deadline_s) {
+#if defined(_WIN32)  // waits by the wall clock, whatever clock the attributes name
+    timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    deadline_s += (double)now.tv_sec + 1e-9 * (double)now.tv_nsec - monotonic_s();
+#endif
     const double whole = floor(deadline_s);
     timespec at;
     at.tv_sec = (time_t)whole;

@@ -17,7 +17,7 @@ import numpy as np
 
 from outcore.common.quantities import GB, KIB, MIB
 from outcore.probe.bench.measurement import Measurement, timed
-from outcore.storage import BlockFile, StorageEngine, Transfer, aligned_bytes
+from outcore.storage import BlockFile, StorageEngine, Transfer, aligned_bytes, system_file
 
 BATCH_BYTES = 64 * MIB
 KINDS = ("drive_read", "drive_write", "drive_mixed")
@@ -130,20 +130,19 @@ class _Stream:
 def measure_iops(file: BlockFile, depth: int, limit_s: float) -> float:
     """Random 4 KiB reads per second with `depth` threads, as this process can issue them (Python: 100,000 or so).
 
-    Reads through its own descriptor with O_DIRECT where the file has it."""
-    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if file.direct else 0)
+    Reads through its own file, direct where the given one is."""
     blocks = file.size_bytes // IOPS_BLOCK_BYTES
-    fd = os.open(file.path, flags)
+    own = system_file(file.path, "r", direct=file.direct)
     done = [0] * depth
     failures: list[BaseException] = []
     deadline_s = time.perf_counter() + limit_s
 
     def work(index: int) -> None:
         chooser = random.Random(index)
-        buffer = aligned_bytes(IOPS_BLOCK_BYTES).data
+        buffer = aligned_bytes(IOPS_BLOCK_BYTES)
         try:
             while time.perf_counter() < deadline_s:
-                got = os.preadv(fd, [buffer], chooser.randrange(blocks) * IOPS_BLOCK_BYTES)
+                got = own.read(buffer, chooser.randrange(blocks) * IOPS_BLOCK_BYTES)
                 if got != IOPS_BLOCK_BYTES:
                     raise OSError(f"short read of {got} bytes from {file.path}")
                 done[index] += 1
@@ -160,7 +159,7 @@ def measure_iops(file: BlockFile, depth: int, limit_s: float) -> float:
     finally:
         elapsed_s = time.perf_counter() - start_s
         if not any(thread.is_alive() for thread in threads):
-            os.close(fd)
+            own.close()
     if failures:
         raise failures[0]
     return sum(done) / elapsed_s

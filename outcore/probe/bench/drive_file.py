@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from outcore.common.classes import Closing
-from outcore.common.files import lock_file
+from outcore.common.os_layer import lock_file
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.probe.bench.measurement import Measurement, timed
 from outcore.probe.gds.facts import GdsFacts

@@ -8,7 +8,6 @@ is so."""
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 import time
@@ -19,7 +18,7 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import AT_ONCE, UploadLane
-from outcore.storage import BlockFile, StorageEngine
+from outcore.storage import BlockFile, StorageEngine, drop_cached, system_file
 
 SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 EXPECTED_LOWER_PCT = 30.0
@@ -75,11 +74,11 @@ def measure_latency(
     sizes = [size for size in SIZES_BYTES if size <= file.size_bytes // 4]
     out = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     pageable = torch.empty(max(sizes), dtype=torch.uint8)
-    fd = os.open(file.path, os.O_RDONLY)
+    own = system_file(file.path, "r", direct=False)
 
     def plain(offset: int, size: int) -> None:
         view = pageable[:size]
-        got = os.preadv(fd, [view.numpy().data], offset)
+        got = own.read(view.numpy(), offset)
         if got != size:
             raise OSError(f"short read of {got} of {size} bytes from {file.path}")
         out[:size].copy_(view)
@@ -104,8 +103,7 @@ def measure_latency(
                     if name == "staged" and size < LANE_FROM_BYTES:
                         continue
                     offset = chooser.randrange((file.size_bytes - size) // 4096 + 1) * 4096
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+                    drop_cached(own.fd, offset, size)
                     start_s = time.perf_counter()
                     move(offset, size)
                     if turn:  # the first is a warm-up
@@ -118,5 +116,5 @@ def measure_latency(
                     continue
                 result.median_s[name][size] = statistics.median(seconds)
     finally:
-        os.close(fd)
+        own.close()
     return result

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.common.os_layer import replace_file
 from outcore.common.quantities import GIB
 from outcore.probe.bench.lanes import ProbeStaging
 
@@ -89,7 +90,7 @@ def apply_changes(path: Path, changes: dict[str, dict[str, Any]], create: bool =
             os.fsync(file.fileno())
         if old_text is not None:
             shutil.copymode(real, temporary)
-        os.replace(temporary, real)
+        replace_file(temporary, real)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigFileError(

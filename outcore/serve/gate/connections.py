@@ -6,11 +6,12 @@ that nobody reads), and where an address has too many connections, the one of th
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from outcore.common.os_layer import most_open_files
 
 HEAD_S = 10.0
 """From the first byte of a request, or a new connection, to the end of its head."""
@@ -25,11 +26,7 @@ TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After:
 
 def most_connections() -> tuple[int, int]:
     """(of one address, of all together): half and three quarters of the files that this process may open."""
-    files = MOST_FILES
-    if sys.platform != "win32":
-        import resource
-
-        files = min(files, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    files = min(MOST_FILES, most_open_files() or MOST_FILES)
     return files // 2, files * 3 // 4
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.errors import need_packages
+from outcore.common.os_layer import before_exec
 from outcore.common.output import say, tell_error
 from outcore.common.ports import free_port
 from outcore.config.commands import start_flags
@@ -164,7 +165,7 @@ def _run(client: AgentClient, more: Sequence[str]) -> int:
         environ = _unproxied({**os.environ, **client.variables})
         ended = subprocess.run(
             [str(executable), *client.command[1:], *more], env=environ, check=False,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            **before_exec(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)),
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import errno as errno_module
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from outcore.common.files import lock_file
+from outcore.common.os_layer import lock_file, space_bytes
 from outcore.common.quantities import format_gb, round_up
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError, StoreInUse
@@ -89,12 +90,11 @@ def check_space(directories: Sequence[Path], file_sizes: Sequence[int]) -> None:
     for directory, size_bytes in zip(directories, file_sizes, strict=True):
         device = os.stat(directory).st_dev
         old = directory / DATA_NAME  # left by a process that was killed: its space comes back
-        size_bytes -= os.stat(old).st_blocks * 512 if old.exists() else 0
+        size_bytes -= space_bytes(old) if old.exists() else 0
         needed[device] = needed.get(device, 0) + size_bytes
         where.setdefault(device, directory)
     for device, needed_bytes in needed.items():
-        status = os.statvfs(where[device])
-        free_bytes = status.f_bavail * status.f_frsize
+        free_bytes = shutil.disk_usage(where[device]).free
         if needed_bytes > free_bytes:
             reason = (
                 f"the store needs {format_gb(needed_bytes)} on this drive and {format_gb(free_bytes)} are free, "

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP ask the run to stop: it finishes its step, saves, and says how to resume.
+"""Signals that ask the run to stop (`stop_signals`): it finishes its step, saves, and says how to resume.
 
 SIGHUP is what a closed terminal or a dropped ssh sends: the screen may be gone with it, so output that fails from then
 on goes nowhere instead of ending the run. Under nohup it stays ignored. A second Ctrl-C stops at once; the last
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.os_layer import stop_signals
 from outcore.common.output import drop_output
 
 PASSED_ON_S = 2.0
@@ -25,7 +26,7 @@ PASSED_ON_S = 2.0
 
 
 class StopRequest:
-    """Context manager that catches SIGINT, SIGTERM and SIGHUP; `wanted()` tells, on all ranks alike, if one came."""
+    """Context manager that catches `stop_signals`; `wanted()` tells, on all ranks alike, if one came."""
 
     def __init__(self, world_size: int = 1, device: torch.device | None = None) -> None:
         self._world_size = world_size
@@ -39,12 +40,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self  # Python gives signals to the main thread alone, whose program decides
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
-        if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:
-            numbers.append(hang_up)
-        for number in numbers:
-            self._before[number] = signal.signal(number, self._on_signal)
+        for number in stop_signals():
+            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:

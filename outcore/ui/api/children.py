@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from outcore.common.files import opener_for_us
+from outcore.common.os_layer import apart_options, ask_to_stop
 from outcore.ui.api.place import tail_of
 
 PROGRAM = (sys.executable, "-m", "outcore.cli")
@@ -29,8 +31,8 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110"},
+                **apart_options(),
             )
 
     @property
@@ -42,18 +44,15 @@ class Child:
         """Exit code; None while it runs."""
         return self._process.poll()
 
-    def send(self, number: signal.Signals) -> None:
-        """A signal, where it still runs."""
-        if self.exit_code is None:
-            self._process.send_signal(number)
-
     def end(self, patience_s: float = 10.0) -> int:
         """Ask it to end, and after `patience_s` end it. Its exit code."""
-        self.send(signal.SIGTERM)
+        if self.exit_code is None:
+            with suppress(OSError):  # it ends just now, or has another console
+                ask_to_stop(self.pid, signal.SIGTERM)
         try:
             return self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self.send(signal.SIGKILL)
+            self._process.kill()
             return self._process.wait()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import shlex
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 
 from outcore.common import read_object, write_atomic
+from outcore.common.os_layer import ask_to_stop
 from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
 from outcore.machine import detect_machine
@@ -219,7 +219,7 @@ class ModelHost:
             child.end()
         elif note["state"] == "ready" and _answers(note):  # adopted: it is ours, its key says so
             with contextlib.suppress(ProcessLookupError):
-                os.kill(note["pid"], signal.SIGTERM)
+                ask_to_stop(note["pid"], signal.SIGTERM)
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

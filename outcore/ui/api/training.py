@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import signal
 import threading
@@ -12,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from outcore.common import read_object
+from outcore.common.os_layer import ask_to_stop, stop_signals
 from outcore.config import FIELDS, ConfigError
 from outcore.monitor import read_metrics
 from outcore.runs import folder_of, holder_of, list_runs, lock_path, next_name
@@ -20,7 +20,7 @@ from outcore.ui.api.children import Child, complaint_of
 from outcore.ui.api.form import COMMAND_LINE, HIDDEN, argv_of, checked, command_of, said
 from outcore.ui.api.place import Place, write_json
 
-STOPPED = [code for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (128 + n, -n)]
+STOPPED = [code for n in stop_signals() for code in (128 + n, -n)]
 """Exit codes of a run that was told to stop; negative ones where it did not listen to signals yet."""
 NOT_OF_THE_RUN = frozenset({"resume_from_checkpoint", "continue_with_changes", "trace"})
 """Said of one start, not of the run: a resumed run is not told again."""
@@ -81,11 +81,11 @@ class Training:
         if pid is None:
             raise ApiError(409, f"Run {name} is not running on this machine.", param="name", code="not_running")
         with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pid, signal.SIGINT)
+            ask_to_stop(pid)
             if at_once:
                 time.sleep(0.2)
                 if self._pid(name) == pid:
-                    os.kill(pid, signal.SIGINT)
+                    ask_to_stop(pid)
         return self.job(name)
 
     def job(self, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from outcore.common.shared_memory import remove_own_buffer
+from outcore.common.os_layer import remove_own_buffer
 
 
 class Block(torch.nn.Module):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outcore.common.shared_memory import SHARED_MEMORY, remove_own_buffer
+from outcore.common.os_layer import SHARED_MEMORY, remove_own_buffer
 
 
 def test_only_this_ranks_buffer_of_this_run_is_removed(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def _zero3_step(accelerator: str, has_adam: bool) -> str:
     os.environ.update(alone, MASTER_PORT=str(free_port()))
     import deepspeed
 
-    from outcore.common.shared_memory import remove_own_buffer
+    from outcore.common.os_layer import remove_own_buffer
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
