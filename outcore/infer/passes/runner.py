@@ -66,7 +66,7 @@ class RunnerLimits:
     """Tokens of all texts that are scored in one pass."""
     is_deterministic: bool = False
     fixed_rows: int | None = None
-    """As `ScheduleLimits` has it."""
+    """Rows of a call of answers' tokens (`ScheduleLimits`)."""
 
 
 class PagedRunner:

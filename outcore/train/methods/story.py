@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,17 @@ def _in_one_process() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+@dataclass(frozen=True)
+class _Material:
+    """What a run is trained on."""
+
+    tokenizer: Any
+    rows: tuple[list[Any], list[Any]]
+    """(to train on, to evaluate on)."""
+    length: int
+    """Tokens of a row at most."""
+
+
 class _Story:
     """One run."""
 
@@ -129,7 +140,7 @@ class _Story:
                 job.say(f"resume: {line}, as asked")
         with StopRequest() as stop:
             log = self._log(stop, steps, model)
-            trainer = self._trainer(classes, model, tokenizer, (trained, held), length, steps, schedule, log, labels)
+            trainer = self._trainer(classes, model, _Material(tokenizer, (trained, held), length), steps, schedule, log, labels)
             _save_as_ours(trainer, self, fingerprint)
             return self._train(trainer, log, stop, steps, tokenizer)
 
@@ -206,14 +217,13 @@ class _Story:
         self,
         classes: tuple[Any, Any] | None,
         model: Any,
-        tokenizer: Any,
-        rows: tuple[list[Any], list[Any]],
-        length: int,
+        material: _Material,
         steps: RunLength,
         schedule: LrSchedule,
         log: RunLog,
         labels: dict[int, str] | None,
     ) -> Any:
+        tokenizer, rows, length = material.tokenizer, material.rows, material.length
         given: dict[str, Any] = {"processing_class": tokenizer}
         arguments = self._arguments(steps, has_evaluation=bool(rows[1]))
         if classes is not None:
