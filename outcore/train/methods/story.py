@@ -140,7 +140,8 @@ class _Story:
                 job.say(f"resume: {line}, as asked")
         with StopRequest() as stop:
             log = self._log(stop, steps, model)
-            trainer = self._trainer(classes, model, _Material(tokenizer, (trained, held), length), steps, schedule, log, labels)
+            material = _Material(tokenizer, (trained, held), length)
+            trainer = self._trainer(classes, model, material, steps, schedule, log, labels)
             _save_as_ours(trainer, self, fingerprint)
             return self._train(trainer, log, stop, steps, tokenizer)
 
