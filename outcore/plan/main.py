@@ -116,8 +116,8 @@ def answer_to(args: PlanConfig) -> Asked:
 
 def method_answer(args: PlanConfig) -> MethodPlan:
     """The plan of another method than sft by its flags. ValueError for what cannot be planned."""
-    if other := next((name for name in ("png", "upgrade") if getattr(args, name)), None):
-        raise ValueError(f"{other}: not with --method {args.method}; it is of --method sft.")
+    if args.upgrade:
+        raise ValueError(f"upgrade: not with --method {args.method}; it is of --method sft.")
     hardware, shape = _hardware(args), _shape(args)
     if args.lora_r:
         shape = shape.with_lora(args.lora_r).packed(args.quantize)

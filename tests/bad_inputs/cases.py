@@ -40,7 +40,7 @@ CASES: list[Case] = [
     Case("unknown-flag", "a flag that does not exist", "--frobnicate 3", 2, ("unknown flag --frobnicate",)),
     Case("misspelt-flag", "a misspelt flag", "--learning_rat 1e-4", 2, ("Did you mean --learning_rate?",)),
     Case("flag-without-value", "a flag without its value", "--max_steps", 2, ("--max_steps needs a value",)),
-    Case("no-dashes", "an argument that is no flag", "tiny train.txt", 2, ("'tiny'", "--name value")),
+    Case("no-dashes", "an argument that is no flag", "tiny train.txt", 2, ("'train.txt'", "--name value")),
     Case("data-as-model", "a file of rows as the model", "{here}/rows.jsonl", 2, ("' is a file", "--dataset"),
          setup=file("rows.jsonl", '{"text": "a"}\n')),
     Case("not-a-number", "a word where a number belongs", "--max_steps ten", 2,

@@ -275,7 +275,7 @@ KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from outcore.checkpoint.published import TensorPlan, write_shard
+from outcore.checkpoint.shards import TensorPlan, write_shard
 from outcore.checkpoint.folders import save_checkpoint
 run, left = Path(sys.argv[1]), [int(sys.argv[2])]
 def write(folder, on_file):

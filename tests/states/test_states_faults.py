@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,10 +136,7 @@ def test_a_full_drive_is_refused_before_anything_changes(tmp_path, monkeypatch):
     loaded = tiny_loaded("llama")
     homes = [(p, p.data_ptr()) for p in loaded.model.parameters()]
 
-    class Full:
-        f_bavail, f_frsize = 10, 4096
-
-    monkeypatch.setattr(store_files.os, "statvfs", lambda path: Full())
+    monkeypatch.setattr(store_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=40960))
     settings = replace(TINY, nvme_path=str(tmp_path / "drive"), state_ram_bytes=0)
     with pytest.raises(EngineError, match=r"no room for the optimizer states on NVMe.*too few.*keep more in RAM"):
         build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)

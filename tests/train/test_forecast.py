@@ -75,7 +75,7 @@ def test_plan_flag_prints_and_makes_nothing(tmp_path, monkeypatch, capsys):
     flags += [f"--{name}_dir={tmp_path / name}" for name in ("checkpoint", "log", "export")]
     assert main(flags) == 0
     out = capsys.readouterr().out
-    assert "fits" in out and "stream" in out and "Every ZeRO stage side by side" in out
+    assert "fits" in out and "stream" in out and "Every ZeRO stage (VRAM" in out
     assert "Run it: the same command without --plan" in out, "its own flags would lack the data"
     assert not [name for name in ("checkpoint", "log", "export") if (tmp_path / name).exists()]
     small = server(ram_bytes=1 << 20, vram_bytes=1 << 20, is_cpu=True)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
-import torch
 
 from outcore.common.quantities import GB, GIB, MIB
 
@@ -92,6 +91,8 @@ def thread_counts(cores: int, threads: int) -> list[int]:
 
 def measure_ram(counts: list[int], stage_s: float, most_s: float, array_bytes: int | None = None) -> list[Measurement]:
     """One triad per thread count. torch's thread count is as before afterwards."""
+    import torch  # takes seconds
+
     if array_bytes is None:
         array_bytes = ARRAY_BYTES if psutil.virtual_memory().available >= ROOMY_BYTES else SMALL_ARRAY_BYTES
     n_elements = array_bytes // 4

@@ -24,7 +24,7 @@ COMMAND_LINE = frozenset({"trust_remote_code"})
 OPENED = frozenset({
     "model_name_or_path", "config_file", "tokenizer_name_or_path", "dataset", "eval_dataset", "chat_template",
     "data_cache_dir", "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "deepspeed_config",
-    "nvme_offload_path",
+    "nvme_offload_path", "teacher",
 })  # fmt: skip
 """Settings that name a file or folder."""
 

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,15 +161,10 @@ def test_a_failed_read_stops_the_step_and_nothing_hangs(build, drive, how):
 
 
 def test_no_room_on_the_drive_is_said_before_training(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("outcore.storage.store.files.os.statvfs", _no_space)
+    monkeypatch.setattr("outcore.storage.store.files.shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
     refused(EngineError, r"no room for the weights on NVMe.*too few", lambda: build(0))
     monkeypatch.undo()
     assert not list(tmp_path.rglob(FOLDER))
-
-
-class _no_space:
-    def __init__(self, path):
-        self.f_bavail, self.f_frsize = 1, 4096
 
 
 @pytest.mark.parametrize("ram_bytes", [None, 0, 60_000])

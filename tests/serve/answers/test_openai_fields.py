@@ -182,7 +182,7 @@ def test_every_answer_has_an_id_the_clients_own_or_a_new_one(server, client, mon
     for odd in ("a b", "x" * 129, "<b>"):
         assert headers_of(server, "/health", {"X-Request-Id": odd})[1]["x-request-id"].startswith("req-")
     assert client.models.list()._request_id.startswith("req-")
-    monkeypatch.setattr(server.service, "check_model", lambda body: 1 / 0)
+    monkeypatch.setattr(type(server.service), "check_model", lambda self, body: 1 / 0)
     status, headers, _ = headers_of(server, TEXT, {"X-Request-Id": "mine-2"}, "POST", b'{"prompt": "Hi"}')
     assert status == 500 and headers["x-request-id"] == "mine-2"
 

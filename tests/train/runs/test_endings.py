@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint import published as shards
+from outcore.checkpoint import shards
 from outcore.common import FileError
 from outcore.storage import TensorStore
 from outcore.train.loop import TrainingLoop
