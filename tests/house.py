@@ -84,7 +84,7 @@ LINES = {
     "optim": 3100,
     "performance": 1200,
     "plan": 5750,
-    "probe": 4450,
+    "probe": 4500,
     "runs": 650,
     "serve": 5100,
     "sizing": 3750,

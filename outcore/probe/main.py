@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from outcore.probe.bench.drive_file import TestPathError, remove_own_files
-from outcore.probe.flags import ProbeOptions, UsageError, parse_options
+from outcore.probe.options import ProbeOptions, UsageError, parse_options
 from outcore.probe.report.config_file import ConfigFileError, apply_changes
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render

@@ -49,7 +49,7 @@ from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
 
 if TYPE_CHECKING:
-    from outcore.probe.flags import ProbeOptions
+    from outcore.probe.options import ProbeOptions
 
 WEIGHTS = {
     "drive": 40.0,

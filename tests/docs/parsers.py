@@ -63,7 +63,7 @@ def parse_script(path: Path, args: list[str]) -> None:
         if "--run" in args:
             parse_config(list(rest))
     elif name == "gds_optimizer.py":
-        from outcore.probe.flags import parse_options as parse_probe
+        from outcore.probe.options import parse_options as parse_probe
 
         with until_parsed([name, *args]):
             parse_probe(args, ROOT)

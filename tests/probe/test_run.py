@@ -22,9 +22,9 @@ from outcore.probe.bench import drive_file as direct_bench
 from outcore.probe.bench import measurement as memory_bench
 from outcore.probe.bench.budget import EFFORTS
 from outcore.probe.bench.drive_file import PREFIX, RUN, SUFFIX, remove_own_files
-from outcore.probe.flags import UsageError, parse_options
 from outcore.probe.gds.facts import GdsFacts, GpuFact, ReadTest
 from outcore.probe.main import main
+from outcore.probe.options import UsageError, parse_options
 from outcore.probe.run import STAGES, ProbeRun, StageProgress
 from outcore.probe.system import ChildResult, RealSystem
 from outcore.storage import PosixEngine, StorageError
