@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 import datasets
 import torch
 from transformers import DataCollatorWithPadding, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 import outcore.hf
 from outcore import __version__
@@ -40,12 +37,12 @@ from outcore.train.methods.log import RunLog
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
+from outcore.train.process.alone import in_one_process
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 
 TRAINER = "trainer"
 """Folder of a checkpoint for what the trainer saves."""
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NEVER = 1 << 30
 """A number of steps that no run has."""
 
@@ -66,28 +63,8 @@ def run_method(job: RunJob) -> int:
     job.opened.callback(taken.folder.remove_empty)
     taken.folder.make()
     seed_everything(config.seed)
-    with job.opened, _in_one_process():
+    with job.opened, in_one_process():
         return _Story(job, kind, settings, taken).tell(classes)
-
-
-@contextmanager
-def _in_one_process() -> Iterator[None]:
-    """Within this context trainers find no launcher's variables, for which they would wrap the model, and draw no bars
-    of their own."""
-    kept = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
-    quiet = is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        with warnings.catch_warnings():  # an attribute's old name, which TRL and peft ask for
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            yield
-    finally:
-        os.environ.update(kept)
-        if quiet[0]:
-            enable_progress_bar()
-        if quiet[1]:
-            datasets.enable_progress_bars()
 
 
 @dataclass(frozen=True)

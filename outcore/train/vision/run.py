@@ -28,6 +28,7 @@ from outcore.model.adapters import linear_names
 from outcore.monitor.metrics import MetricsLog
 from outcore.runs import RunFolder, default_name, folder_of
 from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
+from outcore.train.process.alone import in_one_process
 
 READ = frozenset((
     "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
@@ -57,6 +58,7 @@ def train_vision(config: TrainConfig) -> int:
     rows = [row for source in config.dataset for row in _rows(config, source)]
     length = run_length(config, len(rows), settings.train_batch_size, settings.gradient_accumulation_steps)
     with ExitStack() as opened:
+        opened.enter_context(in_one_process())
         folder, resumed = _take(config, opened)
         opened.callback(folder.remove_empty)
         model, encoder = _load(config, name)

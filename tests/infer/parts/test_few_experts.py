@@ -139,6 +139,7 @@ def test_experts_on_a_drive_are_read_when_they_are_needed(folder_of, tmp_path, e
 def test_an_expert_that_cannot_be_read_ends_the_pass(folder_of, tmp_path, experts_live, monkeypatch, at_once):  # noqa: F811
     """The next pass reads again, and tells the same as ever; a drive that fails twice in a row is given up."""
     experts_live(0.0)
+    monkeypatch.setattr("outcore.infer.schedule.scheduler.AHEAD_S", 0.0)  # by arrival: it decides what slots hold
     opened = opened_with(folder_of("qwen3_moe"), tmp_path, quantize="nf4", draft_tokens=0)
     store, told = opened.weights.homes.store, []
     read, error = store.submit_read, StorageError("read", path=tmp_path, reason="the drive is gone")

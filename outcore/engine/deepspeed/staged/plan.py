@@ -14,7 +14,6 @@ from outcore.common.quantities import ELEMENT_BYTES, format_gib, round_up
 from outcore.config import Precision, RunSettings
 from outcore.engine.deepspeed.offload import OffloadCosts
 from outcore.engine.deepspeed.settings import ChosenOffload, Notes, RunFacts
-from outcore.engine.deepspeed.staged.states import CHUNK_NUMEL
 from outcore.optim import BackendName, default_num_threads, state_format
 from outcore.sizing.staged import (
     LEAST_SLOTS,
@@ -25,6 +24,7 @@ from outcore.sizing.staged import (
     StagedSizes,
     staged_sizes,
 )
+from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.sizing.swapping import WeightCounts, partition_numel
 from outcore.storage import DRIVE_ACCESS, DriveAccess
 
