@@ -1,4 +1,4 @@
-"""Flags of the commands about files: data, runs, export, trace, models."""
+"""Flags of the commands about files: data, runs, export, models."""
 
 from __future__ import annotations
 
