@@ -443,10 +443,10 @@ class InferenceEngine:
             self._end_all(name, "cancelled")
 
     def _end_all(self, name: str, why: FinishReason, error: str = "") -> None:
-        self._tell()
         for sequence in self._running.get(name, []):
-            if sequence.finish is None:
-                sequence.finish, sequence.error = why, error
+            if sequence.clock.ended_s is None:  # an answer may have got its last token in a pass that then failed
                 self._leave(sequence)
-                self._untold[sequence] = []
+                if sequence.finish is None:
+                    sequence.finish, sequence.error = why, error
+                self._untold.setdefault(sequence, [])
         self._tell()

@@ -284,3 +284,22 @@ def test_texts_of_several_passes_are_told_apart():
         assert [s.top[0][0] for s in one_by_one] == [s.top[0][0] for s in of_text]
         assert all(len(s.top) == 3 and s.top[0][1] == max(value for _, value in s.top) for s in one_by_one)
     one.close()
+
+
+def test_a_pass_that_fails_after_an_answer_got_its_last_token_ends_it_once():
+    failures = [EngineError("the card is gone")]
+
+    def waited_s():
+        if failures:
+            raise failures.pop()
+        return {}
+
+    one, told = TinyEngine("llama", speculates=False, waited_s=waited_s), []
+    try:
+        one.engine.submit(Request("a", (2, 3), Sampling(temperature=0, max_tokens=1)), on_answer=told.append)
+        refused(EngineError, "the card is gone", one.engine.step)
+        assert [(answer.request, answer.finish) for answer in told] == [("a", "length")] and not one.engine.num_running
+        (after,) = one.engine.generate([Request("b", (2, 3), Sampling(temperature=0, max_tokens=2))])
+        assert after.finish == "length" and len(after.tokens) == 2
+    finally:
+        one.close()

@@ -6,7 +6,8 @@ import sys
 SCRIPT = """
 import sys
 sys.modules["deepspeed"] = None
-import outcore.api.trainer, outcore.engine.decide, outcore.train.methods, outcore.train.run, outcore.train.vision, outcore.ui.app
+import outcore.api.trainer, outcore.engine.decide, outcore.ui.app
+import outcore.train.methods, outcore.train.run, outcore.train.vision
 """
 
 

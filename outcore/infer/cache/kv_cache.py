@@ -16,7 +16,7 @@ import torch
 from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
-from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage, key_of
+from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage, is_root, key_of
 from outcore.infer.cache.states import SequenceStates, Snapshots
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 from outcore.staging.pool import SmallCopies
@@ -288,8 +288,9 @@ class KvCache:
             pages = tuple(table[number] for table in sequence.tables)
             own = tokens[number * size : (number + 1) * size]
             sequence.num_offered += 1
-            if GONE in pages or not (sequence.parent == ROOT or sequence.parent in self.index):
-                continue  # the window went faster than the pages filled, or room was needed: its chain ends here
+            if GONE in pages or not (is_root(sequence.parent) or sequence.parent in self.index):
+                sequence.most_shared = 0  # the window went faster than the pages filled, or room was needed: for good,
+                break  # since another may bring the parent back, behind which later pages do not stand
             before = sequence.parent
             sequence.parent, is_new = self.index.add(before, own, pages, is_minor=sequence.is_minor)
             if is_new:
@@ -306,9 +307,11 @@ class KvCache:
             self.ledgers[group].give_back(page for page in table if page != GONE)
         sequence.tables = [[] for _ in self.ledgers]
 
-    def clear_prefixes(self) -> None:
-        """Forget all shared beginnings."""
+    def clear_prefixes(self, *, keeps: bool = False) -> None:
+        """Forget all shared beginnings. `keeps`: bring them to the drive first, where there is one for them."""
         while self.index is not None and (page := self.index.oldest(lambda page: True)) is not None:
+            if keeps and self.kept is not None:
+                self._keep(page)
             self._forget(page)
 
     def _give_all_passed(self, sequence: SequencePages, computed: int) -> None:

@@ -116,7 +116,7 @@ def chat_about(args: argparse.Namespace, lines: Iterable[str]) -> int:
         if line.startswith("/image "):
             waiting.append(line.removeprefix("/image ").strip().strip("'\""))  # as a terminal writes a dragged file
             continue
-        if line == "/quit":
+        if line in ("/quit", "/exit"):
             break
         asked = {"role": "user", "content": "<image>" * len(waiting) + line}
         try:

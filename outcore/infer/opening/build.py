@@ -373,12 +373,13 @@ def _runner(
     if way != "paged":
         return StatesRunner(flow, found.loaded, attention, limits, device, can_step_back=way == "states")
     small = None
-    if device.type == "cuda" and runs_graphs(settings, way, device) and (arrival.experts is None or few is not None):
+    has_graphs = runs_graphs(settings, way, device) and (arrival.experts is None or few is not None)
+    if device.type == "cuda" and has_graphs and (fixed_rows is not None or not settings.deterministic):
         size = PassSize(*sizes, placement.context_tokens, placement.max_sequences, guessed_tokens_of(settings, way))
         rows = size.graph_rows if few is None else min(few.most_tokens, size.graph_rows)
         small = SmallPasses(
             flow, attention, cache, device,
             most_rows=rows, most_mixed=placement.chunk_tokens, is_on_cpu=arrival.is_on_cpu, experts=few,
-            is_deterministic=settings.deterministic,
+            fixed_rows=fixed_rows,
         )  # fmt: skip
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

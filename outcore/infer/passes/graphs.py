@@ -187,8 +187,8 @@ def _resident(flow: Flow) -> Any:
 class SmallPasses:
     """Small passes of fixed sizes, of up to `most_rows` tokens, `most_mixed` where prompts are among them.
     `is_captured` False: passes of slots run by ordinary launches always (for tests). `experts`: those of a mixture that
-    come as they are chosen; None: there are none. `is_deterministic`: all have one size, because rows of another could
-    get other bits."""
+    come as they are chosen; None: there are none. `fixed_rows`: all have one size, because rows of another could get
+    other bits; None: as few as hold a pass."""
 
     FIXED_ROWS: ClassVar = 128
     """Rows of each then, in every engine, so that a job and a server agree. While weights are what a pass waits for,
@@ -206,10 +206,10 @@ class SmallPasses:
         is_captured: bool = True,
         is_on_cpu: Callable[[Part], bool] = lambda part: False,
         experts: FewTokens | None = None,
-        is_deterministic: bool = False,
+        fixed_rows: int | None = None,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
-        self.fixed_rows = self.FIXED_ROWS if is_deterministic else None
+        self.fixed_rows = fixed_rows
         self._copies = SmallCopies(device)
         self.why_not = ""
         self.capture_s = 0.0

@@ -159,7 +159,7 @@ class Scheduler:
         if not works and not self.is_idle:
             # Of two prompts alike that were read at once, pages of the one that ended may stand in the index before
             # those of the other, which is under way: nobody uses them, and no end of a chain is free to go.
-            self.cache.clear_prefixes()
+            self.cache.clear_prefixes(keeps=True)
             works = self._works(now_s)
         assert works or self.is_idle, "sequences wait and nothing can run"
         return works
@@ -192,7 +192,7 @@ class Scheduler:
         else:
             row_cost = RowCost()
         reading = [sequence for sequence in self.running if not sequence.is_writing]
-        if reading:
+        if reading and self.waiting and _turn(self.waiting[0]) < min(map(_turn, reading)):
             half = left.half()
             self._admit_waiting(now_s, half, row_cost, works, only_brief=True)
             left.give_back(half)
@@ -262,9 +262,11 @@ class Scheduler:
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.pages = self.cache.open(sequence.tokens, sequence.request.adapter)
+        # An answer's tokens have other bits than a prompt's where these may not depend on company.
+        end = sequence.num_prompt + 1 if self.limits.is_deterministic else None
+        sequence.pages = self.cache.open(sequence.tokens[:end], sequence.request.adapter)
         sequence.pages.is_minor = sequence.request.priority < 0
-        if self.limits.is_deterministic:  # an answer's tokens have other bits than a prompt's
+        if self.limits.is_deterministic:
             sequence.pages.most_shared = sequence.num_prompt
         sequence.computed = sequence.pages.num_cached
         if sequence.clock.began_s is None:

@@ -97,7 +97,7 @@ def _size_bytes(dataset: tuple[str, ...]) -> float | None:
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-STREAM_NOTE = "stream: forecast compared with the engine on one server only (docs/planning.md), with no laptop"
+STREAM_NOTE = "stream: forecast compared with runs on servers (docs/planning.md), with no laptop"
 LAUNCH_NOTE = "steps this short are bound by kernel launches, which are not modelled: a lower bound"
 SHORT_STEP_S = 0.2
 

@@ -87,6 +87,22 @@ def told(cache, tokens, *, is_minor=False):
     return sequence.num_cached
 
 
+def test_a_chain_that_was_forgotten_does_not_go_on_behind_another():
+    """Its parent may come back by an equal text; what stands further back belongs behind what was forgotten."""
+    cache, tokens = cache_of((None, 32)), list(range(16))
+    first = cache.open(tokens)
+    cache.extend(first, 16)
+    cache.settle(first, tokens, 4)
+    cache.clear_prefixes()
+    cache.settle(first, tokens, 8)  # its parent is gone: not offered
+    second = cache.open(tokens[:5])
+    cache.extend(second, 5)
+    cache.settle(second, tokens[:5], 4)  # the parent is back
+    cache.settle(first, tokens, 16)
+    assert cache.open([*tokens[:4], *tokens[8:12], 99]).num_cached == 4
+    assert cache.open([*tokens, 99]).num_cached == 4
+
+
 @pytest.mark.parametrize("is_minor", [False, True])
 def test_titles_do_not_evict_a_conversation(is_minor):
     """It was asked for again, and they were not; where they are known as minor, nor what it said last."""
