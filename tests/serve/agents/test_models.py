@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from outcore.infer.opening import OpenedModel
 from outcore.serve import ServeSettings
+from outcore.serve.service import Service
 from tests.infer.models import save_tiny_model
 from tests.infer.parts.test_adapters import save_adapter
 from tests.serve.running import Running, get, send
@@ -112,6 +114,19 @@ def test_a_model_that_does_not_fit_beside_the_loaded_one(server, expected, path)
     assert reply["error"]["type"] == "invalid_request_error"
     assert said(one, "A") == expected["A"], "the others are served on"
     assert "error" in json.loads(get(one, "/v1/models/B"))
+
+
+def test_a_model_that_cannot_start_gives_its_room_back(server, monkeypatch):
+    closed, start = [], Service.start
+
+    def fails(self):
+        if self.name == "B":
+            raise OSError("no more threads")
+        start(self)
+
+    monkeypatch.setattr(Service, "start", fails)
+    monkeypatch.setattr(OpenedModel, "close", lambda self, close=OpenedModel.close: (closed.append(self), close(self)))
+    assert asked(server(), "B")[0] == 400 and len(closed) == 1
 
 
 def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
