@@ -44,6 +44,8 @@ class Base:
     num_waiting: int = 0
     """Requests that wait for it, or are being understood."""
     used_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    """Looks whether it is still asked for."""
     error: str = ""
     """Why it could not be opened when it was asked for last."""
 
@@ -167,7 +169,7 @@ class Models:
             base.num_waiting -= 1
             base.used_s = time.monotonic()
             if base is not self._bases[0] and not self.first.is_stopping:
-                asyncio.get_running_loop().call_later(self._idle_s, self._look, base)
+                self._look_after(self._idle_s, base)
 
     async def _loaded(self, base: Base) -> None:
         if base.loading is None:
@@ -215,13 +217,20 @@ class Models:
     def _words(self, base: Base) -> str:
         return f"The model {next(iter(base.names))!r}"
 
+    def _look_after(self, delay_s: float, base: Base) -> None:
+        if base.timer is None:
+            base.timer = asyncio.get_running_loop().call_later(delay_s, self._look, base)
+
     def _look(self, base: Base) -> None:
         """Close a base that nobody has asked for."""
+        base.timer = None
         if base.state == "unloaded" or self.first.is_stopping:
             return
         if not base.is_idle:  # it comes only now, or its answer takes longer than that
-            asyncio.get_running_loop().call_later(self._idle_s, self._look, base)
-        elif time.monotonic() - base.used_s >= self._idle_s:
+            self._look_after(self._idle_s, base)
+        elif (left_s := base.used_s + self._idle_s - time.monotonic()) > 0:
+            self._look_after(left_s, base)
+        else:
             task = asyncio.create_task(self._close_idle(base))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

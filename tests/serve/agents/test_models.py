@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from outcore.infer.opening import OpenedModel
 from outcore.serve import ServeSettings
+from outcore.serve.models import Base, Models
 from outcore.serve.service import Service
 from tests.infer.models import save_tiny_model
 from tests.infer.parts.test_adapters import save_adapter
@@ -127,6 +129,35 @@ def test_a_model_that_cannot_start_gives_its_room_back(server, monkeypatch):
     monkeypatch.setattr(Service, "start", fails)
     monkeypatch.setattr(OpenedModel, "close", lambda self, close=OpenedModel.close: (closed.append(self), close(self)))
     assert asked(server(), "B")[0] == 400 and len(closed) == 1
+
+
+class StandIn:
+    """What `Models` asks of a service."""
+
+    is_stopping, num_under_way, opened = False, 0, None
+
+    def __init__(self, name="A"):
+        self.name, self.settings = name, ServeSettings(unload_after_s=300)
+
+    def close(self):
+        pass
+
+
+def models_of(open_one):
+    return Models(StandIn(), [Base(name, None, {name: 0}) for name in "ABCD"], open_one)
+
+
+def test_one_timer_waits_for_a_model_however_often_it_is_asked():
+    async def timers():
+        models, loop, delays = models_of(lambda base, opened: StandIn(base.place)), asyncio.get_running_loop(), []
+        later = loop.call_later
+        loop.call_later = lambda delay, *rest: (delays.append(delay), later(delay, *rest))[1]
+        for _ in range(50):
+            async with models.held("B"):
+                pass
+        return delays.count(300)
+
+    assert asyncio.run(timers()) == 1
 
 
 def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
