@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outcore.common.errors import line_of
 from outcore.common.quantities import GIB
 from outcore.infer.opening import InferSettings, OpenedModel, find_place
 from outcore.serve.errors import ApiError, stops
@@ -47,7 +46,8 @@ class Base:
     timer: asyncio.TimerHandle | None = None
     """Looks whether it is still asked for."""
     error: str = ""
-    """Why it could not be opened when it was asked for last."""
+    """What clients are told of why it could not be opened when it was asked for last; the log has the cause, which
+    may name folders of this machine."""
 
     @property
     def state(self) -> Literal["loaded", "loading", "unloaded"]:
@@ -203,15 +203,16 @@ class Models:
         except ApiError:
             raise
         except Exception as error:
-            logger.exception("%s could not be opened", self._words(base))
             raise self._refusal(base, error, is_lasting=True) from error
         finally:
             base.loading = None
 
     def _refusal(self, base: Base, error: Exception, *, is_lasting: bool) -> ApiError:
-        base.error = line_of(error)
-        words = f"{self._words(base)} cannot be loaded beside what is: {base.error}"
+        why = "does not fit beside what is loaded" if isinstance(error, DoesNotFit) else "could not be opened"
+        logger.error("%s %s", self._words(base), why, exc_info=error)
+        base.error = f"{why}; see the server's log"
         code, retry_s = "model_not_loaded", None if is_lasting else 30
+        words = f"{self._words(base)} {base.error}."
         return ApiError(400 if is_lasting else 503, words, param="model", code=code, retry_s=retry_s)
 
     def _words(self, base: Base) -> str:

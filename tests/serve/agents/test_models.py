@@ -112,7 +112,7 @@ def test_a_model_that_does_not_fit_beside_the_loaded_one(server, expected, path)
     one = server(ram_gib=0.0065)
     more = {"input": "x"} if path.endswith("responses") else {}
     status, reply = asked(one, "B", path, **more)
-    assert status == 400 and "'B' cannot be loaded beside what is" in reply["error"]["message"]
+    assert status == 400 and "'B' does not fit beside what is loaded" in reply["error"]["message"]
     assert reply["error"]["type"] == "invalid_request_error"
     assert said(one, "A") == expected["A"], "the others are served on"
     assert "error" in json.loads(get(one, "/v1/models/B"))
@@ -160,7 +160,7 @@ def test_one_timer_waits_for_a_model_however_often_it_is_asked():
     assert asyncio.run(timers()) == 1
 
 
-def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
+def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
     adapter = tmp_path / "lost"
     shutil.copytree(folders / "b-adapter", adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -169,7 +169,9 @@ def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
     try:
         for path in ("/v1/chat/completions", "/v1/messages"):
             status, reply = asked(one, "E", path)
-            assert status == 400 and "'E' cannot be loaded" in reply["error"]["message"]
+            told = reply["error"]["message"]
+            assert status == 400 and told == "The model 'E' could not be opened; see the server's log."
+        assert str(tmp_path) in caplog.text and str(tmp_path) not in get(one, "/v1/models")
         assert states(one) == {"A": "loaded", "E": "unloaded"} and asked(one, "A")[0] == 200
     finally:
         one.stop()
