@@ -48,6 +48,8 @@ class Base:
     error: str = ""
     """What clients are told of why it could not be opened when it was asked for last; the log has the cause, which
     may name folders of this machine."""
+    too_large: str = ""
+    """Why it did not fit beside the first model alone."""
 
     @property
     def state(self) -> Literal["loaded", "loading", "unloaded"]:
@@ -189,17 +191,20 @@ class Models:
                     if self.first.is_stopping:
                         raise stops()
                     services = [next(iter(other.views.values())) for other in self._bases if other.views]
+                    others = [other for other in self._bases[1:] if other.views]
+                    if others and base.too_large:  # closing them would not do
+                        raise self._refusal(base, DoesNotFit(base.too_large), is_lasting=True)
                     try:
                         service = await asyncio.to_thread(self._open_one, base, [s.opened for s in services])
                         break
                     except DoesNotFit as error:
-                        others = [other for other in self._bases[1:] if other.views]
+                        base.too_large = "" if others else str(error)
                         idle = min((o for o in others if o.is_idle), key=lambda o: o.used_s, default=None)
                         if idle is None:
                             raise self._refusal(base, error, is_lasting=not others) from error
                         await self._close(idle)
                 base.opened_as(service)
-                base.error = ""
+                base.error = base.too_large = ""
         except ApiError:
             raise
         except Exception as error:

@@ -11,8 +11,10 @@ import pytest
 
 from outcore.infer.opening import OpenedModel
 from outcore.serve import ServeSettings
+from outcore.serve.errors import ApiError
 from outcore.serve.models import Base, Models
 from outcore.serve.service import Service
+from outcore.sizing.inference import DoesNotFit
 from tests.infer.models import save_tiny_model
 from tests.infer.parts.test_adapters import save_adapter
 from tests.serve.running import Running, get, send
@@ -158,6 +160,33 @@ def test_one_timer_waits_for_a_model_however_often_it_is_asked():
         return delays.count(300)
 
     assert asyncio.run(timers()) == 1
+
+
+def test_no_model_is_closed_for_one_that_did_not_fit_without_it():
+    asked = []
+
+    def open_one(base, opened):
+        asked.append(base.place)
+        if base.place == "D":
+            raise DoesNotFit("it is large")
+        return StandIn(base.place)
+
+    async def run():
+        models = models_of(open_one)
+        for name, status in (("D", 400), ("B", 0), ("D", 400), ("D", 400)):
+            try:
+                async with models.held(name):
+                    pass
+            except ApiError as error:
+                assert error.status == status
+        assert models.named["B"].state == "loaded" and asked == ["D", "B"]
+        await models.close()
+        with pytest.raises(ApiError):  # there may be more room by now
+            async with models.held("D"):
+                pass
+        assert asked == ["D", "B", "D"]
+
+    asyncio.run(run())
 
 
 def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
