@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from outcore.infer.opening import OpenedModel
-from outcore.serve import ServeSettings
+from outcore.serve import ServeSettings, app
 from outcore.serve.errors import ApiError
 from outcore.serve.models import Base, Models
 from outcore.serve.service import Service
@@ -187,6 +187,17 @@ def test_no_model_is_closed_for_one_that_did_not_fit_without_it():
         assert asked == ["D", "B", "D"]
 
     asyncio.run(run())
+
+
+def test_a_model_stays_open_between_what_is_read_and_its_answer(server, expected, monkeypatch):
+    async def late(*given, whole=app.while_connected):
+        found = await whole(*given)
+        await asyncio.sleep(0.5)
+        return found
+
+    one = server(unload_after_s=0.1)
+    monkeypatch.setattr(app, "while_connected", late)
+    assert said(one, "B") == expected["B"]
 
 
 def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
