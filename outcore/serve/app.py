@@ -160,36 +160,42 @@ def _add_plain(app: FastAPI, models: Models) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
-        return (await _understood(http, models, plain.tokenize))[1]
+        async with _understood(http, models, plain.tokenize) as (_, found):
+            return found
 
     @app.post("/v1/messages/count_tokens")
     async def counted(http: HttpRequest) -> dict[str, Any]:
-        return (await _understood(http, models, count_tokens))[1]
+        async with _understood(http, models, count_tokens) as (_, found):
+            return found
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        return (await _understood(http, models, plain.detokenize))[1]
+        async with _understood(http, models, plain.detokenize) as (_, found):
+            return found
 
 
+@asynccontextmanager
 async def _understood(
     http: HttpRequest, models: Models, understand: Callable[[Service, dict[str, Any]], Any]
-) -> tuple[Service, Any]:
-    """(who answers, what a body means to `understand`). Its place is taken meanwhile, so that only so many wait for it,
-    and for their models."""
+) -> AsyncIterator[tuple[Service, Any]]:
+    """(who answers, what a body means to `understand`). A place of the first model is taken until then, so that only so
+    many wait for it, and for their models; who answers stays open until this is left."""
     first = models.first
     data = await read_bytes(http, first.settings.max_body_bytes)
     first.take_place()
 
     async def read() -> tuple[Service, Any]:
-        async with models.held(body.get("model")) as service:
-            return service, await service.reading.of(body, len(data), understand, service, body)
+        service = await held.enter_async_context(models.held(body.get("model")))
+        return service, await service.reading.of(body, len(data), understand, service, body)
 
-    try:
-        body = await asyncio.to_thread(object_of, data)
-        return await while_connected(http, read(), lambda: first.is_stopping)
-    finally:
-        first.leave_place()
-        let_go(http.scope)
+    async with AsyncExitStack() as held:
+        try:
+            body = await asyncio.to_thread(object_of, data)
+            found = await while_connected(http, read(), lambda: first.is_stopping)
+        finally:
+            first.leave_place()
+            let_go(http.scope)
+        yield found
 
 
 def _add_answers(
@@ -202,9 +208,9 @@ def _add_answers(
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
-        service, call = await _understood(http, models, understand)
-        places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
-        service.take_place(places)
+        async with _understood(http, models, understand) as (service, call):
+            places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
+            service.take_place(places)
         headers = ignored_header(call.ignored)
         if call.is_stream and events is not None:
             opened, held = events(call), AsyncExitStack()

@@ -127,8 +127,12 @@ def open_server(
     def open_one(base: Base, opened: Sequence[OpenedModel]) -> Service:
         name, beside = next(iter(base.names)), settings_beside(infer, opened)
         found = open_engine(base.place, replace(beside, adapters=base.adapters), lambda line: tell(f"{name}: {line}"))
-        other = Service(found, replace(settings, name=name), service)
-        other.start()
+        try:
+            other = Service(found, replace(settings, name=name), service)
+            other.start()
+        except BaseException:
+            found.close()
+            raise
         return other
 
     models = Models(service, bases, open_one)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outcore.common.errors import line_of
 from outcore.common.quantities import GIB
 from outcore.infer.opening import InferSettings, OpenedModel, find_place
 from outcore.serve.errors import ApiError, stops
@@ -44,8 +43,13 @@ class Base:
     num_waiting: int = 0
     """Requests that wait for it, or are being understood."""
     used_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    """Looks whether it is still asked for."""
     error: str = ""
-    """Why it could not be opened when it was asked for last."""
+    """What clients are told of why it could not be opened when it was asked for last; the log has the cause, which
+    may name folders of this machine."""
+    too_large: str = ""
+    """Why it did not fit beside the first model alone."""
 
     @property
     def state(self) -> Literal["loaded", "loading", "unloaded"]:
@@ -167,7 +171,7 @@ class Models:
             base.num_waiting -= 1
             base.used_s = time.monotonic()
             if base is not self._bases[0] and not self.first.is_stopping:
-                asyncio.get_running_loop().call_later(self._idle_s, self._look, base)
+                self._look_after(self._idle_s, base)
 
     async def _loaded(self, base: Base) -> None:
         if base.loading is None:
@@ -187,41 +191,52 @@ class Models:
                     if self.first.is_stopping:
                         raise stops()
                     services = [next(iter(other.views.values())) for other in self._bases if other.views]
+                    others = [other for other in self._bases[1:] if other.views]
+                    if others and base.too_large:  # closing them would not do
+                        raise self._refusal(base, DoesNotFit(base.too_large), is_lasting=True)
                     try:
                         service = await asyncio.to_thread(self._open_one, base, [s.opened for s in services])
                         break
                     except DoesNotFit as error:
-                        others = [other for other in self._bases[1:] if other.views]
+                        base.too_large = "" if others else str(error)
                         idle = min((o for o in others if o.is_idle), key=lambda o: o.used_s, default=None)
                         if idle is None:
                             raise self._refusal(base, error, is_lasting=not others) from error
                         await self._close(idle)
                 base.opened_as(service)
-                base.error = ""
+                base.error = base.too_large = ""
         except ApiError:
             raise
         except Exception as error:
-            logger.exception("%s could not be opened", self._words(base))
             raise self._refusal(base, error, is_lasting=True) from error
         finally:
             base.loading = None
 
     def _refusal(self, base: Base, error: Exception, *, is_lasting: bool) -> ApiError:
-        base.error = line_of(error)
-        words = f"{self._words(base)} cannot be loaded beside what is: {base.error}"
+        why = "does not fit beside what is loaded" if isinstance(error, DoesNotFit) else "could not be opened"
+        logger.error("%s %s", self._words(base), why, exc_info=error)
+        base.error = f"{why}; see the server's log"
         code, retry_s = "model_not_loaded", None if is_lasting else 30
+        words = f"{self._words(base)} {base.error}."
         return ApiError(400 if is_lasting else 503, words, param="model", code=code, retry_s=retry_s)
 
     def _words(self, base: Base) -> str:
         return f"The model {next(iter(base.names))!r}"
 
+    def _look_after(self, delay_s: float, base: Base) -> None:
+        if base.timer is None:
+            base.timer = asyncio.get_running_loop().call_later(delay_s, self._look, base)
+
     def _look(self, base: Base) -> None:
         """Close a base that nobody has asked for."""
+        base.timer = None
         if base.state == "unloaded" or self.first.is_stopping:
             return
         if not base.is_idle:  # it comes only now, or its answer takes longer than that
-            asyncio.get_running_loop().call_later(self._idle_s, self._look, base)
-        elif time.monotonic() - base.used_s >= self._idle_s:
+            self._look_after(self._idle_s, base)
+        elif (left_s := base.used_s + self._idle_s - time.monotonic()) > 0:
+            self._look_after(left_s, base)
+        else:
             task = asyncio.create_task(self._close_idle(base))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -129,6 +129,7 @@ def _messages_of(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise bad("messages: must be a list of at least one message.", "messages")
     found: list[dict[str, Any]] = []
+    reminders: list[str] = []
     for number, message in enumerate(given):
         where = f"messages.{number}"
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
@@ -140,20 +141,22 @@ def _messages_of(given: Any) -> list[dict[str, Any]]:
             raise bad(f"{where}.content: must be a text or a list of blocks.", "messages")
         placed = [(f"{where}.content.{at}", block) for at, block in enumerate(blocks)]
         if role == "system":
-            _remind(found, "\n\n".join(_text_of(block, at) for at, block in placed))
+            reminders.append("\n\n".join(_text_of(block, at) for at, block in placed))
         else:
+            _remind(found, reminders)
+            reminders = []
             found += _said_by_assistant(placed) if role == "assistant" else _said_by_user(placed)
+    _remind(found, reminders)
     return found
 
 
-def _remind(messages: list[dict[str, Any]], text: str) -> None:
+def _remind(messages: list[dict[str, Any]], texts: list[str]) -> None:
     """Add what a system says within a conversation to the user's turn, marked as Claude Code marks it there: many
     templates refuse a system's message behind the first, or two of one side in a row."""
-    text = f"<system-reminder>\n{text}\n</system-reminder>"
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n\n{text}"
-    else:
-        messages.append({"role": "user", "content": text})
+    marked = [f"<system-reminder>\n{text}\n</system-reminder>" for text in texts]
+    if marked:
+        before = [messages.pop()["content"]] if messages[-1]["role"] == "user" else []
+        messages.append({"role": "user", "content": "\n\n".join(before + marked)})
 
 
 def _said_by_user(blocks: list[tuple[str, Any]]) -> list[dict[str, Any]]:

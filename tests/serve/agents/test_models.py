@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
 
 import pytest
 
-from outcore.serve import ServeSettings
+from outcore.infer.opening import OpenedModel
+from outcore.serve import ServeSettings, app
+from outcore.serve.errors import ApiError
+from outcore.serve.models import Base, Models
+from outcore.serve.service import Service
+from outcore.sizing.inference import DoesNotFit
 from tests.infer.models import save_tiny_model
 from tests.infer.parts.test_adapters import save_adapter
 from tests.serve.running import Running, get, send
@@ -108,13 +114,93 @@ def test_a_model_that_does_not_fit_beside_the_loaded_one(server, expected, path)
     one = server(ram_gib=0.0065)
     more = {"input": "x"} if path.endswith("responses") else {}
     status, reply = asked(one, "B", path, **more)
-    assert status == 400 and "'B' cannot be loaded beside what is" in reply["error"]["message"]
+    assert status == 400 and "'B' does not fit beside what is loaded" in reply["error"]["message"]
     assert reply["error"]["type"] == "invalid_request_error"
     assert said(one, "A") == expected["A"], "the others are served on"
     assert "error" in json.loads(get(one, "/v1/models/B"))
 
 
-def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
+def test_a_model_that_cannot_start_gives_its_room_back(server, monkeypatch):
+    closed, start = [], Service.start
+
+    def fails(self):
+        if self.name == "B":
+            raise OSError("no more threads")
+        start(self)
+
+    monkeypatch.setattr(Service, "start", fails)
+    monkeypatch.setattr(OpenedModel, "close", lambda self, close=OpenedModel.close: (closed.append(self), close(self)))
+    assert asked(server(), "B")[0] == 400 and len(closed) == 1
+
+
+class StandIn:
+    """What `Models` asks of a service."""
+
+    is_stopping, num_under_way, opened = False, 0, None
+
+    def __init__(self, name="A"):
+        self.name, self.settings = name, ServeSettings(unload_after_s=300)
+
+    def close(self):
+        pass
+
+
+def models_of(open_one):
+    return Models(StandIn(), [Base(name, None, {name: 0}) for name in "ABCD"], open_one)
+
+
+def test_one_timer_waits_for_a_model_however_often_it_is_asked():
+    async def timers():
+        models, loop, delays = models_of(lambda base, opened: StandIn(base.place)), asyncio.get_running_loop(), []
+        later = loop.call_later
+        loop.call_later = lambda delay, *rest: (delays.append(delay), later(delay, *rest))[1]
+        for _ in range(50):
+            async with models.held("B"):
+                pass
+        return delays.count(300)
+
+    assert asyncio.run(timers()) == 1
+
+
+def test_no_model_is_closed_for_one_that_did_not_fit_without_it():
+    asked = []
+
+    def open_one(base, opened):
+        asked.append(base.place)
+        if base.place == "D":
+            raise DoesNotFit("it is large")
+        return StandIn(base.place)
+
+    async def run():
+        models = models_of(open_one)
+        for name, status in (("D", 400), ("B", 0), ("D", 400), ("D", 400)):
+            try:
+                async with models.held(name):
+                    pass
+            except ApiError as error:
+                assert error.status == status
+        assert models.named["B"].state == "loaded" and asked == ["D", "B"]
+        await models.close()
+        with pytest.raises(ApiError):  # there may be more room by now
+            async with models.held("D"):
+                pass
+        assert asked == ["D", "B", "D"]
+
+    asyncio.run(run())
+
+
+def test_a_model_stays_open_between_what_is_read_and_its_answer(server, expected, monkeypatch):
+    async def late(*given, whole=app.while_connected):
+        found = await whole(*given)
+        await asyncio.sleep(0.5)
+        return found
+
+    one = server(unload_after_s=0.1)
+    monkeypatch.setattr(app, "while_connected", late)
+    assert said(one, "B") == expected["B"]
+
+
+def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
     adapter = tmp_path / "lost"
     shutil.copytree(folders / "b-adapter", adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -123,7 +209,9 @@ def test_an_adapter_whose_base_is_not_here(folders, tmp_path):
     try:
         for path in ("/v1/chat/completions", "/v1/messages"):
             status, reply = asked(one, "E", path)
-            assert status == 400 and "'E' cannot be loaded" in reply["error"]["message"]
+            told = reply["error"]["message"]
+            assert status == 400 and told == "The model 'E' could not be opened; see the server's log."
+        assert str(tmp_path) in caplog.text and str(tmp_path) not in get(one, "/v1/models")
         assert states(one) == {"A": "loaded", "E": "unloaded"} and asked(one, "A")[0] == 200
     finally:
         one.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -274,3 +275,13 @@ def test_bad_input_is_an_error_of_that_api_and_others_are_served(wide, case):
         assert told["error"]["type"] == kind
     status, _ = send(wide, PATHS[0], {"messages": HI, "max_tokens": 2})
     assert status == 200
+
+
+def test_many_words_of_a_system_cost_their_length(wide):
+    """Each copied all that was said before it."""
+    rows = [{"role": "user", "content": "x" * (4 << 20)}, *[{"role": "system", "content": ""}] * 20_000]
+    rows += [{"role": "user", "content": ""}, {"role": "wrong"}]  # refused when all is put together, not tokenized
+    began_s = time.monotonic()
+    status, said = send(wide, "/v1/messages/count_tokens", {"model": "tiny", "messages": rows})
+    assert status == 400 and "messages.20002.role" in json.loads(said)["error"]["message"]
+    assert time.monotonic() - began_s < 3
