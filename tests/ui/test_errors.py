@@ -407,6 +407,25 @@ def test_a_path_that_leads_back_is_not_passed_on(served, path):
         assert http.get(path).status_code == 404
 
 
+def test_what_cannot_be_looked_into_is_left_out_of_a_listing(client, tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "locked").mkdir()
+    for number in range(201):
+        (tmp_path / f"{number:03d}.gguf").touch()
+    open(os.fsencode(tmp_path) + b"/\xff.gguf", "w").close()
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "locked":  # as root every folder opens
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    found = client.get("/v1/paths/folders", params={"path": str(tmp_path)}).json()
+    assert "locked" in found["folders"] and "loop" not in found["folders"]
+    assert found["models"] == [f"{number:03d}.gguf" for number in range(200)]
+
+
 def test_a_nul_is_no_name(client):
     for method, path in (
         ("GET", "/v1/runs/a%00b"),

@@ -8,6 +8,7 @@ trained on a place without its picture."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,12 +88,13 @@ def conversation_of(
         )
     if len(values) > limits.max_pictures:
         raise PictureError(f"{len(values)} pictures, more than {limits.max_pictures}")
-    pictures, said = list[Image.Image](), list[str]()
+    pictures, said, left = list[Image.Image](), list[str](), limits.max_pixels
     for number, value in enumerate(values, 1):
         try:
-            picture = picture_of(value, folder, limits)
+            picture = picture_of(value, folder, replace(limits, max_pixels=left))
         except PictureError as error:
             raise PictureError(f"picture {number}: {error}") from error
+        left -= picture.pixels.width * picture.pixels.height
         pictures.append(picture.pixels)
         said += [f"picture {number}: {picture.said}"] if picture.said else []
     return PictureTalk(found, pictures, said)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import struct
 import warnings
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,34 +52,34 @@ def picture_of(value: Any, folder: Path | None = None, limits: PictureLimits = L
     """The picture that a cell of a row, or a part of a message, holds. PictureError says why it is none.
 
     `folder`: where relative paths begin. None: no path is opened (a request's)."""
-    if isinstance(value, Image.Image):
-        return _upright(value, limits)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is the lower one
+            return _upright(value if isinstance(value, Image.Image) else _opened(value, folder, limits), limits)
+    except UnidentifiedImageError:
+        raise PictureError(f"not a picture that can be read (known: {', '.join(FORMATS)})") from None
+    except (PictureError, MemoryError):
+        raise
+    except Image.DecompressionBombError:  # Pillow's own limit, on opening
+        raise PictureError(f"the picture has more than {limits.max_pixels / 1e6:.3g} million pixels") from None
+    except Exception as error:  # of damaged tags Pillow's parsers raise whatever their code runs into
+        raise PictureError(f"the picture is damaged or cut off ({shorten(str(error), 80)})") from error
+
+
+def _opened(value: Any, folder: Path | None, limits: PictureLimits) -> Image.Image:
     data = _bytes_of(value, folder, limits)
     if len(data) > limits.max_bytes:
         raise PictureError(_too_large(len(data), limits))
     if not data:
         raise PictureError("the picture is empty (0 bytes)")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is the lower one
-            return _upright(Image.open(io.BytesIO(data), formats=FORMATS), limits)
-    except UnidentifiedImageError:
-        raise PictureError(f"not a picture that can be read (known: {', '.join(FORMATS)})") from None
-    except PictureError:
-        raise
-    except Image.DecompressionBombError:  # Pillow's own limit, on opening
-        raise PictureError(f"the picture has more than {limits.max_pixels / 1e6:.0f} million pixels") from None
-    except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError, struct.error, zlib.error) as error:
-        raise PictureError(f"the picture is damaged or cut off ({shorten(str(error), 80)})") from error
+    return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
 def _bytes_of(value: Any, folder: Path | None, limits: PictureLimits) -> bytes:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, Mapping):
-        if value.get("bytes") is not None:
-            return _bytes_of(value["bytes"], folder, limits)
-        inner = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
+        inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None), None)
         if inner is None or isinstance(inner, Mapping):
             raise PictureError(f"an object without 'bytes', 'path' or 'url': {shorten(repr(value), 60)}")
         return _bytes_of(inner, folder, limits)
@@ -94,17 +92,17 @@ def _bytes_of(value: Any, folder: Path | None, limits: PictureLimits) -> bytes:
         raise PictureError("pictures are not fetched from the network: save it and give its path, or send a data: URL")
     if folder is None:
         raise PictureError("a path is not opened here: send the picture itself, as a data: URL")
-    path = folder / Path(text.removeprefix("file://")).expanduser()
     try:
+        path = folder / Path(text.removeprefix("file://")).expanduser()
         if not path.is_file():
             raise PictureError(f"there is no file {path}")
         if (size := path.stat().st_size) > limits.max_bytes:
             raise PictureError(f"{path}: {_too_large(size, limits)}")
         return path.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of a user who has no home
         if isinstance(error, PictureError):
             raise
-        raise PictureError(f"{shorten(str(path), 80)} cannot be read ({error})") from error
+        raise PictureError(f"{shorten(text, 80)} cannot be read ({error})") from error
 
 
 def _of_data_url(text: str, limits: PictureLimits) -> bytes:
@@ -128,8 +126,8 @@ def _upright(opened: Image.Image, limits: PictureLimits) -> Picture:
     width, height = opened.size
     if width * height > limits.max_pixels:
         raise PictureError(
-            f"the picture has {width:,} x {height:,} pixels, more than {limits.max_pixels / 1e6:.0f} million: make it "
-            "smaller"
+            f"the picture has {width:,} x {height:,} pixels, more than {limits.max_pixels / 1e6:.3g} million (a row's "
+            "pictures count together): make it smaller"
         )
     if min(width, height) == 0 or max(width, height) > MAX_SIDE_RATIO * min(width, height):
         raise PictureError(f"the picture is {width:,} x {height:,}: no side may be {MAX_SIDE_RATIO} times the other")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -57,7 +57,7 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, v
         for tokens in rows.documents_of(row):
             digest.update(tokens.tobytes() + b"|")
     folder = cache / "taught" / digest.hexdigest()[:16]
-    left = [at for at in range(-(-len(rows) // CHUNK_ROWS)) if not _file(folder, at).is_file()]
+    left = [at for at in range(-(-len(rows) // CHUNK_ROWS)) if not _is_whole(_file(folder, at))]
     if not left:
         job.say(f"teacher: what it says of these {len(rows):,} rows is in {folder}")
         return TaughtRows(rows, folder)
@@ -75,6 +75,15 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, v
         save_file(_said_of(model, rows, chunk), aside)
         aside.replace(_file(folder, at))
     return TaughtRows(rows, folder)
+
+
+def _is_whole(chunk: Path) -> bool:
+    """Whether a chunk was written to its end: opening it compares its header with its length."""
+    try:
+        with safe_open(chunk, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 @torch.no_grad()

@@ -67,9 +67,9 @@ def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed:
 
 
 def label_names(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Names of the labels by their numbers, in order."""
+    """Names of the labels by their numbers, in order. 1 and "1" are one label."""
     found = sorted({row["label"] for row in rows}, key=lambda label: (isinstance(label, str), label))
-    return {number: str(label) for number, label in enumerate(found)}
+    return dict(enumerate(dict.fromkeys(map(str, found))))
 
 
 def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numbers: Mapping[str, int]) -> list[Any]:

@@ -17,7 +17,7 @@ from outcore.config import TrainConfig
 from outcore.data import DataError, weighted_source
 from outcore.data.look import data_settings_of
 from outcore.data.rows import ChatExample, Shape, TextExample, shaped_records
-from outcore.data.sources import BadRow, BadRows, Record, RowError, open_source
+from outcore.data.sources import BadRow, BadRows, Record, RowError, half_a_pair, is_sound, open_source
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -76,7 +76,10 @@ def _taken(
             bad.add(record)
             continue
         try:
-            yield from take(record.row, shape)
+            made = take(record.row, shape)
+            if not is_sound(text := json.dumps(made, ensure_ascii=False)):
+                raise RowError(half_a_pair(text))
+            yield from made
         except RowError as error:
             bad.add(BadRow(record.where, str(error)))
 

@@ -6,6 +6,7 @@ are refused, not ignored. The export is the whole model: what was not trained ha
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -113,8 +114,19 @@ def _take(config: TrainConfig, opened: ExitStack) -> tuple[RunFolder, Path | Non
     lock = folder.lock(say)
     opened.callback(lock.release)
     folder.make()
-    saved = sorted(folder.checkpoints.glob("checkpoint-*"), key=_step_of) if going_on else []
-    return folder, saved[-1] if saved else None
+    return folder, _newest_whole(folder.checkpoints) if going_on else None
+
+
+def _newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint that holds all that a run goes on with: a run may have died while it saved one."""
+    names = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+    saved = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    for path in sorted(saved, key=_step_of, reverse=True):
+        missing = [name for name in names if not (path / name).is_file()]
+        if not missing:
+            return path
+        say(f"resume: {path} is not whole (without {', '.join(missing)}), and is left out")
+    return None
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,8 @@ def folders_in(path: str, allowed: Sequence[Path]) -> dict[str, Any]:
     folder = folder if folder.is_dir() else folder.parent
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-        models = sorted(entry.name for entry in entries if _is_model(Path(entry.path)))
+        names = sorted(entry.name for entry in entries if _holds(os.DirEntry.is_dir, entry))
+        models = sorted(entry.name for entry in entries if _holds(_is_model, entry))
     except OSError as error:
         raise bad(f"{folder} cannot be listed: {error.strerror}.", "path") from error
     drives = [
@@ -103,10 +103,20 @@ def folders_in(path: str, allowed: Sequence[Path]) -> dict[str, Any]:
         "path": str(folder),
         "parent": str(folder.parent),
         "folders": names[:MOST_FOLDERS],
-        "models": models,
+        "models": models[:MOST_FOLDERS],
         "drives": drives,
     }
 
 
-def _is_model(path: Path) -> bool:
+def _holds(test: Callable[[os.DirEntry[str]], bool], entry: os.DirEntry[str]) -> bool:
+    """Whether an entry passes; one that may not be looked into, or whose name is no UTF-8, is left out of the list."""
+    try:
+        entry.name.encode()
+        return test(entry)
+    except (OSError, UnicodeEncodeError):
+        return False
+
+
+def _is_model(entry: os.DirEntry[str]) -> bool:
+    path = Path(entry.path)
     return path.suffix.lower() == ".gguf" or ((path / "config.json").is_file() and any(path.glob("*.safetensors")))

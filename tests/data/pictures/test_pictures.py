@@ -18,7 +18,15 @@ import transformers
 from PIL import Image
 
 from outcore.data import DataError, DataSettings
-from outcore.data.pictures import PictureEncoder, PictureError, PictureLimits, load_processor, picture_of, picture_rows
+from outcore.data.pictures import (
+    PictureEncoder,
+    PictureError,
+    PictureLimits,
+    conversation_of,
+    load_processor,
+    picture_of,
+    picture_rows,
+)
 from tests import tiny_vision
 from tests.tiny_vision import TOKENS, picture
 
@@ -73,6 +81,12 @@ def _png_of(width: int, height: int, body: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
+def _tiff(place: int, value: int) -> bytes:
+    data = bytearray(picture("red", (8, 8), "TIFF"))
+    data[place] = value
+    return bytes(data)
+
+
 BAD = {
     "bomb of pixels": (_png_of(50_000, 50_000, zlib.compress(b"\0" * 1000)), "more than 64 million"),
     "a smaller bomb": (_png_of(9_000, 9_000, zlib.compress(b"\0" * 1000)), "9,000 x 9,000 pixels, more than 64"),
@@ -94,6 +108,8 @@ BAD = {
     "a file's address": ("file:///etc/passwd", "a path is not opened here"),
     "object": ({"file_id": "x"}, "without 'bytes', 'path' or 'url'"),
     "object in object": ({"url": {"url": "x"}}, "without 'bytes', 'path' or 'url'"),
+    "bytes in bytes": ({"bytes": {"bytes": {"url": "x"}}}, "without 'bytes', 'path' or 'url'"),
+    "mutated tag": (_tiff(72, 2), "damaged or cut off"),
     "many bytes": (b"\0" * 2000, "more than"),
 }  # fmt: skip
 
@@ -104,6 +120,19 @@ def test_bad_pictures_are_refused_in_words(which):
     limits = PictureLimits(max_bytes=1000) if which == "many bytes" else PictureLimits()
     with pytest.raises(PictureError, match=words):
         picture_of(value, None, limits)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/a.png", "~a\0/a.png", "a\0.png"])
+def test_a_path_that_leads_nowhere_is_refused_in_words(path, tmp_path):
+    with pytest.raises(PictureError, match=r"cannot be read|there is no file"):
+        picture_of(path, tmp_path)
+
+
+def test_the_pictures_of_a_row_are_bounded_together():
+    talk, cut_off = [{"role": "user", "content": "hello"}], _png_of(40, 30)
+    assert len(conversation_of(talk, [picture()] * 2, None, PictureLimits(max_pixels=2400)).pictures) == 2
+    with pytest.raises(PictureError, match="picture 3: the picture has 40 x 30 pixels, more than 0 million"):
+        conversation_of(talk, [picture()] * 2 + [cut_off], None, PictureLimits(max_pixels=2400))
 
 
 # ---------------------------------------------------------------- rows

@@ -143,6 +143,18 @@ def test_conversations_and_bad_rows_are_read_as_everywhere(capsys: pytest.Captur
     )
 
 
+def test_half_a_letter_is_a_bad_row(capsys: pytest.CaptureFixture[str]) -> None:
+    ROWS["halved"] = [*PAIRS, {**PAIRS[0], "rejected": " a\ud83d"}]
+    assert train("dpo", rows="halved") == 2
+    assert "rows.jsonl, line 25: a text contains half of a surrogate pair" in capsys.readouterr().err
+
+
+def test_a_label_and_its_number_are_one_output() -> None:
+    ROWS["mixed"] = [{"text": f"hello {i}", "label": [1, "1", 2][i % 3]} for i in range(12)]
+    assert train("classify", rows="mixed", steps=1) == 0
+    assert json.loads(Path("final_model/run/config.json").read_text())["id2label"] == {"0": "1", "1": "2"}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -195,7 +207,7 @@ def test_a_student_learns_what_its_teacher_says(capsys: pytest.CaptureFixture[st
     chunks = sorted(Path(".cache/data/taught").rglob("chunk-*.safetensors"))
     assert len(chunks) == 3, "two of the rows to train on, one of those to evaluate on"
     stamps = [chunk.stat().st_mtime_ns for chunk in chunks]
-    chunks[0].unlink()
+    chunks[0].write_bytes(b"")
     capsys.readouterr()
     assert train("distill", "--teacher", "teacher", name="again", steps=16) == 0
     assert "1 chunks of 64 are left" in capsys.readouterr().out
