@@ -51,3 +51,16 @@ def test_a_home_that_cannot_be_written_does_not_matter_to_a_run(tmp_path: Path) 
         tmp_path, "train", "--max_steps", "1", "--sample_tokens", "0", HOME="/proc/nowhere", XDG_DATA_HOME=""
     )
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_DEEPSPEED = """
+import sys
+sys.modules["deepspeed"] = None
+import outcore.api.trainer, outcore.engine.decide, outcore.ui.app
+import outcore.train.methods, outcore.train.run, outcore.train.vision
+"""
+
+
+def test_everything_but_its_own_engine_is_imported_without_deepspeed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
