@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outcore import apart
 from tests.docs.pages import PAGES, snippets
 from tests.forked import ROOT
 from tests.infer.models import save_tiny_model
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    apart.begin()  # in a folder that stays: its processes begin there
     """A tiny model's folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder)
