@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 IS_WINDOWS = os.name == "nt"
 LOCKED_AT = 1 << 40
@@ -118,7 +118,14 @@ def _of_both(windows: str, posix: str) -> signal.Signals:
     return getattr(signal, windows if IS_WINDOWS else posix)
 
 
-def apart_options() -> dict[str, Any]:
+class ApartOptions(TypedDict, total=False):
+    """What of `subprocess.Popen` is another for a process apart."""
+
+    creationflags: int
+    start_new_session: bool
+
+
+def apart_options() -> ApartOptions:
     """Options of `subprocess.Popen`: a process that this terminal's Ctrl-C does not reach, and `ask_to_stop` does."""
     if IS_WINDOWS:
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]  (Windows only)

@@ -91,7 +91,12 @@ def _start(command: Sequence[str]) -> tuple[subprocess.Popen[bytes] | None, str]
     try:
         # Its own session, so that Ctrl-C, which lets the run finish its step and save, does not end the hold first.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **apart_options()
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=False,
+            **apart_options(),
         )
     except OSError as error:
         return None, f"does not start: {describe(error)}"
