@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import KIB
@@ -35,6 +35,7 @@ def test_tensors_come_back(paths: list[Path], engine: PosixEngine):
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(steps=[("write", 7, 0)], drives=1, verified=True)  # nothing is written, and all stays checked
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["write", "read"]), st.integers(0, 2_999_999), st.integers(0, 1_500_000)),
