@@ -8,10 +8,6 @@ stay as they are.
 `fp16_accumulation`: products of fp16 are summed in fp16 as well, which doubles their rate on GeForce cards. torch's own
 switch, which holds for the whole process while the engine is open.
 
-A pass of torch's compiler: what several linear layers take (queries, keys and values; a gate and what it gates) is
-rounded to 8 bits once. The compiler itself joins equal operations only in graphs that it differentiates. Imported where
-layers multiply in float8 only, as it imports the compiler.
-
 Matrices rounded to 8 bits, and their products on the tensor cores: the two recipes of torchao.float8.
 
 A matrix is multiplied by a factor and rounded, and its products are divided by that again. The factor is the format's
@@ -27,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.nn.functional import pad
 
 FLOAT8 = ("float8_tensorwise", "float8_rowwise")
@@ -176,6 +171,8 @@ def _tell_compiler() -> None:
     What it compiles from now on rounds a matrix once for all that take it."""
     from torch._inductor import config as inductor_config
 
+    from outcore.model.forward.shared_rounding import SharedRounding
+
     torch.compiler.allow_in_graph(_float8)
     inductor_config.post_grad_custom_pre_pass = SharedRounding()
 
@@ -261,22 +258,3 @@ class LayerProducts:
         self._changed = []
         if self.name == "fp16_accumulation":
             torch.backends.cuda.matmul.allow_fp16_accumulation = self._was
-
-
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-
-
-class SharedRounding(CustomGraphPass):
-    """Leaves the first of equal views and roundings in a graph without mutations."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        first: dict[str, torch.fx.Node] = {}
-        for node in graph.nodes:
-            if node.target in (*VIEWS, torch.ops.outcore.float8_rounded.default):
-                kept = first.setdefault(repr((node.target, node.args, node.kwargs)), node)  # nodes by their names
-                if kept is not node:
-                    node.replace_all_uses_with(kept)
-                    graph.erase_node(node)
-
-    def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))

@@ -7,7 +7,7 @@ from torch.func import vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from outcore.model.forward import MATMULS, LayerProducts
-from outcore.model.forward.products import SharedRounding
+from outcore.model.forward.shared_rounding import SharedRounding
 from tests.refused import refused
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
