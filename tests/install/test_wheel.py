@@ -106,7 +106,7 @@ def test_its_kernels_have_the_bits_of_the_reference(installed: Path, empty: Path
 
 @pytest.mark.more
 def test_it_names_commands_that_are_there(installed: Path, empty: Path) -> None:
-    said = outcore(installed, empty, "plan", "--model", "tiny", "--nominal")
+    said = " ".join(outcore(installed, empty, "plan", "--model", "tiny", "--nominal").split())  # wrapped at 80 columns
     assert "outcore probe measures" in said and "outcore train --preset tiny" in said
     assert outcore(installed, empty, "setup", "--help").startswith("usage: outcore setup")
 

@@ -3,212 +3,20 @@
 Two questions. Does borders' attention mean to this model what its masks mean: a tiny copy of it is run on the CPU with
 both (a model that cuts rows into chunks, or bends its mask in its own code, does not pass). And, on a GPU, does torch's
 kernel compute it there: random queries, keys and values with the model's own heads, forward and backward, beside the
-masked result in fp32. A fraction of a second each.
-
-Borders: where documents begin in packed rows: borders, a few numbers in place of a mask of T x T. Legend: B rows,
-T tokens.
-
-Borders are cumulative lengths of the documents over the flattened micro-batch, 0, ..., B*T, as variable-length kernels
-take them: a 1-D int32 tensor, told from every other mask by its type and shape. Each row begins a document.
-The total is repeated at the end, which adds documents of no length, so that shapes are few: compiled layers and CUDA
-graphs see one, or two, for a run. The number of entries depends on the micro-batch alone, never on what came before.
-
-`borders_known` makes them known to the mask function (`packed_attention`) for the time of a call.
-
-Torch's flash kernel for documents of various lengths that lie one behind another.
-
-Attention over packed rows without a mask of T x T: torch's flash kernel for documents of various lengths.
-
-transformers tells packed documents apart by a mask [B, 1, T, T], with which torch's fused attention cannot take its
-flash kernel: every layer reads T x T bytes and computes the whole square. Here the mask is the documents' borders
-(`borders`), and attention goes document by document: time grows with the sum of their squared lengths, and there is no
-mask. The kernel is the one that torch takes for rows of one document, behind the same operator since torch 2.7, with
-the same switch for a deterministic backward (`torch.use_deterministic_algorithms(True)`).
-
-The function and its mask function are registered with transformers as `outcore_sdpa`. Whatever has no borders (rows of
-one document, padded rows, sampling) goes to transformers' sdpa as it is, bit by bit. Where the kernel cannot be used
-(CPU, fp32, dropout within attention, heads wider than 256) the mask is made from the borders, in each layer anew, and
-sdpa does the rest: the same bits as with transformers' own mask. `packed_trial` decides who uses this."""
+masked result in fp32. A fraction of a second each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from outcore.model.packed.borders import PACKED_ATTENTION, borders_known, borders_of, mask_of
 from outcore.model.trial import DOCUMENTS, TOLERANCE, VOCAB
 from outcore.model.weights import seeded_cpu
-
-PACKED_ATTENTION = "outcore_sdpa"
-"""The attention that takes borders for a mask, among transformers' implementations."""
-TOKENS_PER_ENTRY = 256
-"""There are at least this many times fewer entries than tokens, whatever the documents, so that most batches of usual
-text have one shape. A document of no length costs the backward kernel 128 rows of scratch, and no time to speak of."""
-MIN_TOKENS_PER_DOCUMENT = 32
-MIN_ENTRIES, FEW_ENTRIES = 16, 64
-"""Above FEW_ENTRIES documents shorter than MIN_TOKENS_PER_DOCUMENT on average get a mask: for each document the
-backward kernel keeps 128 rows of gradients in fp32, which would outgrow everything else."""
-
-_KNOWN: ContextVar[torch.Tensor | None] = ContextVar("borders of the micro-batch under way", default=None)
-
-
-def borders_of(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """position_ids [B, T] on the CPU -> borders; None for documents so short that a mask serves better.
-
-    A document begins at every row and wherever the position does not go up by one, as transformers sees it."""
-    begins = torch.ones(position_ids.shape, dtype=torch.bool)
-    begins[:, 1:] = position_ids.diff(dim=-1) != 1
-    starts = begins.flatten().nonzero().flatten()
-    entries = num_entries(len(starts), begins.numel())
-    if entries is None:
-        return None
-    borders = torch.full((entries,), begins.numel(), dtype=torch.int32)
-    borders[: len(starts)] = starts
-    return borders
-
-
-def num_entries(documents: int, tokens: int) -> int | None:
-    """Length of the borders of so many documents: a power of two; None when they are too short for them."""
-    entries = _power_of_two(max(documents + 1, tokens // TOKENS_PER_ENTRY, MIN_ENTRIES))
-    return entries if entries <= max(FEW_ENTRIES, _power_of_two(tokens // MIN_TOKENS_PER_DOCUMENT)) else None
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-def are_borders(mask: object) -> bool:
-    """Whether what a layer got for a mask are borders."""
-    return isinstance(mask, torch.Tensor) and mask.ndim == 1 and mask.dtype == torch.int32
-
-
-@contextmanager
-def borders_known(borders: torch.Tensor | None) -> Iterator[None]:
-    """Within this context masks of packed rows are these borders (where the model's attention takes them)."""
-    token = _KNOWN.set(borders)
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
-
-
-def known_borders() -> torch.Tensor | None:
-    """Borders of the micro-batch under way; None where nobody said."""
-    return _KNOWN.get()
-
-
-def mask_of(borders: torch.Tensor, rows: int, length: int, window: int | None = None) -> torch.Tensor:
-    """The boolean mask [B, 1, T, T] that borders stand for: causal, within documents and, if given, the window.
-
-    `window`: a token sees itself and the window - 1 tokens before it. Costs B*T*T bytes; asks nothing of the device."""
-    places = torch.arange(rows * length, dtype=torch.int32, device=borders.device)
-    documents = torch.searchsorted(borders, places, right=True).view(rows, 1, length)
-    index = torch.arange(length, device=borders.device)
-    near = index[:, None] >= index[None, :]
-    if window is not None:
-        near = near & (index[None, :] > index[:, None] - window)
-    return (documents[..., :, None] == documents[..., None, :]) & near
-
-
-def by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """[B, T, H, D] by the variable-length kernel. The longest document is taken to be a whole row, so that it is the
-    same number for every batch; the kernel sees for itself where documents end."""
-    rows, _, length, _ = query.shape
-    flat = [x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value)]
-    output = torch.ops.aten._flash_attention_forward(
-        *flat,
-        borders,
-        borders,
-        length,
-        length,
-        0.0,
-        True,  # causal
-        False,
-        scale=scaling,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
-    )[0]
-    return output.view(rows, length, *output.shape[1:])
-
-
-KERNEL_TYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Heads that the flash kernel takes as they are."""
-
-
-def register() -> None:
-    """Make the name known to transformers; again does no harm."""
-    AttentionInterface.register(PACKED_ATTENTION, attend)
-    AttentionMaskInterface.register(PACKED_ATTENTION, borders_or_mask)
-
-
-def borders_or_mask(
-    batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: torch.Tensor | None = None, **more: Any
-) -> torch.Tensor | None:
-    """The borders of the micro-batch under way where they say all that the mask would; else sdpa's mask."""
-    borders = known_borders()
-    # use_vmap: the model adds a rule of its own to the mask, which borders cannot say
-    if borders is not None and attention_mask is None and q_length == kv_length and not more.get("use_vmap"):
-        return borders
-    return sdpa_mask(batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **more)
-
-
-def attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, H', T, D] -> [B, T, H, D]; as transformers' sdpa but for borders."""
-    if are_borders(attention_mask):
-        assert attention_mask is not None
-        window = more.get("sliding_window")
-        if kernel_takes(query, key, value, dropout, more):
-            return by_kernel(query, key, value, attention_mask, scaling, window), None
-        attention_mask = mask_of(attention_mask, query.shape[0], query.shape[2], window)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
-
-
-def kernel_takes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, more: dict[str, Any]
-) -> bool:
-    """Whether the flash kernel computes what is asked. Shapes and types only: nothing is asked of the device."""
-    width = query.shape[-1]
-    return (
-        has_kernel(query)
-        and key.shape == value.shape
-        and key.shape[-1] == width <= MAX_HEAD_DIM
-        and width % HEAD_DIM_STEP == 0
-        and key.shape[2] == query.shape[2]
-        and query.shape[1] % key.shape[1] == 0
-        and not dropout
-        and all(more.get(name) is None for name in ("position_bias", "softcap", "s_aux", "cache"))
-    )
-
-
-def has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether the flash kernel is there for tensors of this device and type."""
-    return tensor.is_cuda and tensor.dtype in KERNEL_TYPES
-
 
 KERNEL_TOLERANCE = 0.02
 """Share of the norm of what is compared: rounding to bf16 makes 0.003 of it, another mask 0.2 and more."""
@@ -219,6 +27,7 @@ TRIAL_WINDOW = 48
 
 def takes_packed_attention(model: nn.Module) -> str:
     """Have `model` use the packed attention from now on; the reason where transformers does not let it, else ''."""
+    from outcore.model.packed.attention import register
 
     register()
     change: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
@@ -271,6 +80,7 @@ def why_masks_differ(tiny: nn.Module) -> str:
 def why_no_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Reason, in words; '' when the kernel gives what masks give, with heads as in a transformers config, on a GPU;
     else the reason."""
+    from outcore.model.packed.attention import kernel_takes
 
     text = config.get_text_config(decoder=True)
 
@@ -307,6 +117,7 @@ def kernel_error(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, window: int | None
 ) -> float:
     """Largest of the errors of output and gradients, each relative to its norm."""
+    from outcore.model.packed.attention import attend
 
     generator = torch.Generator().manual_seed(0)
     rows, length = len(TRIAL_LENGTHS), sum(TRIAL_LENGTHS[0])

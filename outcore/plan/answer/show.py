@@ -176,10 +176,10 @@ def show(
     _wear(console, plan)
     console.print()
     console.print(_stages(answer))
-    if plan.fits:  # not wrapped, as the notes: they hold commands to copy
+    if plan.fits:  # unwrapped: a line to copy
         console.print(f"Run it: {run_it}", soft_wrap=True, markup=False)
     for note in (*plan_notes(plan), *hardware.notes):
-        console.print(f"- {note}", soft_wrap=True)
+        console.print(f"- {note}")
     console.print("All bytes and times are forecasts; the constants and their sources: outcore/plan/constants.py")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from outcore.engine.deepspeed import build
 from outcore.model import ModelSettings
-from outcore.model.packed.trial import PACKED_ATTENTION
+from outcore.model.packed import PACKED_ATTENTION
 from tests.engine.staged.jobs import TINY, job, passed, run_jobs
 from tests.flow.models import tiny_loaded
 

@@ -16,7 +16,7 @@ from outcore.flow.layers import CompiledLayers
 from outcore.flow.parts import DeviceBatch, discover_units
 from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
-from outcore.model.packed.trial import PACKED_ATTENTION, are_borders, takes_packed_attention
+from outcore.model.packed import PACKED_ATTENTION, are_borders, takes_packed_attention
 from outcore.sizing import streaming
 from tests.engine.inside import parts_of
 from tests.flow.layers.test_graphs import CpuGraphs

@@ -9,8 +9,8 @@ import torch
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import DeviceBatch
-from outcore.model.packed import by_kernel
-from outcore.model.packed.trial import KERNEL_TOLERANCE, are_borders, borders_of, kernel_error
+from outcore.model.packed import are_borders, borders_of, by_kernel
+from outcore.model.packed.trial import KERNEL_TOLERANCE, kernel_error
 from tests.engine.inside import parts_of
 from tests.engine.stream.test_gpu import SETTINGS
 from tests.engine.stream.training import weights_of

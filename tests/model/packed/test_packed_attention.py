@@ -8,24 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.model.packed import trial as packed_trial
-from outcore.model.packed.trial import (
+from outcore.model.packed.attention import attend, kernel_takes, register
+from outcore.model.packed.borders import (
     FEW_ENTRIES,
     MIN_ENTRIES,
     PACKED_ATTENTION,
     are_borders,
-    attend,
     borders_known,
     borders_of,
-    kernel_error,
-    kernel_takes,
     known_borders,
     mask_of,
     num_entries,
-    register,
-    takes_packed_attention,
-    why_masks_differ,
-    why_no_kernel,
 )
+from outcore.model.packed.trial import kernel_error, takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.trial.abilities import DOCUMENTS
 from tests.data.layout.isolation import packed_attention_mask
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
@@ -138,14 +133,14 @@ def test_a_model_that_passes_and_one_that_bends_its_mask(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setitem(AttentionInterface._global_mapping, PACKED_ATTENTION, without_window)
-        patch.setattr("outcore.model.packed.trial.attend", without_window)
+        patch.setattr("outcore.model.packed.attention.attend", without_window)
         assert "are off by" in why_masks_differ(bent)
 
     def fails(*args, **more):
         raise IndexError("too many indices for tensor of dimension 1\nand more")
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.model.packed.trial.attend", fails)
+        patch.setattr("outcore.model.packed.attention.attend", fails)
         found = why_masks_differ(tiny_loaded("llama").model)
         assert found == "its tiny copy fails without a mask (IndexError: too many indices for tensor of dimension 1)"
     register()
@@ -164,10 +159,10 @@ def test_a_kernel_that_fails_or_errs_is_named(monkeypatch):
     with imitated():
         assert why_no_kernel(config, CPU, torch.float32) == ""
     monkeypatch.setattr(packed_trial, "kernel_error", lambda *args: float("nan"))
-    monkeypatch.setattr("outcore.model.packed.trial.has_kernel", lambda tensor: True)
+    monkeypatch.setattr("outcore.model.packed.attention.has_kernel", lambda tensor: True)
     assert "is off by nan" in why_no_kernel(config, CPU, torch.float32)
     monkeypatch.undo()
-    monkeypatch.setattr("outcore.model.packed.trial.has_kernel", lambda tensor: True)
+    monkeypatch.setattr("outcore.model.packed.attention.has_kernel", lambda tensor: True)
     assert "does not run there" in why_no_kernel(config, CPU, torch.float32)  # no such operator on the CPU
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outcore.model.packed import trial as packed_attention
+from outcore.model.packed import attention as packed_attention
 
 
 def _documents(query, key, value, borders, max_length, scale, left):
