@@ -67,8 +67,14 @@ def test_the_first_page_names_the_commands_and_what_reaches_100_b() -> None:
     )
 
 
+def test_windows_has_its_page() -> None:
+    text = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")
+    for words in ("**WSL2**: `wsl --install", ".wslconfig", "**Windows, native**", "C: is the"):
+        assert words in text
+
+
 @pytest.mark.parametrize("words", [
-    "**Linux, native**", "**WSL2**: `wsl --install", ".wslconfig", "**Windows, native**", "C: is the",
+    "**Linux, native**",
     "deepspeed --include localhost:0,1 train_model.py", "libaio-dev",
     "`pip install -r requirements.txt` (the pins for CUDA 12)",
     "both leave out driver, compiler, libaio\n  and test tools", "with 6 GB", "16 GB of RAM", "an SSD",
