@@ -1,4 +1,4 @@
-"""How a model's parts pass through a device: weights arrive part by part, each part runs on every call.
+"""Passes of a model's parts through a device: weights arrive part by part, each part runs on every call.
 
     for output in flow.run([Call(batch, "logits")], on_part=hook): ...
 

@@ -36,20 +36,20 @@ class Call:
     """Rows that go through the model together."""
 
     batch: Mapping[str, torch.Tensor]
-    """On the device: input_ids [B, T], perhaps position_ids or attention_mask [B, T], labels [B, T] for a loss or for
-    logprobs."""
+    """Tensors on the device: input_ids [B, T], perhaps position_ids or attention_mask [B, T], labels [B, T] for a loss
+    or for logprobs."""
     want: Want = "logits"
     positions: torch.Tensor | None = None
     """Places among the N tokens whose logits are wanted. None: the last token of each row."""
     num_top: int = 1
-    """With logprobs: so many likeliest tokens of each place."""
+    """Likeliest tokens that are returned at each position, with logprobs."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the decoder beside the batch's, such as a cache of keys and values; they win over the batch's."""
 
 
 @dataclass
 class Output:
-    """What one call gave."""
+    """Result of one call."""
 
     number: int
     """The call's place among the calls of its pass."""
@@ -84,7 +84,7 @@ class Passage:
         return hidden
 
     def at_head(self) -> HeadInput:
-        """What the head gets of it."""
+        """Input of the head for this call."""
         return HeadInput(self.take_hidden(), self.batch, self.log)
 
 

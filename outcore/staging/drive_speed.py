@@ -25,7 +25,7 @@ class NvmePerformance(TypedDict):
     sequential_read_gb_s: float
     sequential_write_gb_s: float
     is_ssd: bool | None
-    """Whether it is one; None where the system does not tell (virtual disks, network mounts)."""
+    """True for an SSD; None where the system does not tell (virtual disks, network mounts)."""
     warnings: list[str]
 
 

@@ -238,7 +238,7 @@ class HousedPart:
 
 
 class Homes:
-    """All homes. Takes over the model's parameters: their storage is the homes' from then on.
+    """Locations of all states of a rank. Takes over the model's parameters: their storage is the homes' from then on.
 
     `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. Where other processes keep
     the rest of them, these are this one's, and `adopted` waits until all weights are there. `backend`: of the
@@ -353,7 +353,7 @@ class Homes:
                     self.weights.write_range(self._part(chunk), chunk.start, state.param)
 
     def has_states(self, name: str) -> bool:
-        """Whether any of a parameter's states are kept here."""
+        """Tell whether any state of a parameter is kept here."""
         _, slot = self.weights.slot(name)
         return bool(self._pieces(name, slot.end))
 
@@ -395,7 +395,7 @@ class _Second:
     jobs: JobBatch | None = None
     """The update that was handed out, until it stands or is taken back."""
     is_real: bool = False
-    """Whether it was ever written to, so that its pages take RAM."""
+    """True once the buffer was written to: only then do its pages take RAM."""
 
     @property
     def size_bytes(self) -> int:

@@ -22,7 +22,7 @@ from outcore.storage import TensorStore
 
 
 class Updatable(Protocol):
-    """What the optimizer updates at once: a part of a model, or a rank's share of a parameter."""
+    """Unit of the optimizer's work: one part of a model, or a rank's share of one parameter."""
 
     @property
     def index(self) -> int:
@@ -31,7 +31,7 @@ class Updatable(Protocol):
 
     @property
     def name(self) -> str:
-        """For people and for the store."""
+        """Name in messages and in the store."""
         ...
 
     @property
@@ -68,17 +68,17 @@ class StateChunk:
 
     @property
     def n_bytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes of the chunk in memory."""
         return self.state_format.chunk_bytes(self.numel)
 
     @property
     def moved_bytes(self) -> int:
-        """What a drive moves to read it or to write it, tails apart."""
+        """Bytes that a drive moves to read or to write the chunk, without its tails."""
         return self.state_format.fixed_bytes(self.numel)
 
     @property
     def name(self) -> str:
-        """In the scratch store."""
+        """Key of the chunk in the scratch store."""
         return f"states of {self.unit.name} from {self.start}"
 
     def job(self, grad: torch.Tensor, states: torch.Tensor, param: torch.Tensor | None) -> ChunkJob:
@@ -166,7 +166,7 @@ def cut_states(
 
 
 def _undecayed_in(unit: Part, chunk: StateChunk, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
-    """What of a chunk belongs to these parameters, gaps behind them included; neighbours together."""
+    """Ranges of a chunk that belong to these parameters, with the gaps behind them; neighbours are merged."""
     found: list[tuple[int, int]] = []
     for slot in unit.layout.trainable_slots:
         start = max(slot.offset, chunk.start) - chunk.start
@@ -190,7 +190,7 @@ def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool
 
 
 def spread(sizes_bytes: Sequence[int], ram_bytes: int | None) -> list[bool]:
-    """Which of these pieces stay in RAM: together at most `ram_bytes`, and no further piece would fit.
+    """Choose the pieces that stay in RAM: together at most `ram_bytes`, and no further piece would fit.
 
     Up to any piece, those in RAM are `ram_bytes / total` of the bytes so far, to within a piece or two."""
     total_bytes = sum(sizes_bytes)

@@ -80,7 +80,7 @@ class BlockFile(Closing):
 
     @property
     def direct(self) -> bool:
-        """Whether transfers really bypass the page cache."""
+        """True when transfers really bypass the page cache."""
         return self._descriptor.direct
 
     @property
@@ -249,8 +249,8 @@ class BlockFile(Closing):
     # ------------------------------------------------------------------ lifetime
 
     def enter(self, action: str) -> None:
-        """For engines: keep the file open until `leave`. A number closed under a transfer could be reused by another
-        file, which the transfer would then hit. Raises StorageError when the file is closed."""
+        """Keep the file open until `leave` (called by engines). A number closed under a transfer could be reused by
+        another file, which the transfer would then hit. Raises StorageError when the file is closed."""
         with self._state:
             if self._closed:
                 raise StorageError(action, path=self.path, errno=errno_module.EBADF, reason="the file is closed")
@@ -263,7 +263,7 @@ class BlockFile(Closing):
                 self._state.notify_all()
 
     def add_close_callback(self, fn: Callable[[], object]) -> None:
-        """For engines with handles of their own to the same file: `fn()` runs in `close()`, after the last transfer."""
+        """Run `fn()` in `close()`, after the last transfer: for engines with handles of their own to the file."""
         with self._state:
             self._close_callbacks.append(fn)
 

@@ -155,7 +155,7 @@ _NO_CONTROL = (errno_module.ESPIPE, errno_module.EINVAL, errno_module.ENOSYS, er
 
 
 class WriteBehind:
-    """What one buffered file has written lately."""
+    """Record of the ranges that a buffered file has written lately."""
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self.window_bytes = window_bytes

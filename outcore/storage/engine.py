@@ -1,4 +1,4 @@
-"""What an engine of the storage room is, and `open_engine`, which picks one and says why."""
+"""Protocol of a storage engine, and `open_engine`, which picks one and says why."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class StorageEngine(Protocol):
 
 @dataclass(frozen=True)
 class DriveAccess:
-    """Which storage engine a run opens, and how."""
+    """Choice of a storage engine, and its settings."""
 
     engine: str = "auto"
     num_threads: int = 16
-    """With reads and writes at the same time a drive wants more requests under way than with reads alone."""
+    """Threads of the engine. A drive that reads and writes at the same time wants more requests under way."""
     block_bytes: int = 8 << 20
     """Moved at a time by a thread."""
     path: Literal["staged", "kvikio", "gds"] = "staged"
-    """How parameters come to the GPU: through pinned slots, or read by kvikio into its memory (gds: past the CPU, an
+    """Way of parameters to the GPU: through pinned slots, or read by kvikio into its memory (gds: past the CPU, an
     error where that does not work). The last two open kvikio whatever `engine` says."""
 
     @property
     def is_direct(self) -> bool:
-        """Whether device memory is read without slots."""
+        """True when device memory is read without slots."""
         return self.path != "staged"
 
     def open(self) -> StorageEngine:

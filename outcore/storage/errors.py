@@ -120,12 +120,12 @@ class Transfer:
         return self.n_bytes
 
     def done(self) -> bool:
-        """Whether it ended, well or badly."""
+        """True once the transfer has ended, well or badly."""
         return self._finished.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, None while under way or when all is well. Reading it counts as seeing it."""
+        """Failure of the transfer, None while it is under way or when all is well. Who reads it has taken notice."""
         self._error_seen = True
         return self._error
 
@@ -143,7 +143,7 @@ class Transfer:
         self._call(fn)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """For engines: end the transfer. Only the first call counts."""
+        """End the transfer (called by engines). Only the first call counts."""
         with self._lock:
             if self._finished.is_set():
                 return

@@ -1,4 +1,4 @@
-"""What a filesystem allows: its name, its direct-I/O alignment, and the calls Python's os module lacks.
+"""Facts of a filesystem: its name, its direct-I/O alignment, and the calls Python's os module lacks.
 
 Direct I/O needs offsets and sizes in multiples of the drive's logical block (512 or 4096 bytes). Linux >= 6.1 tells the
 exact numbers per file (statx, STATX_DIOALIGN); older kernels through /sys; else 4096 is assumed, which is right for
@@ -27,7 +27,7 @@ _SYNC_FILE_RANGE_WAIT_BEFORE, _SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_WAIT_AFTE
 
 @dataclass(frozen=True)
 class DirectLimits:
-    """What direct I/O on one open file needs."""
+    """Alignment that direct I/O on one open file needs."""
 
     supported: bool | None
     """True or False where the kernel tells, None where only a try can tell."""

@@ -39,11 +39,11 @@ class PosixFile:
         self.direct = bool(direct_flag)
 
     def is_regular(self) -> bool:
-        """Whether it is a file, and no folder, pipe or device."""
+        """True for a regular file: no folder, pipe or device."""
         return stat.S_ISREG(os.fstat(self.fd).st_mode)
 
     def limits(self) -> DirectLimits:
-        """What direct transfers need here."""
+        """Alignment that direct transfers of this file need."""
         return direct_limits(self.fd)
 
     def read(self, span: np.ndarray, at: int) -> int:

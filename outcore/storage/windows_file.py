@@ -113,11 +113,11 @@ class WindowsFile:
         return OSError(errno, f"{os.strerror(errno)} (Windows error {number})", str(self._path))
 
     def is_regular(self) -> bool:
-        """Whether it is a file of a drive, and no pipe or device; a folder is not opened at all."""
+        """True for a file of a drive: no pipe or device. A folder is not opened at all."""
         return self._system.GetFileType(self._handle) == FILE_TYPE_DISK
 
     def limits(self) -> DirectLimits:
-        """What unbuffered transfers need: Windows tells it by volume; this fits every common drive."""
+        """Alignment that unbuffered transfers need: Windows tells it by volume; this fits every common drive."""
         return DirectLimits(None, FALLBACK_BLOCK_BYTES, FALLBACK_BLOCK_BYTES, "assumed")
 
     def read(self, span: np.ndarray, at: int) -> int:

@@ -59,10 +59,10 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """What is compared."""
+    """One comparison of a trial."""
 
     what: str
-    """In words, for a refusal."""
+    """Words for the comparison, in a refusal."""
     difference: Callable[[LoadedModel, Batch], float]
     """Difference of a tiny copy on one batch, part by part and as a whole."""
 
@@ -79,7 +79,8 @@ def why_not_streamed(loaded: LoadedModel, trial: Trial | None = None) -> str:
 
 
 def config_of_type(model_type: str) -> Any:
-    """What a run of this architecture trains with its class's defaults. ValueError when transformers has none such."""
+    """Configuration of what a run of this architecture trains with its class's defaults. ValueError when transformers
+    has none such."""
     from transformers import AutoConfig
 
     return language_config(AutoConfig.for_model(model_type))

@@ -49,7 +49,7 @@ repeat themselves (1/16) or on skewed ones that do not (1/2); half of each does 
 
 
 class NextUses:
-    """What lies in which slot, and when it will be asked for. `num_experts`: of each layer; `in_ram`: so many of them,
+    """Contents of the slots, and when each will be asked for. `num_experts`: of each layer; `in_ram`: so many of them,
     the first ones, have a home in RAM and the others on a drive."""
 
     def __init__(self, num_slots: int, num_experts: Mapping[int, int], in_ram: Mapping[int, int]) -> None:
@@ -67,7 +67,7 @@ class NextUses:
         self._layer, self._place = np.full(num_slots, -1), np.full(num_slots, len(self._passes) - 1)
         """Layer of what lies in a slot, and where its passes stand."""
         self._in_pass = np.zeros(self._width, dtype=bool)
-        """Which experts of the layer that asks now it has asked for in this pass."""
+        """True for the experts that the layer at work has asked for in this pass."""
         self._now, self._calls = len(num_experts), 0
         self._expected_calls: float = np.inf
 
@@ -127,7 +127,7 @@ class NextUses:
         return [(wanted[at], place) for at, place in zip(first, places) if wanted_when[at] < when[place]]
 
     def _when(self) -> np.ndarray:
-        """In how many passes what lies in each slot will be asked for, by what it costs to bring it again."""
+        """Passes until each slot's expert is asked for, divided by the cost of bringing it again."""
         return (self._passes.take(self._place) + self._ahead.take(self._layer)) / self._cost.take(self._place)
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Slot:
 
     place: int
     arriving: RangeUpload | None
-    """What brings it; None once it is there."""
+    """Transfer that brings the expert; None once it is there."""
     is_ahead: bool = False
     """Whether it was read before anybody asked for it."""
 
@@ -200,7 +200,7 @@ class ExpertCache:
         self._next = dict(pairwise(layers))
         self._table: dict[Key, _Slot] = {}
         self._keys: list[Key | None] = [None] * num_slots
-        """What lies in each slot."""
+        """Expert in each slot."""
         num_experts = {layer: form.num_experts for layer, form in self.forms.items()}
         self._in_ram = num_experts if in_ram is None else in_ram
         self._uses = NextUses(num_slots, num_experts, self._in_ram)
@@ -269,7 +269,7 @@ class ExpertCache:
         self._moved, self._just = self._just, set()
 
     def used(self) -> None:
-        """What was queued until now may read any slot."""
+        """Note that work queued so far may read any slot."""
         self._over, self._since = {}, self._ranges.lane.streams.now()
 
     def adapt(self, chosen: torch.Tensor, where: torch.Tensor, most: int) -> None:

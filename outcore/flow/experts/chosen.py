@@ -133,7 +133,7 @@ class ChosenExperts:
             module.num_experts = before
 
     def _stacks(self, slots: Sequence[int]) -> list[Any]:
-        """What stands for the part's parameters: all slots of a stack where nothing is packed, else these."""
+        """Tensors in place of the part's parameters: all slots of a stack where nothing is packed, else these."""
         layout = self._part.layout
         if not self._is_packed:
             first = slots[0] // MOST_STACKED * MOST_STACKED

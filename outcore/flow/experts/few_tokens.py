@@ -270,7 +270,7 @@ class FewTokens:
 
 @dataclass(frozen=True)
 class _AtHome:
-    """What the CPU knows of the place of a layer's experts."""
+    """Addresses of a layer's experts in RAM, for the CPU's kernels."""
 
     first: torch.Tensor
     """Bytes of the first, with the others behind it, or what `scattered` counts places from."""
@@ -279,7 +279,7 @@ class _AtHome:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What one side, the CPU or the device, knows of a layer's pairs."""
+    """Tables of a layer's pairs for one side, the CPU or the device."""
 
     told: torch.Tensor
     """Experts of the pairs."""

@@ -24,7 +24,7 @@ class ExpertPiece:
     """One array of every expert: a matrix, a bias, or a plane of a packed matrix."""
 
     slot: int
-    """Which of the part's parameters."""
+    """Index among the part's parameters."""
     start: int
     """Element of the parameter (its packed bytes, as elements) with which that of expert 0 begins; others follow."""
     numel: int
@@ -35,7 +35,7 @@ class ExpertPiece:
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How one expert of a part lies, on the device and at home."""
+    """Layout of one expert of a part, on the device and at home."""
 
     num_experts: int
     pieces: tuple[ExpertPiece, ...]
@@ -112,7 +112,7 @@ def stack(part: Part) -> Part | None:
 
 
 def form_of(part: Part) -> ExpertForm:
-    """How the experts of such a part lie."""
+    """Layout of the experts of a part."""
     assert isinstance(part.layout, ExpertsLayout), f"the experts of {part.name} were not set apart"
     return part.layout.form
 

@@ -1,4 +1,4 @@
-"""Who multiplies which pair of a token and an expert, and the results of all of them together, in Triton. Imported on a
+"""Triton kernels that multiply pairs of a token and an expert, and sum their results. Imported on a
 GPU only; `by_pairs.py` says the same in torch."""
 
 from __future__ import annotations

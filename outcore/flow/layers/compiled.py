@@ -321,7 +321,7 @@ class CompiledLayers:
         call: LayerCall,
         *more: Any,
     ) -> Any:
-        """What the role's function gives; None when it could not be compiled (then nothing has happened)."""
+        """Result of the role's function; None when it could not be compiled (then nothing has happened)."""
         for value in (*call.args, *call.kwargs.values()):
             if are_borders(value):  # one code for any number of documents
                 torch._dynamo.maybe_mark_dynamic(value, 0)
@@ -423,7 +423,7 @@ def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str
 
 
 def compiler_errors() -> tuple[type[BaseException], ...]:
-    """What a call of a compiled function raises when it could not be compiled."""
+    """Exceptions that a compiled function raises when it could not be compiled."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 

@@ -56,7 +56,7 @@ class _Graph:
 
 @dataclass
 class _Shapes:
-    """What is known of one function with arguments of one shape."""
+    """Graph of one function for arguments of one shape, and whether it pays."""
 
     calls: int = 0
     static: list[torch.Tensor] = field(default_factory=list)
@@ -240,7 +240,8 @@ class LayerGraphs:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """With the same strides (dense where it was expanded, so that it can be written to), values undefined."""
+    """Make an empty tensor with the same strides (dense where it was expanded, so that it can be written to), values
+    undefined."""
     if 0 in tensor.stride():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

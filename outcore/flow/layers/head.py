@@ -44,7 +44,7 @@ class HeadRow:
 
     @classmethod
     def of(cls, final: torch.Tensor, labels: torch.Tensor) -> HeadRow:
-        """For the decoder's result [B, T, H']."""
+        """Make the head's input from the decoder's result [B, T, H']."""
         flat = final.reshape(-1, final.shape[-1])
         n, device = len(flat), flat.device
         return cls(
@@ -225,7 +225,7 @@ class Head:
             yield ce_sum, n_tokens
 
     def pieces(self, item: HeadInput) -> Iterator[tuple[slice, HeadInput]]:
-        """All of it, or on long rows some tokens after others, whose hidden states come from RAM."""
+        """Yield the whole input, or for long rows slices of tokens whose hidden states come from RAM."""
         long_rows = self.runner.takes_long(item.hidden)
         if long_rows is None:
             yield slice(None), item

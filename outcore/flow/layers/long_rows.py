@@ -37,7 +37,7 @@ Attention = Callable[..., tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class Heads:
-    """How rows of a group of heads that share keys and values are made up: of queries, keys, values, in that order."""
+    """Layout of a group of heads that share keys and values: queries, keys, values, in that order."""
 
     groups: int
     shapes: tuple[tuple[int, int], ...]
@@ -87,7 +87,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How the layer's code calls its attention."""
+    """Call of the attention, as the layer's code makes it."""
 
     function: Attention
     module: nn.Module
@@ -120,7 +120,7 @@ class _AttentionReached(Exception):
 
 
 class Seat:
-    """What attention's stand-in gives, and what it was called with; one for all layers of a model. The layers' modules
+    """Result of attention's stand-in, and its arguments; one for all layers of a model. The layers' modules
     hold it, where compiled code finds it."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Tile:
     """Other rows [..., t, width], at the same tokens."""
     call: LayerCall
     whole: dict[int, Any]
-    """What an argument of the call was cut from, by the id of the cut one."""
+    """Whole argument of the call, by the id of the slice of it."""
 
 
 class LongRows:
@@ -189,7 +189,7 @@ class LongRows:
                 module.__dict__["outcore_seat"] = self.seat
             self._configs.append([*{id(m.config): m.config for m in attending}.values()])
         self.roles: dict[str, Role] = {self.BEFORE: self._role_before, self.AFTER: self._role_after}
-        """What layers' code does on a tile, to be compiled."""
+        """Functions of the layers' code on a tile, to be compiled."""
         if compiled is not None:
             for name, role in self.roles.items():
                 compiled.register(name, role)
@@ -223,7 +223,7 @@ class LongRows:
         self.homes.expect(hidden, self._block(hidden.shape[0]))
 
     def writer(self, home: torch.Tensor) -> RowWriter:
-        """For rows that tiles give, in order."""
+        """Writer that takes the rows of tiles in order."""
         return self.homes.writer(home, self._block(home.shape[-3]))
 
     def _step(self, rows: int) -> int:
@@ -316,7 +316,7 @@ class LongRows:
         return output
 
     def run_compiled(self, role: str, index: int, tile: Tile, tensors: Sequence[torch.Tensor], *more: Any) -> Any:
-        """What a role's compiled function gives; None where it cannot be compiled, and nothing has happened."""
+        """Result of a role's compiled function; None where it cannot be compiled, and nothing has happened."""
         if self.compiled is None or not self.compiled.is_active(index):
             return None
         with self._standing_in(index):

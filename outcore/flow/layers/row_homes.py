@@ -83,7 +83,8 @@ class RowHomes:
         return home
 
     def up(self, home: torch.Tensor) -> torch.Tensor:
-        """All of a home, or some tokens of it, on the device; near rows themselves."""
+        """Bring a home's rows, or some tokens of them, to the device; rows that are there already are returned as they
+        are."""
         ((rows,),) = ([*found] for found in self.arriving([[home]]))
         return rows
 
@@ -95,8 +96,8 @@ class RowHomes:
             self._expected.pop(next(iter(self._expected)))
 
     def arriving(self, wanted: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """What is asked for, on the device, the next while one is worked on. Each list is emptied when the next one is
-        asked for; who keeps none of its tensors either lets two be on the device at a time, otherwise three."""
+        """Yield the rows asked for, on the device, reading the next ones meanwhile. Each list is emptied when the next
+        one is asked for; who keeps none of its tensors either lets two be on the device at a time, otherwise three."""
         left, ahead = iter(wanted), deque[Coming]()
 
         def fetch() -> None:

@@ -74,7 +74,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass
 class HeadInput:
-    """What the parts below the head leave for it, of one batch or, of long rows, of some tokens of it."""
+    """Input of the head, left by the parts below it, of one batch or, of long rows, of some tokens of it."""
 
     hidden: torch.Tensor
     batch: Batch
@@ -88,7 +88,7 @@ class HeadInput:
         return targets.reshape(-1)
 
     def cut(self, tokens: slice, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> HeadInput:
-        """For some tokens, whose hidden states are given. `targets` [B, T]: of all."""
+        """Make the input for some tokens, whose hidden states are given. `targets` [B, T]: of all."""
         length, num = self.hidden.shape[1], hidden.shape[1]
         shapes = {
             path: torch.Size(num if at < 2 and size == length else size for at, size in enumerate(shape))
@@ -160,7 +160,7 @@ class PartRunner:
         return self.compiled.run(PACKED, index, views, hidden, call) if self.compiled.takes_packed(index) else None
 
     def takes_long(self, hidden: torch.Tensor) -> LongRows | None:
-        """Who runs layers on these hidden states, if their rows are long ones."""
+        """Object that runs layers on these hidden states if their rows are long; else None."""
         return self.long_rows if self.long_rows is not None and self.long_rows.takes(hidden) else None
 
     def expect(self, hidden: torch.Tensor) -> None:

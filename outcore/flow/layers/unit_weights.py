@@ -31,7 +31,7 @@ class PartWeights:
         return self._tiles if self._tiles is not None and unit in self._tiles else None
 
     def tensors(self, unit: Part, slab: torch.Tensor) -> list[Any]:
-        """All parameters, in slot order."""
+        """Parameters of the unit, in slot order."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.tensors(unit, slab)
         key = (unit.index, slab.data_ptr(), slab.dtype)
@@ -44,7 +44,7 @@ class PartWeights:
         return self._views[key]
 
     def home_views(self, unit: Part, slab: torch.Tensor) -> list[torch.Tensor]:
-        """All parameters in slot order, packed ones as their bytes, of a unit that comes as those of its home."""
+        """Parameters in slot order, packed ones as their bytes, of a unit that comes as those of its home."""
         key = (unit.index, slab.data_ptr())
         if key not in self._home_views:
             self._home_views[key] = unit.layout.home_views(slab)

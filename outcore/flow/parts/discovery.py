@@ -1,4 +1,4 @@
-"""How the units of a causal language model are found, by structure.
+"""Search for the units of a causal language model, by structure.
 
 The decoder stack is the module list that the decoder's own forward calls member by member with the hidden states. What
 the first layer gets is the embedding unit's result; what happens to the last one's is the head. Which parameters belong
@@ -44,7 +44,7 @@ from outcore.model.forward import CausalParts, Isolation, forward_inputs, unwrap
 Packing = Callable[[str, nn.Parameter, Sequence[Owner]], PackedSpec | None]
 """(checkpoint name, parameter, where modules hold it) -> how it is packed; None: as it is."""
 ADAPTER = "lora_"
-"""In the names of an adapter's own matrices, which stay as they are when nothing is trained, too."""
+"""Text in the names of an adapter's own matrices, which stay as they are when nothing is trained, too."""
 STACKED_DIMS = 3
 """Dimensions of a weight that holds all experts of a layer."""
 
@@ -55,8 +55,8 @@ def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
 
 
 def cpu_specs(part: Part) -> list[PackedSpec | None]:
-    """What each slot's weight is to the CPU's kernels, where its bytes are: packed as it is, or a frozen 16-bit matrix
-    of linear layers as it stands; None for what goes to the device."""
+    """Format of each slot's weight for the CPU's kernels, where its bytes are: packed as it is, or a frozen 16-bit
+    matrix of linear layers as it stands; None for what goes to the device."""
     return [_cpu_spec(part, slot, owners) for slot, owners in zip(part.layout.slots, part.owners, strict=True)]
 
 
@@ -271,7 +271,8 @@ class _Discovery:
             return embed, parameters_behind([logits]), units
 
     def _made_of(self, learned: list[torch.Tensor], embed: list[nn.Parameter]) -> str:
-        """In brackets, what these tensors are made of, beside what the hidden states are made of as well."""
+        """Text in brackets: the parameters that these tensors are made of, beside what the hidden states are made of as
+        well."""
         known = {id(p) for p in embed}
         own = {self.names[id(p)] for p in parameters_behind(learned) if id(p) not in known}
         return f" (made of {_holders(sorted(own), [n for n in self.names.values() if n not in own])})" if own else ""

@@ -1,4 +1,4 @@
-"""How the parameters of a unit lie in one flat slab: what is uploaded, updated and saved as one piece.
+"""Layout of a unit's parameters in one flat slab, which is uploaded, updated and saved as one piece.
 
 Trainable parameters come first, frozen ones after them, so that a gradient or a chunk of optimizer states covers the
 range [0, trainable_numel) and a frozen base (LoRA) costs nothing but its upload. Every parameter starts at a multiple
@@ -46,12 +46,12 @@ class Slot:
     """Name in checkpoints."""
     shape: tuple[int, ...]
     offset: int
-    """In elements from the start of the slab."""
+    """Elements from the start of the slab."""
     trainable: bool
     home_offset: int
-    """In elements from the start of the slab's home."""
+    """Elements from the start of the slab's home."""
     packed: PackedSpec | None = None
-    """How it is packed at home; None: as it is."""
+    """Packed format at home; None: not packed."""
 
     @property
     def numel(self) -> int:
@@ -145,7 +145,7 @@ class SlabLayout:
         return found
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """All parameters as views of a 1-D slab of at least `numel` elements, in slot order."""
+        """Parameters as views of a 1-D slab of at least `numel` elements, in slot order."""
         return [slab[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
 
     def home_views(self, home: torch.Tensor) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def restored(value: Any) -> Any:
 
 
 class StreamUnsupported(ValueError):
-    """This model cannot be streamed layer by layer; the message says why. DeepSpeed's engine trains it."""
+    """Refusal of a model that cannot be streamed layer by layer; the message says why. DeepSpeed's engine trains it."""
 
 
 class LayersReached(Exception):
@@ -108,7 +108,7 @@ def models_own_code() -> Iterator[None]:
 
 @dataclass
 class LayerCall:
-    """What the decoder calls a layer with, hidden states apart."""
+    """Arguments that the decoder calls a layer with, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -137,7 +137,7 @@ class CallLog:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """What the first layer gets: the embedding unit's output."""
+        """Input of the first layer: the embedding unit's output."""
         assert self.first is not None, "the decoder has not called its first layer yet"
         return self.first
 
@@ -149,7 +149,7 @@ class CallLog:
             self.calls, self.has_bits = shrunk, True
 
     def call(self, layer: int) -> LayerCall:
-        """What layer `layer` is to be called with, masks whole. A mapping is a copy of its own each time: what a layer
+        """Arguments for a call of layer `layer`, masks whole. A mapping is a copy of its own each time: what a layer
         leaves there is seen by no other and not kept."""
         call = self.calls[layer]
         if call.ledgers:
@@ -159,7 +159,7 @@ class CallLog:
 
 @dataclass(frozen=True)
 class ReturnForm:
-    """How the layers give back their hidden states: bare, or first in a tuple (or list) of `length`."""
+    """Form in which the layers return hidden states: bare, or first in a tuple (or list) of `length`."""
 
     length: int | None
 
@@ -208,7 +208,7 @@ class Stand(nn.Module):
 
 @dataclass
 class Tape:
-    """What the recorders of one model write to and return at present."""
+    """Tape that the recorders of one model write to, and what they return at present."""
 
     log: CallLog = field(default_factory=CallLog)
     form: ReturnForm | None = None
@@ -242,7 +242,7 @@ class Recorder(Stand):
 
 @dataclass
 class Held:
-    """What the relays of one model return at present."""
+    """Values that the relays of one model return at present."""
 
     hidden: torch.Tensor | None = None
     form: ReturnForm | None = None

@@ -1,4 +1,4 @@
-"""Which layers are alike, so that one compiled function serves them all.
+"""Search for layers that are alike, so that one compiled function serves them all.
 
 Two layers are alike when every submodule has the same class and the same plain attributes, functions, configuration
 objects and parameters (names, shapes, types, trainable or not). An attribute named after the layer's number may differ

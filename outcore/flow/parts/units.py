@@ -53,7 +53,7 @@ class DeviceBatch(dict[str, torch.Tensor]):
         self.is_packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
         borders = borders_of(positions) if positions is not None and self.is_packed else None
         self.borders = None if borders is None else borders.to(device, non_blocking=True)
-        """On the device; None when not packed, or when documents are so short that masks serve better."""
+        """Borders on the device; None when not packed, or when documents are so short that masks serve better."""
         super().__init__({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
 
     def packing_known(self) -> AbstractContextManager[None]:
@@ -87,14 +87,15 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Part:
-    """What is uploaded, updated and saved together."""
+    """Unit of streaming: parameters that are uploaded, updated and saved together (a layer, the embedding, the
+    head)."""
 
     index: int
     """Place in the order of need: embedding 0, layers from 1 on, head last."""
     name: str
     layout: SlabLayout
     owners: list[list[Owner]]
-    """For each slot of the layout, where the model holds that parameter (a tied one in several places)."""
+    """Owners of each slot of the layout: where the model holds that parameter (a tied one in several places)."""
     parameters: list[nn.Parameter]
     """The model's own parameter objects, in slot order."""
 
@@ -199,7 +200,7 @@ class ModelParts:
         return log
 
     def finish(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], log: CallLog) -> torch.Tensor:
-        """What the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
+        """Run what the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
         decoder = self.parts.decoder
         self._held.hidden, self._held.form = hidden, self.form
         blanks = {
@@ -218,7 +219,7 @@ class ModelParts:
 
 
 def recorders_of(layers: Sequence[nn.Module], tape: Tape) -> nn.ModuleList:
-    """What stands for the layers while a decoder's calls are recorded."""
+    """Modules in place of the layers while a decoder's calls are recorded."""
     return nn.ModuleList([Recorder(layer, index, len(layers), tape) for index, layer in enumerate(layers)])
 
 

@@ -1,4 +1,4 @@
-"""What a unit computed in tiles consists of: large weights in row blocks, and a small slab of all that is small.
+"""Contents of a unit that is computed in tiles: large weights in row blocks, and a small slab of all that is small.
 
 A *matrix* is a large weight (or one expert of a stacked one) that stays in its home; a *tile* is a block of its rows,
 contiguous there, so that a tile is one range of the unit's slab and of its gradient; of a packed one a range of each
@@ -219,7 +219,7 @@ class TilePlan:
     chunk_bytes: int | None = None
     """Intermediates of an MLP that a tiled layer may hold at once; None: no limit is known."""
     holding: Holding = HELD_WHOLE
-    """How units that come in whole are held."""
+    """Holding of units that come in whole."""
 
     @property
     def indices(self) -> frozenset[int]:

@@ -34,7 +34,7 @@ SUM_DTYPE = torch.float32
 
 
 class TileWork:
-    """What tiled products need: tiles coming up, gradients going down. `gradients` None: nothing is trained."""
+    """Resources of tiled products: tiles coming up, gradients going down. `gradients` None: nothing is trained."""
 
     def __init__(self, ring: TileRing, source: WeightSource, lane: UploadLane, gradients: TileSink | None) -> None:
         self.ring, self.source, self.lane, self.gradients = ring, source, lane, gradients
@@ -279,7 +279,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class TiledParts:
-    """What stands for the parameters of each tiled part."""
+    """Tensors in place of the parameters of each tiled part."""
 
     def __init__(self, tiled: Sequence[TiledPart], work: TileWork, chunk_bytes: int | None = None) -> None:
         self.work = work
@@ -298,7 +298,7 @@ class TiledParts:
         return self._tiled[unit.index]
 
     def tensors(self, unit: Part, slab: torch.Tensor) -> list[Any]:
-        """What stands for each parameter, in slot order: a view of the resident slab, or a `StreamedWeight`."""
+        """Tensor in place of each parameter, in slot order: a view of the resident slab, or a `StreamedWeight`."""
         return self._bind(unit, self[unit].resident.views(slab), None)
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
@@ -319,7 +319,7 @@ class TiledParts:
         return [by_name[slot.name] for slot in unit.layout.slots]
 
     def anchors(self, unit: Part) -> list[torch.Tensor]:
-        """What autograd must be asked about besides, so that gradients of an embedding's rows are computed."""
+        """Further tensors that autograd must be asked about, so that gradients of an embedding's rows are computed."""
         found = [self._weights[name].anchor for name in self[unit].matrices]
         return [anchor for anchor in found[:1] if anchor is not None]
 
@@ -346,7 +346,7 @@ class TiledArrival:
         numel = max((unit.resident.numel for unit in tiled), default=0)
         self._resident = torch.zeros(numel, dtype=tiled[0].unit.layout.dtype, device=ranges.lane.device)
         self._places: list[tuple[Part, int | None]] = []
-        """For each use, its unit and its place among the uses of units that come in whole."""
+        """Unit of each use, and the use's place among the uses of units that come in whole."""
 
     @property
     def device_bytes(self) -> int:

@@ -35,10 +35,10 @@ class Slice:
     track: str
     name: str
     kind: str
-    """What it is coloured and filtered by."""
+    """Category, by which viewers colour and filter."""
     begin_s: float
     end_s: float
-    """On any clock, the same for all slices."""
+    """End of the slice in seconds of any clock, the same for all slices."""
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ def has_passed(at: Moment) -> bool:
 
 
 def wait_for(at: Moment, what: str, timeout_s: float = TIMEOUT_S, poll_s: float = POLL_S) -> None:
-    """Until a moment has passed, asked for every `poll_s`: CUDA's own waits know no limit. TimeoutError."""
+    """Wait until a moment has passed, polling every `poll_s`: CUDA's own waits have no limit. Raises TimeoutError."""
     end_s = time.perf_counter() + timeout_s
     while not has_passed(at):
         if time.perf_counter() > end_s:
@@ -172,7 +172,7 @@ class PhaseClock:
         self.start("")
 
     def wait(self) -> None:
-        """Until the device has reached the last `start` or `stop`; TimeoutError when it hangs."""
+        """Wait until the device has reached the last `start` or `stop`. Raises TimeoutError when it hangs."""
         if self._begun:
             wait_for(self._begun[-1][1], "the step")
 

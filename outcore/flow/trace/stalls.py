@@ -35,7 +35,7 @@ MIN_WAIT_S = 10e-6
 
 
 class Trace(Protocol):
-    """What is told of a step."""
+    """Listener that is told of the events of a step."""
 
     def compute(self, phase: str, unit: str, micro_batch: int) -> AbstractContextManager[None]:
         """The work queued within runs on the device: forward, head, backward of one unit on one micro-batch."""
@@ -52,7 +52,7 @@ class Trace(Protocol):
 
 @runtime_checkable
 class Traced(Protocol):
-    """Who reads and writes files and tells, while somebody listens, of each request that has ended."""
+    """Reader or writer of files that tells, while somebody listens, of each request that has ended."""
 
     on_finished: Callable[[IoRequest, float], object] | None
     """(request, when it ended in seconds of time.perf_counter), called on whatever thread it ended."""
@@ -159,7 +159,7 @@ class _Stall:
     begin: Moment
     end: Moment | None = None
     told_s: float = 0.0
-    """Until when (host seconds) the trace has been told what it was waiting for."""
+    """Host time in seconds up to which waits were reported to the trace."""
     host_s: dict[Reason, float] = field(default_factory=dict)
 
 

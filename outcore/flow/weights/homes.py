@@ -225,7 +225,7 @@ def _wait(transfer: Transfer, what: str) -> None:
 
 
 class WeightSource(Protocol):
-    """Who knows where a part's weights are, and whether they may be read yet."""
+    """Source of a part's weights: knows where they are, and whether they may be read yet."""
 
     def ram(self, unit: Part) -> torch.Tensor:
         """The part's parameters in RAM, 1-D; the rest of them, if any, are at `stored`."""
@@ -308,7 +308,7 @@ class Expansion:
         size_bytes = max((part.layout.size_bytes for part in parts if part.layout.packed_slots), default=0)
         self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         self._again: dict[tuple[int, int], Sequence[Again]] = {}
-        """How a part's bytes at an address are expanded again."""
+        """Instructions to expand a part's bytes at an address again."""
         self.as_they_are = frozenset[int]()
         """Indices of parts whose bytes are multiplied as they are for the time being, so that nothing is expanded."""
 

@@ -37,7 +37,7 @@ X_BYTES, OUT_BYTES, BOX_ROOM = 8 * MIB, 16 * MIB, 4 * KIB
 
 
 class Asks(Protocol):
-    """How a stream asks. `turn`: a count, and what was asked for last."""
+    """Scratch requests of a stream. `turn`: their count, and the last one."""
 
     def ask(self, box: torch.Tensor, turn: torch.Tensor, question: int, *, waits: bool) -> None:
         """Queue a question, behind which the stream waits for the answer, if it is to."""
@@ -113,9 +113,10 @@ class _Kernels:
 
 
 class InPlaceProducts:
-    """What computes with weights where they are. `most_rows`: rows up to which the CPU's kernels are taken, by name of
-    the format (none: never); `device`: where the layers' activations are; `hand_over`: their way to the CPU, where that
-    is a GPU; `device_tokens`: tokens of a pass up to which parts on the device are multiplied as they are there."""
+    """Products with weights where they are, in RAM or on the device. `most_rows`: rows up to which the CPU's kernels
+    are taken, by name of the format (none: never); `device`: where the layers' activations are; `hand_over`: their way
+    to the CPU, where that is a GPU; `device_tokens`: tokens of a pass up to which parts on the device are multiplied as
+    they are there."""
 
     EXPANDED_NUMEL = 1 << 27
     """Values of a large matrix that a GPU expands at a time: 256 MiB in 16 bits."""
@@ -139,7 +140,7 @@ class InPlaceProducts:
         """The weight whose values stand there, on a CPU: a head is used again and again, by some tokens after others.
         On a GPU a graph that found them there would not bring them back."""
         self._given: tuple[PackedWeight, torch.Tensor, torch.Tensor | None] | None = None
-        """What was handed over last: the first weight, the activations, and their values where that is to be learnt
+        """Last hand-over: the first weight, the activations, and their values where that is to be learnt
         from."""
         self._results: dict[int, torch.Tensor] = {}
         """Results of it that nobody has asked for yet, by weight."""
@@ -248,7 +249,7 @@ class InPlaceProducts:
         return found[0]
 
     def tensors(self, part: Part, home: torch.Tensor) -> list[torch.Tensor]:
-        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM or on the device:
+        """Tensors in place of a part's parameters, in slot order, from the bytes of its home in RAM or on the device:
         weights that are computed where they are, views of the rest (copies where the device is another)."""
         found, dtype, in_ram = list[torch.Tensor](), part.dtype, home.device.type == "cpu"
         for slot, spec in zip(part.layout.slots, cpu_specs(part), strict=True):
@@ -279,7 +280,7 @@ class PackedWeight(torch.Tensor):
     planes: list[torch.Tensor]
     products: InPlaceProducts
     call: Any
-    """What the CPU's kernels need to know of it; None: there is no kernel for it."""
+    """Arguments of the CPU's kernel for this weight; None: there is no kernel for it."""
     is_on_device: bool
     """Whether its bytes are on a GPU that has a kernel for them."""
     followers: list[PackedWeight] | None

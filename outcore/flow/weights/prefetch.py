@@ -90,7 +90,7 @@ def _next_uses(sequence: Sequence[Hashable]):
 logger = logging.getLogger(__name__)
 
 RESIDENT = -1
-"""In place of a kind of buffer: the part needs none."""
+"""Stands for a kind of buffer: the part needs none."""
 
 
 class PartsInOrder(Protocol):

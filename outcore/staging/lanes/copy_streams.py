@@ -50,7 +50,7 @@ class CopyStreams(Protocol):
     def count(self) -> int: ...
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """Whether the 1-D uint8 tensor can be copied from and to without a staging slot."""
+        """Tell whether a 1-D uint8 tensor can be copied from and to without a staging slot."""
         ...
 
     def now(self) -> Any:

@@ -1,4 +1,4 @@
-"""What both lanes are: a way between homes (drive or RAM) and the device, through pinned slots of their own.
+"""Lanes, the ways of bytes between homes (drive or RAM) and the device, through pinned slots of their own.
 
 Purpose: keep the drive, the link and the device busy at the same time, and deliver failures where data is awaited. A
 lane leases its slots from the pool once, has its own CUDA streams and threads (`lane_driver` has the algorithm), and
@@ -52,12 +52,12 @@ after 5 ms."""
 AT_ONCE: Literal["at once"] = "at once"
 """For `after=`: the device memory is ready, wait for nothing."""
 After = Any
-"""What a transfer waits for: None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
+"""Condition that a transfer waits for: None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
 
 
 @dataclass(frozen=True)
 class LaneSettings:
-    """How a lane moves bytes. ValueError for what cannot work."""
+    """Settings of a lane: slots, streams, threads. Raises ValueError for a combination that cannot work."""
 
     slot_bytes: int
     """A multiple of 4 KiB."""
@@ -137,7 +137,7 @@ class Lane:
 
     @property
     def write_combined(self) -> bool:
-        """Whether the slots really are write-combined."""
+        """True when the slots really are write-combined, which CUDA may refuse."""
         return all(lease.write_combined for lease in self._leases)
 
     def describe(self) -> str:

@@ -28,13 +28,13 @@ class LaneClosed(RuntimeError):
 
 
 class TransferLane(Protocol):
-    """What a transfer asks of its lane."""
+    """Protocol of a lane, as its transfers see it."""
 
     streams: CopyStreams
     timeout_s: float
 
     def describe(self) -> str:
-        """How many transfers wait for what, for messages."""
+        """Text for messages: how many transfers wait, and for what."""
         ...
 
 
@@ -46,7 +46,7 @@ class Unwatched:
     watch: Callable[[], None]
     """Have a thread wait for its end."""
     end: Callable[[], None]
-    """It has ended well: count it."""
+    """Called when a transfer has ended well, to count it."""
 
 
 class LaneTransfer:
@@ -99,14 +99,14 @@ class LaneTransfer:
             self._lane.streams.hold(stream, copy)
 
     def done(self) -> bool:
-        """Whether it ended, well or badly."""
+        """True once the transfer has ended, well or badly."""
         if self._unwatched is not None:
             self._look()
         return self._finished
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong; None while all is well. Reading it counts as seeing it."""
+        """Failure of the transfer; None while all is well. Who reads it has taken notice: it is not logged again."""
         self._error_seen = True
         return self._error
 
@@ -186,7 +186,7 @@ class LaneTransfer:
 
     @property
     def gate(self) -> Gate | None:
-        """What copies to the device have to pass; None when they may go at once."""
+        """Gate that copies to the device wait for; None when they may go at once."""
         return self._after if isinstance(self._after, Gate) else None
 
     def after_for(self, stream_index: int) -> Any:

@@ -50,7 +50,7 @@ class ExtentAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """All free bytes, in however many extents."""
+        """Sum of the free bytes of all extents."""
         return sum(extent.size_bytes for extent in self._free)
 
     @property

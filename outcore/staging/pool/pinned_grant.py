@@ -1,4 +1,5 @@
-"""What the machine grants of the pinned memory that was asked for: RAM first, then a probe in a child process.
+"""Pinned memory that the machine grants, which may be less than was asked for: RAM is looked at first, then a probe in
+a child process.
 
 A refused pinned allocation can leave a CUDA context unusable (seen on WSL2, where the limit is anywhere from 0.5 to
 5 GB), so there the asking is done by `probe_pinned.py` in a process of its own. Cost: a second or more for a second
@@ -31,7 +32,7 @@ PROBE_TIMEOUT_S_PER_GIB = 10.0  # twenty times what a GiB takes on a slow machin
 
 @dataclass(frozen=True)
 class PinnedGrant:
-    """How much may be pinned, and why not more."""
+    """Bytes that may be pinned, and why not more."""
 
     pinned_bytes: int
     """Default memory: fast for the CPU as well."""

@@ -78,7 +78,7 @@ class PinnedPool:
             raise ValueError(f"staging memory serves CUDA devices or the CPU, not {self.device.type!r}")
         self.asked_bytes = capacity_bytes
         self.notes: list[str] = []
-        """What was not given as asked, a sentence each; logged as warnings once."""
+        """Requests that were met in part only, a sentence each; logged as warnings once."""
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._leases: dict[Lease, tuple[int, PoolExtent]] = {}
@@ -225,7 +225,7 @@ class PinnedPool:
         return ", ".join(f"{owner!r} {format_gib(sum(sizes))} in {len(sizes)}" for owner, sizes in rows)
 
     def report(self) -> str:
-        """Who holds what, in a few lines for people."""
+        """Lines for people: each owner and the bytes that it holds."""
         with self._changed:
             free_bytes = sum(allocator.free_bytes for allocator in self._allocators)
             total_bytes = sum(slab.size_bytes for slab in self._slabs)
@@ -285,7 +285,7 @@ def _close_slabs(slabs: list[Slab], runtime: CudaRuntime | None) -> None:
 
 
 class HomeMemory(Protocol):
-    """Who has RAM for homes: private to this process (`HostMemory`) or shared with others."""
+    """Source of RAM for homes: private to this process (`HostMemory`) or shared with others."""
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor: ...
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]: ...
@@ -318,7 +318,7 @@ class HostMemory:
         return pageable(n_bytes, touch=touch)
 
     def give_back(self, home: torch.Tensor) -> None:
-        """What `take` returned, and nobody uses any more."""
+        """Take back memory that `take` returned and nobody uses any more."""
         lease = self._leases.pop(home.data_ptr(), None)
         if lease is None:
             self.pageable_bytes -= home.nbytes  # freed with the last reference to it

@@ -1,4 +1,4 @@
-"""How far each rank of a host is: counters in shared memory, which one rank writes and all read.
+"""Progress of the ranks of one host: counters in shared memory, which one rank writes and all read.
 
 A rank *posts* that it has reached a number, others *wait* until every rank (or one) has. A wait ends with `RankEnded`,
 within seconds, when a rank it waits for has died, failed or left, and names that rank with the reason; a rank that is
@@ -261,12 +261,12 @@ class RankGroup:
     # --- progress
 
     def post(self, counter: int, count: int, value: float = 0.0) -> None:
-        """This rank has reached `count`, with a value for who reads it."""
+        """Tell the others that this rank has reached `count`, with a value that they may read."""
         self._values[self.rank, counter] = value
         self._counts[self.rank, counter] = count
 
     def has(self, counter: int, count: int, ranks: Sequence[int] | None = None) -> bool:
-        """Whether every rank (of `ranks`) has reached `count`."""
+        """Tell whether every rank (of `ranks`) has reached `count`."""
         counts = self._counts
         return all(counts[r, counter] >= count for r in (ranks if ranks is not None else range(self.world_size)))
 
@@ -276,13 +276,13 @@ class RankGroup:
         return next((r for r in range(self.world_size) if r != self.rank and counts[r] < count), None)
 
     def value(self, counter: int, rank: int) -> float:
-        """What a rank gave with its last `post`."""
+        """Value that a rank gave with its last `post`."""
         return float(self._values[rank, counter])
 
     def wait(
         self, counter: int, count: int, what: str, ranks: Sequence[int] | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Until `has`. RankEnded, TimeoutError naming the rank and `what`."""
+        """Wait until `has` is true. Raises RankEnded or TimeoutError, which name the rank and `what`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         wanted = tuple(ranks) if ranks is not None else tuple(range(self.world_size))
         if self.has(counter, count, wanted):
@@ -326,13 +326,13 @@ class RankGroup:
         return ", ".join(f"rank {r} (process {self.peers[r].pid}, at: {_text(self._doings[r]) or '?'})" for r in ranks)
 
     def doing(self, words: str) -> None:
-        """What this rank is at, for the others' messages."""
+        """Tell the others what this rank is doing, for their messages."""
         _write(self._doings[self.rank], words)
 
     # --- together
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Until every rank has come here."""
+        """Wait until every rank has come here."""
         self._collectives += 1
         self.post(self._collective, self._collectives)
         self.wait(self._collective, self._collectives, what, timeout_s=timeout_s)
@@ -373,7 +373,7 @@ class RankGroup:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What fails in here is told to the other ranks, whose waits then end with it."""
+        """Context: an exception within is told to the other ranks, and ends their waits."""
         try:
             yield
         except BaseException as error:
@@ -381,7 +381,7 @@ class RankGroup:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """This rank will not go on; the others hear why."""
+        """Tell the others that this rank will not go on, and why."""
         if self._states[self.rank] == _RUNNING and not isinstance(error, RankEnded):
             _write(self._reasons[self.rank], f"{type(error).__name__}: {error}")
             self._states[self.rank] = _FAILED
@@ -452,4 +452,4 @@ class Alone:
 
 
 Ranks = RankGroup | Alone
-"""What an engine knows of its fellows."""
+"""The other ranks, as an engine sees them."""

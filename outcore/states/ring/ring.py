@@ -42,7 +42,7 @@ from outcore.storage import Transfer, gather
 BEFORE_ALL_UNITS = 1 << 20
 """Chunks of the ring are updated before those in RAM, of whatever unit: the drive waits for their slots."""
 REPORT_SLICE_S = 0.2
-"""How often the wait for the optimizer looks whether the ring is being closed."""
+"""Seconds between two looks at whether the ring is being closed, while it waits for the optimizer."""
 
 
 class RingTraffic:
@@ -52,11 +52,11 @@ class RingTraffic:
         self._report = report
         self._under_way = 0
         self.read_bytes = self.written_bytes = 0
-        """So far."""
+        """Bytes moved since the ring was opened."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether the drive uses no slot's memory."""
+        """True while no transfer of the drive uses a slot's memory."""
         return not self._under_way
 
     def read(self, name: str, parts: Sequence[Stretch], then: Callable[[], None]) -> None:
@@ -237,7 +237,8 @@ class StateRing:
         self._events.put(self._schedule.read_ahead)
 
     def turn(self) -> None:
-        """All tickets are done: the next pass goes the other way, and is read ahead as far as slots are free."""
+        """Begin the next pass, once all tickets are done: it goes the other way, and is read ahead as far as slots are
+        free."""
         self._events.put(self._turn)
 
     def passed(self, unit: Updatable) -> None:
@@ -256,7 +257,7 @@ class StateRing:
         return ticket
 
     def wait(self, ticket: RingTicket) -> None:
-        """Until the unit's parameters may be read. TimeoutError, EngineError."""
+        """Wait until the unit's parameters may be read. Raises TimeoutError, EngineError."""
         if not ticket.done.wait(self._timeout_s):
             raise TimeoutError(
                 f"the states of {ticket.unit.name} on NVMe were not up to date within {format_s(self._timeout_s)}: the "
@@ -273,14 +274,14 @@ class StateRing:
             ) from self.error
 
     def wait_written(self) -> None:
-        """Until the drive has the parameters of every chunk that was updated so far, and the states of those that were
-        not kept; reading ahead goes on. TimeoutError, EngineError."""
+        """Wait until the drive has the parameters of every chunk that was updated so far, and the states of those that
+        were not kept; reading ahead goes on. Raises TimeoutError, EngineError."""
         written = threading.Event()
         self._events.put(lambda: self._write_waiters.append(written))
         self._until(written)
 
     def flush(self) -> None:
-        """Until the drive has everything and the ring is empty; it stays so until the next step. TimeoutError."""
+        """Wait until the drive has everything and the ring is empty; it stays so until the next step. TimeoutError."""
         idle = threading.Event()
         self._events.put(lambda: self._empty(idle))
         self._until(idle)
@@ -349,7 +350,7 @@ class StateRing:
             self._schedule.read_ahead()
 
     def _gradient(self, passage: ChunkPassage) -> list[Stretch]:
-        """What is to be read of it, once it is complete."""
+        """Reads that bring a chunk's gradient, once the gradient is complete."""
         if passage.ticket is None or passage.ticket.grad is not None:
             return []
         return passage.slot.gradient_reads(passage.chunk)
@@ -393,7 +394,7 @@ class StateRing:
             self._go_on(passage)
 
     def _let_go(self) -> None:
-        """What was kept goes to the drive."""
+        """Write the chunks that were kept in slots to the drive."""
         for passage in self._schedule.kept:
             passage.is_leaving = True
             parts = passage.slot.state_writes(passage.chunk)

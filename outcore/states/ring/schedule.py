@@ -1,4 +1,4 @@
-"""Which chunk the state ring reads next: tickets, chunks in slots, the place of reading ahead. No I/O, no threads.
+"""Order in which the state ring reads chunks: tickets, chunks in slots, the place of reading ahead. No I/O, no threads.
 
 Chunks of units that are ready (their gradient is complete) go first, the lowest unit before the others; while one of
 them waits, nothing is read ahead. The slots left over take what the next updates will need, in the order of the pass,
@@ -47,11 +47,11 @@ class ChunkPassage:
     """Update that waits for it; None: read ahead, its unit is not ready yet."""
     reads_left: int = 0
     is_leaving: bool = False
-    """It is updated or written."""
+    """The chunk is being updated or written."""
     is_staying: bool = False
-    """It is updated, and will be kept once what else is written of it has reached the drive."""
+    """The chunk is being updated, and will be kept once what else is written of it has reached the drive."""
     is_kept: bool = False
-    """It stays in its slot for the next pass; its states are newer than those on the drive."""
+    """The chunk stays in its slot for the next pass; its states are newer than those on the drive."""
 
     @property
     def is_read(self) -> bool:
@@ -96,7 +96,7 @@ class RingSchedule:
         self._set_order(self._order[::-1])
 
     def keeps(self, chunk: StateChunk) -> bool:
-        """Whether this pass leaves the chunk in its slot."""
+        """Tell whether this pass leaves the chunk in its slot."""
         return chunk.element_offset in self._keeping
 
     def keep(self, passage: ChunkPassage) -> bool:
@@ -124,7 +124,7 @@ class RingSchedule:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a chunk is being updated or written."""
+        """Tell whether any chunk is being updated or written."""
         return any(passage.is_leaving for passage in self._passages.values())
 
     def read_ahead(self) -> None:

@@ -71,7 +71,7 @@ class RingSlot:
         return self._gradient_blocks(chunk, place)[: chunk.numel * place.dtype.itemsize].view(place.dtype)
 
     def gradient_reads(self, chunk: StateChunk) -> list[Stretch]:
-        """What brings the chunk's gradient; nothing where it is in RAM."""
+        """Reads that bring the chunk's gradient; empty where it is in RAM."""
         place = self._homes.grad_place(chunk)
         if place is None:
             return []
@@ -83,12 +83,12 @@ class RingSlot:
         return self._memory[start : start + _gradient_bytes(chunk, place)]
 
     def reads(self, chunk: StateChunk) -> list[Stretch]:
-        """What an update needs beside the gradient. Without a split the parameter follows from the master and is only
-        written."""
+        """Reads that an update needs besides the gradient. Without a split the parameter follows from the master and is
+        only written."""
         return self._state_parts(chunk) + (self._param_part(chunk) if chunk.state_format.split_master else [])
 
     def state_writes(self, chunk: StateChunk) -> list[Stretch]:
-        """What an update has changed of the states."""
+        """Writes of the states that an update changed."""
         return self._state_parts(chunk)
 
     def check_states(self, chunk: StateChunk) -> None:
@@ -102,7 +102,7 @@ class RingSlot:
             chunk.tail = tail_of(chunk.state_format, self.states(chunk), chunk.numel)
 
     def param_writes(self, chunk: StateChunk) -> list[Stretch]:
-        """What it has changed of the parameters."""
+        """Writes of the parameters that an update changed."""
         return self._param_part(chunk)
 
     def initialise(self, chunk: StateChunk, timeout_s: float) -> Transfer:
@@ -133,7 +133,7 @@ def pieces(chunk: StateChunk, memory: torch.Tensor) -> list[tuple[int, torch.Ten
 
 
 def needed_bytes(homes: ChunkHomes, chunk: StateChunk) -> int:
-    """What a chunk takes of a slot."""
+    """Bytes of a slot that a chunk takes."""
     place = homes.grad_place(chunk)
     return needed_in_slot(
         chunk.n_bytes if chunk.buffer is None else 0,

@@ -188,19 +188,19 @@ logger = logging.getLogger(__name__)
 STALL_S = 60.0
 """Without the end of a piece (8 MiB): then the drive hangs. Twice the kernel's own limit of one SCSI command."""
 JOIN_SLICE_S = 0.5
-"""How often closing looks whether pieces still end."""
+"""Seconds between two looks at whether pieces still end, while the engine closes."""
 WARN_EVERY_S = 60.0
 
 
 class Mover(Protocol):
-    """How one engine moves bytes."""
+    """Protocol of the calls that move an engine's bytes."""
 
     def prepare(self, buffer: Any, *, writable: bool) -> tuple[Any, Callable[[], object] | None]:
-        """On the submitting thread: a flat byte view of `buffer`, and what to wait for before touching it."""
+        """Make, on the submitting thread, a flat byte view of `buffer`, and what to wait for before touching it."""
         ...
 
     def move(self, kind: Kind, file: BlockFile, offset: int, piece: Any) -> None:
-        """On a worker: move the whole piece or raise."""
+        """Move the whole piece, on a worker, or raise."""
         ...
 
 
@@ -301,7 +301,8 @@ def _work(queue: RequestQueue, mover: Mover) -> None:
 
 
 def _shut_down(queue: RequestQueue, threads: list[threading.Thread], *, cancel: bool) -> None:
-    """For an engine that nobody closed, at the interpreter's exit among others: nobody is there to hear of an error."""
+    """Close an engine that nobody closed, at the interpreter's exit among others: nobody is there to hear of an
+    error."""
     hanging = _end_threads(queue, threads, cancel=cancel, stall_s=STALL_S)
     if hanging:
         logger.error("%s", _in_words(hanging, STALL_S))

@@ -26,7 +26,7 @@ BLOCK_BYTES = 64 * KIB
 
 @dataclass(frozen=True)
 class DigestRule:
-    """How a store's blocks are verified."""
+    """Rule by which a store's blocks are verified."""
 
     digest: Callable[[np.ndarray, int], np.ndarray]
     """(data, block bytes) -> uint64 of each block."""
@@ -67,7 +67,7 @@ class BlockDigests:
             self._sums[-1] = self._one(np.zeros(n_bytes - (count - 1) * BLOCK_BYTES, dtype=np.uint8))
 
     def takes(self, section: int) -> bool:
-        """Whether this section of 8 MiB is among those that are verified."""
+        """Tell whether this section of 8 MiB is among those that are verified."""
         return (section + len(self.name)) % self._rule.one_in == 0
 
     def mark(self, start: int, stop: int) -> None:
@@ -121,7 +121,7 @@ class BlockDigests:
                 self._parts.setdefault(at // BLOCK_BYTES, []).append((at, to, value))
 
     def seen(self, start: int, stop: int) -> Seen:
-        """What is known of the blocks of [start, stop) before they are read. A neighbour of what is read may be
+        """Facts about the blocks of [start, stop) before they are read. A neighbour of what is read may be
         overwritten before the bytes are checked: its new digest says nothing of the old bytes."""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         with self._lock:

@@ -167,7 +167,7 @@ class StripeLayout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is stored under one name. Raises ValueError for an empty name or a negative size."""
+    """Type and shape of what is stored under one name. Raises ValueError for an empty name or a negative size."""
 
     name: str
     dtype: torch.dtype
