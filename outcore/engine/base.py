@@ -1,4 +1,4 @@
-"""What the training loop knows of an engine: seven verbs, and nothing of who moves the bytes.
+"""Protocol of an engine, as the training loop sees it: seven verbs, and nothing of who moves the bytes.
 
 Every engine trains the same mathematics: AdamW, exact global-norm clipping, and a loss averaged over all unmasked
 tokens of the global batch (all micro-batches of all ranks). The loop owns the schedule and passes the learning rate."""
@@ -41,7 +41,7 @@ NO_TARGETS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports."""
+    """Report of one optimizer step."""
 
     loss: float
     """Mean cross-entropy per unmasked token of the global batch, before the update (nats)."""

@@ -36,8 +36,7 @@ class Call:
     """Rows that go through the model together."""
 
     batch: Mapping[str, torch.Tensor]
-    """Tensors on the device: input_ids [B, T], perhaps position_ids or attention_mask [B, T], labels [B, T] for a loss
-    or for logprobs."""
+    """On the device: input_ids [B, T], perhaps position_ids, attention_mask, labels (for loss or logprobs) [B, T]."""
     want: Want = "logits"
     positions: torch.Tensor | None = None
     """Places among the N tokens whose logits are wanted. None: the last token of each row."""

@@ -1,4 +1,4 @@
-"""What an implementation of the optimizer offers: the C++ extension and torch are two of them, with the same bits.
+"""Protocol of an implementation of the optimizer: the C++ extension and torch are two of them, with the same bits.
 
 A pool asks its backend for a queue with workers (`WorkQueue`); everything that waits is in `OptimizerPool`.
 """
@@ -30,7 +30,7 @@ class GradStats(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """What a queue reports of a unit; times are those of time.perf_counter."""
+    """Report of a queue about a unit; times are those of time.perf_counter."""
 
     ticket_id: int
     status: Status

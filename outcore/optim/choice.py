@@ -1,4 +1,4 @@
-"""Which implementation of the optimizer runs: the extension, built when it is not, or torch, saying why."""
+"""Choice of the optimizer's implementation: the extension, built when it is not, or torch, saying why."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ WHY_EPS = "second moments too small to be stored count as zero, and eps must be 
 
 
 class AdamWScalars(NamedTuple):
-    """What the kernels take: exact fp32 values, held as Python floats."""
+    """Numbers that the kernels take: exact fp32 values, held as Python floats."""
 
     grad_scale: float
     lerp_coefficient: float

@@ -1,4 +1,4 @@
-"""What one call hands to the optimizer: the chunks of a unit, checked once, as the array the C++ side reads.
+"""Work that one call hands to the optimizer: the chunks of a unit, checked once, as the array the C++ side reads.
 
 A `JobBatch` may be submitted many times; `with_grads` gives one with other gradients (a ring of gradient slots) without
 checking the states again. The batch keeps its tensors alive; a pool keeps the batch until its unit has finished."""
@@ -70,7 +70,7 @@ class JobBatch:
     """The chunks of one unit, all of one format, gradient type and parameter type. ValueError when something is off."""
 
     sources: tuple[torch.Tensor, ...] = ()
-    """What is added up into the only gradient (`of_sum`)."""
+    """Gradients that are added up into the only one (`of_sum`)."""
     addresses: ctypes.Array[ctypes.c_void_p]
 
     def __init__(self, state_format: StateFormat, jobs: Sequence[ChunkJob]) -> None:

@@ -54,7 +54,7 @@ class PoolClosed(RuntimeError):
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of a unit."""
+    """Result of a unit's update."""
 
     unit_id: Hashable
     status: Status
@@ -99,7 +99,7 @@ SUM_BLOCK_NUMEL = 4096
 SIGNAL_SLICE_S = 0.2
 """Waits return to Python this often, so that Ctrl-C works."""
 DISPOSE_TIMEOUT_S = 60.0
-"""For the tasks of a pool that nobody closed."""
+"""Seconds that the tasks of a pool which nobody closed may take to end."""
 
 _left: list[OptimizerPool] = []
 """Pools with a thread that did not end: it may write to their tensors for as long as the process lives."""
@@ -115,7 +115,7 @@ class _Live:
 
 
 def default_num_threads(cores_left: int = 2) -> int:
-    """All cores this process may use but `cores_left`, for I/O and the training thread; at least one."""
+    """Count the cores that this process may use, less `cores_left`, for I/O and the training thread; at least one."""
     return max(1, usable_cores() - cores_left)
 
 
@@ -263,7 +263,7 @@ class OptimizerPool:
         return self._reap()
 
     def wait_for_more(self, seen: int, timeout_s: float) -> None:
-        """Until more than `seen` units have finished, or the timeout; without the interpreter's lock."""
+        """Wait until more than `seen` units have finished, or the timeout; without the interpreter's lock."""
         if not self._closed:
             self._queue.wait_finished(seen, timeout_s)
 

@@ -1,4 +1,4 @@
-"""What a micro-batch takes on the device while it is computed: activations of a layer, masks, logits.
+"""Bytes that a micro-batch takes on the device while it is computed: activations of a layer, masks, logits.
 
 Notation: T tokens of a micro-batch, h hidden width, q / kv widths of queries / keys, f feed-forward width that one
 token goes through, e bytes of an element. Attention is fused (no T x T scores) unless the shape says otherwise."""
@@ -20,7 +20,7 @@ LOGITS_ALIVE = 3.0
 """Chunks' worth alive at once where autograd computes the loss: the fp32 log-softmax that it keeps, the gradient of the
 loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""
 COMPILED_ACTIVATIONS = 0.6
-"""What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
+"""Share of an eager layer's saved tensors that a compiled layer's backward holds. A planning figure."""
 
 
 BLOCK_TILES, BLOCK_TOKENS = 4, 8192
@@ -42,7 +42,7 @@ def chunk_tokens(shape: ModelShape, tokens: int, smaller: int = 1) -> int:
 
 
 def layer_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
-    """What autograd keeps of one layer, and the gradients alive at the peak of its backward pass.
+    """Bytes that autograd keeps of one layer, and the gradients alive at the peak of its backward pass.
 
     Per token: two norms (fp32 copy, normed, output: 4h + 2eh each), the residual stream (2eh), queries before and after
     rotation, attention output twice (4eq), keys and values (3e kv), gated feed-forward (gate, its activation, up,
@@ -185,8 +185,8 @@ def mask_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
 
 
 def border_bytes(shape: ModelShape, tokens: int) -> int:
-    """What the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an fp32
-    gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
+    """Bytes that the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an
+    fp32 gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
     for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed/trial.py)."""
     width = shape.num_heads * shape.head_dim
     documents = 1 << max(4, (max(1, tokens // 256) - 1).bit_length())

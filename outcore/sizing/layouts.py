@@ -1,4 +1,5 @@
-"""What an engine decided that bytes and seconds of a run depend on: the engine says it, the planner counts with it."""
+"""Decisions of an engine on which bytes and seconds of a run depend: the engine makes them, the planner counts with
+them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class StoredStates(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """How the streaming engine runs a model; the planner's own search varies it."""
+    """Layout of a run by the streaming engine; the planner's own search varies it."""
 
     micro_batch: int
     accumulation: int
@@ -69,7 +70,7 @@ class StreamLayout:
     """RAM for states of updates ahead of the global norm, at most. None: half of what is idle."""
 
     def stored_states(self, state_format: str) -> StoredStates:
-        """How states of this format lie on the drive."""
+        """Format of these states on the drive."""
         master, moments = STATE_FORMATS[state_format]
         compressed = moments == 8 and (self.residency is None or self.residency.compressed)
         return (
@@ -79,7 +80,7 @@ class StreamLayout:
 
 @dataclass(frozen=True)
 class Staged:
-    """How states are moved in DeepSpeed's place."""
+    """Sizes with which states are moved in DeepSpeed's place."""
 
     states: str
     """Format of the states."""
@@ -92,7 +93,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class DeepSpeedLayout:
-    """How DeepSpeed runs a model; the planner's own search varies it."""
+    """Layout of a run by DeepSpeed; the planner's own search varies it."""
 
     stage: str
     optimizer: Device

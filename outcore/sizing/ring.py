@@ -14,11 +14,12 @@ NEVER, WHOLE_SLOT = 0, 64
 LEAST_MATRICES = 2
 """Slots for Muon's matrices: one is updated while the next is read."""
 FLOWING_SLOTS = 24
-"""They keep a drive busy in both directions while updates go on. More are for keeping chunks, and for reading ahead."""
+"""Slots that keep a drive busy in both directions while updates go on. More are for keeping chunks, and for reading
+ahead."""
 
 
 def needed_in_slot(states_bytes: int, param_bytes: int = 0, grad_bytes: int = 0) -> int:
-    """What a chunk takes of a slot: each of these in whole blocks, 0 of what has a home in RAM."""
+    """Bytes that a chunk takes of a slot: each of these in whole blocks, 0 of what has a home in RAM."""
     return sum(round_up(n_bytes, BLOCK_BYTES) for n_bytes in (states_bytes, param_bytes, grad_bytes))
 
 
@@ -49,7 +50,7 @@ def kept_places(worths: Sequence[int], num_slots: int) -> list[int]:
 
 
 def kept_counts(runs: Sequence[tuple[int, int]], num_kept: int) -> list[int]:
-    """How many of each run of equal chunks (worth, how many) are among the `num_kept`."""
+    """Count, in each run of equal chunks (worth, number), those that are among the `num_kept`."""
     counts, left = [0] * len(runs), num_kept
     for place in sorted(range(len(runs)), key=lambda place: runs[place][0])[::-1]:
         worth, count = runs[place]

@@ -1,4 +1,4 @@
-"""What sizes follow from in a model: parameter counts by part, and the widths that set activations and FLOPs.
+"""Shape of a model, from which sizes follow: parameter counts by part, and the widths that set activations and FLOPs.
 
 `shape_from_fields` counts from a configuration's fields alone (no torch, microseconds); `outcore.model.shape` counts
 any other model on the meta device. tests/plan/test_shape.py holds both against each other and hand-worked numbers.
@@ -198,7 +198,7 @@ DROPOUTS = (
     *("attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "resid_dropout"),
     *("activation_dropout", "dropout", "dropout_rate"),
 )
-"""What configurations call the dropout of layers. The engine itself tries the layers (`draws_random_numbers`)."""
+"""Names of the dropout of layers in configurations. The engine itself tries the layers (`draws_random_numbers`)."""
 
 
 COUNTED = ("llama", "qwen3", "qwen3_moe")

@@ -1,4 +1,4 @@
-"""How much of each kind the staged engine keeps where: one rule, for the run (`plan`) and for the planner. Pure.
+"""Placement of the staged engine: one rule, for the run (`plan`) and for the planner. Pure.
 
 RAM must hold the ring of states, the staging memory of parameters, and gradients unless they were sent to the drive;
 of what a budget leaves, parameters take what they need before states do: on the drive both are read and written once by
@@ -27,7 +27,7 @@ keeps, the drive need not move in forward and backward either, so more of it wou
 RING_SLOTS = 1024
 """At most; its bytes decide."""
 LEAST_SLOTS = 4
-"""With fewer the drive would read, compute and write in turn."""
+"""Least slots: with fewer the drive would read, compute and write in turn."""
 AHEAD_BYTES = 512 * MIB
 """Parameters read ahead of use: 0.1 s of a fast drive."""
 NORM_NUMEL = 1 << 24
@@ -82,7 +82,7 @@ class StagedSizes:
     param_bytes: int
     """Homes of parameters; with parameters on the GPU those of the trainable ones, which the optimizer writes."""
     grad_bytes: int
-    """In RAM; 0 when they live on the drive."""
+    """Bytes of gradients in RAM; 0 when they live on the drive."""
     grad_staging_bytes: int
     """Pinned memory through which gradients on the drive flow."""
     store_bytes: int
@@ -142,8 +142,8 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
 
 
 def leading_in_ram(sub_groups_bytes: Sequence[int], ram_bytes: int) -> int:
-    """How many sub-groups of trainable shares have their parameters in RAM where these may go to the drive: the leading
-    ones that `ram_bytes` holds."""
+    """Count the sub-groups of trainable shares that have their parameters in RAM where these may go to the drive: the
+    leading ones that `ram_bytes` holds."""
     left_bytes = ram_bytes
     for number, n_bytes in enumerate(sub_groups_bytes):
         left_bytes -= n_bytes
@@ -153,7 +153,7 @@ def leading_in_ram(sub_groups_bytes: Sequence[int], ram_bytes: int) -> int:
 
 
 def frozen_in_ram(shares_bytes: Sequence[int], left_bytes: int) -> list[bool]:
-    """Which shares that do not train have their home in RAM where they may go to the drive: in the model's order, each
+    """Choose the frozen shares that have their home in RAM where they may go to the drive: in the model's order, each
     that fits into the rest of `left_bytes`, which is the RAM for parameters less what lives there anyway: leading
     trainable sub-groups and all small shares."""
     stays = []

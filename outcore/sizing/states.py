@@ -68,13 +68,13 @@ def muon_device_bytes(matrices: Sequence[tuple[int, int]], master: int, element_
 
 @dataclass(frozen=True)
 class PackedSize:
-    """What one packed format of a frozen base takes and loses."""
+    """Bytes and quality of one packed format of a frozen base."""
 
     block: int
     """Columns that share a scale: rows that do not divide into them stay as they are."""
     block_bytes: int
     quality: str
-    """For people."""
+    """Text for people."""
 
     def of(self, numel: int) -> int:
         """Bytes of so many values."""
@@ -91,7 +91,7 @@ QUANTIZED = {
     "int8": PackedSize(128, 132, "255 levels in each 128 values, little is lost"),
     "nf4": PackedSize(64, 36, "16 levels in each 64 values, what QLoRA trains on"),
 }
-"""What `--quantize` takes, the larger first."""
+"""Formats that `--quantize` takes, the larger first."""
 _PUBLISHED = {
     name: PackedSize(block, block_bytes, AS_PUBLISHED)
     for name, block, block_bytes in (

@@ -77,7 +77,7 @@ def ring_of_states_bytes(
 
 
 class PinnedMemory(NamedTuple):
-    """What the ranks of a host may pin together, lanes and homes."""
+    """Bytes that the ranks of a host may pin together, lanes and homes."""
 
     pool_bytes: int
     lane_bytes: int
@@ -144,7 +144,7 @@ def copy_threads(cores: int) -> int:
 
 
 def copies_gb_per_s(cores: int, ram_gb_per_s: float) -> float:
-    """What a lane can take from pageable RAM: its threads' rate, or a third of DRAM's."""
+    """Rate at which a lane reads pageable RAM: its threads' rate, or a third of DRAM's."""
     return min(copy_threads(cores) * COPY_THREAD_GB_PER_S, ram_gb_per_s / DRAM_PASSES)
 
 
@@ -169,7 +169,7 @@ class DeviceUse:
     """Memory of the device as its allocator counts it, in bytes."""
 
     limit: int
-    """What this process may take at most."""
+    """Bytes that this process may take at most."""
     reserved: int
     """Held between steps, the allocator's gaps with it."""
     moving: int
@@ -177,7 +177,7 @@ class DeviceUse:
 
     @property
     def idle(self) -> int:
-        """What no step needs; below 0 where memory is short."""
+        """Bytes that no step needs; below 0 where memory is short."""
         return self.limit - SPARE_BYTES - self.reserved - self.moving * MOVING_PERCENT // 100
 
 

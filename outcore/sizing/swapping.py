@@ -42,7 +42,8 @@ spare."""
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """What the sizes of swap buffers follow from in a model. All counts are of the whole model, not of one rank."""
+    """Counts of a model from which the sizes of swap buffers follow. All counts are of the whole model, not of one
+    rank."""
 
     total_params: int
     """Parameters, trainable or not; tied ones once."""

@@ -1,4 +1,4 @@
-"""How the device holds units, and which are computed in tiles, from sizes alone: one rule for engine and planner.
+"""Holding of units on the device, and the choice of those in tiles, from sizes alone: one rule for engine and planner.
 
 Whole, the device holds buffers for layers and for embedding or head, the sums of their gradients, buffers in which
 these leave, and at one time a unit's gradient as autograd makes it with that unit's activations or logits. Where that
@@ -45,7 +45,7 @@ PART_NUMEL = 1 << 24
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What the rule knows of an embedding, a layer or a head (a tied one is there once)."""
+    """Sizes of an embedding, a layer or a head (a tied one is there once)."""
 
     index: int
     is_layer: bool
@@ -74,14 +74,14 @@ class Model:
 
 @dataclass(frozen=True)
 class TilingWork:
-    """What a step needs on the device beside buffers, in bytes."""
+    """Bytes that a step needs on the device besides buffers."""
 
     checkpoints: int
     """Activation checkpoints on the device."""
     between: int
     """Hidden states and their gradients between units."""
     masks: int
-    """What attention over packed rows takes: masks, or the flash kernel's own."""
+    """Bytes that attention over packed rows takes: masks, or the flash kernel's own."""
     layer: int
     """Activations of a layer's backward."""
     tiled_layer: int
@@ -89,7 +89,7 @@ class TilingWork:
     """Logits and what their loss takes."""
     tiled_head: int
     evaluation: int
-    """All that an evaluation needs, instead of the others; its head untiled."""
+    """Bytes that an evaluation needs, instead of the others; its head untiled."""
     at_embedding: int = 0
     """Hidden states of whole rows at the embedding and their copy, where elsewhere there are only tiles of them."""
     tile_tokens: int = 0
@@ -100,14 +100,14 @@ class TilingWork:
     """Needs where rows are long, the fastest way first, the one that takes least last; none: they cannot be cut."""
 
     def of(self, holding: Holding) -> TilingWork:
-        """What is needed where the device holds units so."""
+        """Bytes needed where the device holds units so."""
         ways = (way for way in self.long if (way.tile_tokens, way.rows > 0) == (holding.tile_tokens, holding.near))
         return next(ways, self)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """How the device holds units."""
+    """Way in which the device holds units: buffers, tiles, long rows."""
 
     tiled: frozenset[int] = frozenset()
     layer_buffers: int = LAYER_BUFFERS
@@ -122,11 +122,11 @@ class Holding:
     """Whether a layer's whole rows are on the device meanwhile, and not in RAM."""
 
     def cut_as(self, way: TilingWork) -> Holding:
-        """This holding on long rows."""
+        """Make this holding for long rows."""
         return replace(self, tile_tokens=way.tile_tokens, near=way.rows > 0)
 
     def words(self) -> str:
-        """For people: what is less than usual; '' when nothing is."""
+        """Text for people: what is less than usual; '' when nothing is."""
         layers = {1: "one layer at a time", 2: "two layers at a time"}
         less = [layers[self.layer_buffers]] if self.layer_buffers < LAYER_BUFFERS else []
         less += ["gradients leave through one buffer"] if self.ship_buffers < SHIP_BUFFERS else []
@@ -143,7 +143,7 @@ HELD_WHOLE = Holding()
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """On the device, by part."""
+    """Bytes on the device, by part."""
 
     weights: int
     sums: int
@@ -155,12 +155,12 @@ class HeldBytes:
 
     @property
     def buffers(self) -> int:
-        """What is there all the time."""
+        """Bytes that are held all the time."""
         return self.weights + self.sums + self.leaving + self.tiles
 
     @property
     def total(self) -> int:
-        """With a gradient in the making."""
+        """Bytes with a gradient in the making."""
         return self.buffers + max(self.made_by_layer, self.made_by_ends)
 
 
@@ -266,7 +266,7 @@ def _ways(model: Model, layer_buffers: int, may_tile: bool) -> Iterator[Holding]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a model's units are held, and which are in tiles."""
+    """Holding of a model's units, and which of them are in tiles."""
 
     model: Model
     holding: Holding
@@ -296,7 +296,7 @@ class Tiling:
         return held_bytes(self.model, self.holding, self.tile_bytes)
 
     def words(self) -> str:
-        """For people; '' where nothing is in tiles."""
+        """Text for people; '' where nothing is in tiles."""
         where = "on the GPU" if self.holding.near else "in RAM"
         long = f"of a layer all but attention in tiles of {self.tile_tokens} tokens, its whole rows {where}"
         long = long if self.tile_tokens else ""

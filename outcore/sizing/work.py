@@ -1,5 +1,5 @@
-"""What a step of the streaming engine needs on the device beside its buffers: asked by the planner, and by the engine
-before it decides how it holds parts (`tiles`), so both decide alike."""
+"""Bytes that a step of the streaming engine needs on the device besides its buffers: asked by the planner, and by the
+engine before it decides how it holds parts (`tiles`), so both decide alike."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def step_work(
     chunk_bytes: int | None,
     masks: bool,
 ) -> TilingWork:
-    """What a step of the streaming engine needs on the device beside its buffers, by engine and planner alike: of
-    `accumulation` micro-batches of `tokens` tokens of `e` bytes an element. `checkpoints_home`: 'vram', or elsewhere.
+    """Bytes that a step of the streaming engine needs on the device besides its buffers, by engine and planner alike:
+    of `accumulation` micro-batches of `tokens` tokens of `e` bytes an element. `checkpoints_home`: 'vram', or
+    elsewhere.
 
     `tile_bytes`: of a tile, where units are tiled; `chunk_bytes`: intermediates of an MLP that a tiled layer may hold.
     `masks`: packed rows have masks."""

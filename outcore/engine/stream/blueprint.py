@@ -1,4 +1,4 @@
-"""What is decided about an engine before memory is spent: whether it can be, how layers run, where every byte goes."""
+"""Decisions about an engine before memory is spent: whether it can be, how layers run, where every byte goes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Blueprint:
     aux_coefficient: float
     """Coefficient of the routers' balancing loss; 0 without."""
     packed_rows: str
-    """How attention keeps packed documents apart, for people; '' when it does not come up."""
+    """Text for people: how attention keeps packed documents apart; '' when it does not come up."""
     compiled: CompiledLayers
     products: LayerProducts
     tile_plan: TilePlan
@@ -68,7 +68,7 @@ class Blueprint:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """In which gradients of several micro-batches are added up."""
+        """Type in which gradients of several micro-batches are added up."""
         return torch.float32 if self.settings.accumulate == "fp32" else self.dtype
 
     @cached_property
@@ -309,8 +309,8 @@ def work_of_step(
     *,
     compiled: bool,
 ) -> TilingWork | None:
-    """For the largest micro-batch of a step. None where a step's tokens are not told, or the configuration does not say
-    what a layer computes: the rule then leaves a fixed share of the device to it."""
+    """Make the work of the largest micro-batch of a step. None where a step's tokens are not told, or the configuration
+    does not say what a layer computes: the rule then leaves a fixed share of the device to it."""
     if not settings.step_tokens:
         return None
     try:

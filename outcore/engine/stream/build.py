@@ -148,7 +148,7 @@ def build_stream_engine(
 
 @dataclass(frozen=True)
 class _Ground:
-    """What everything else stands on."""
+    """Foundations of the engine: parts, memory, drive."""
 
     staging: PinnedPool
     memory: HostMemory
@@ -205,7 +205,8 @@ def _open_ground(
 
 
 def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict[str, UploadLane]:
-    """For parameters on NVMe, of whole units ("weights") and of tiles ("tiles"); only those that have work."""
+    """Open lanes for parameters on NVMe, of whole units ("weights") and of tiles ("tiles"); only those that have
+    work."""
     settings, tiled = plan.settings, plan.tile_plan.indices
     lanes = {"weights": bool(plan.on_nvme - tiled), "tiles": bool(plan.on_nvme & tiled)}
     free_bytes = ground.staging.free_bytes  # half of it for reading ahead where homes would take all
@@ -236,7 +237,7 @@ def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """What turns gradients in RAM into weights."""
+    """Objects that turn gradients in RAM into weights."""
 
     pool: OptimizerPool
     ring: StateRing | None
@@ -298,7 +299,7 @@ def _open_optimizer(
 
 @dataclass(frozen=True)
 class _Traffic:
-    """How weights reach the device and gradients leave it."""
+    """Objects that bring weights to the device and gradients from it."""
 
     arrival: WeightArrival
     download: GradientShipping

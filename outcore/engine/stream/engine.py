@@ -161,7 +161,7 @@ class StreamEngine:
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s, said)
 
     def _with_room(self, run: Callable[[], _Result], changed_none: Callable[[], bool] = lambda: True) -> _Result:
-        """What `run` gives; once more with less memory kept where that left it none, if it had changed no state."""
+        """Result of `run`; once more with less memory kept where that left it none, if it had changed no state."""
         while True:
             short: torch.OutOfMemoryError
             try:
@@ -379,11 +379,12 @@ class StreamEngine:
             self._ranks.barrier("export by rank 0", timeout_s=math.inf)
 
     def describe(self) -> str:
-        """What was chosen, in a few lines for people."""
+        """Lines for people: what was chosen."""
         return self._parts.describe(self.settings, deferred=self._deferred)
 
     def _drain(self) -> None:
-        """Until every unit is up to date in its home; what fails here or in a step, `close` does not wait for again."""
+        """Wait until every unit is up to date in its home; what fails here or in a step, `close` does not wait for
+        again."""
         failed, self._failed = self._failed, True
         self._parts.updates.drain()
         self._parts.residents.write_back()

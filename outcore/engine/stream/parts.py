@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EngineParts:
-    """What `build_stream_engine` puts together."""
+    """Objects that `build_stream_engine` puts together."""
 
     units: ModelParts
     device: torch.device
@@ -47,7 +47,7 @@ class EngineParts:
     homes: Homes
     upload: UploadLane
     drive_lanes: list[UploadLane]
-    """For parameters on NVMe, of whole units and of tiles; none when all are in RAM."""
+    """Lanes for parameters on NVMe, of whole units and of tiles; none when all are in RAM."""
     download_lane: DownloadLane
     optimizer: OptimizerPool
     updates: PartUpdates
@@ -68,10 +68,10 @@ class EngineParts:
     also_closed: Sequence[Callable[[float], object]] = ()
     """Parts of several ranks: closed with the rest, within so many seconds."""
     packed_rows: str = ""
-    """How attention keeps packed documents apart, for people; '' when it does not come up."""
+    """Text for people: how attention keeps packed documents apart; '' when it does not come up."""
 
     def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
-        """For people."""
+        """Text for people."""
         units = self.units.all
         total = sum(unit.layout.num_params for unit in units)
         trained = sum(slot.numel for unit in units for slot in unit.layout.trainable_slots)

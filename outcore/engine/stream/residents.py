@@ -89,7 +89,7 @@ class Residents:
         return len(self._parts)
 
     def words(self) -> str:
-        """For people: what stays, or may; '' when nothing will."""
+        """Text for people: what stays, or may; '' when nothing will."""
         if self._parts:
             return (
                 f"{self._parts[0].name} to {self._parts[-1].name} stay on the device, {format_gib(self.device_bytes)}"

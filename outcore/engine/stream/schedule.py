@@ -32,7 +32,7 @@ OnGradient = Callable[[Part, LaneTransfer], None]
 
 @dataclass
 class _MicroBatch(Passage):
-    """What one micro-batch carries through a step."""
+    """State that one micro-batch carries through a step."""
 
     routers: list[torch.Tensor] = field(default_factory=list)
     router_counts: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class PassSums:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
 
     def plus(self, ce_sum: torch.Tensor, n_tokens: torch.Tensor, aux_sum: torch.Tensor | float = 0.0) -> PassSums:
-        """With one micro-batch more."""
+        """Make the schedule with one micro-batch more."""
         return PassSums(self.ce_sum + ce_sum, self.aux_sum + aux_sum, self.n_tokens + n_tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the streaming engine is told: one frozen dataclass, checked when it is made."""
+"""Settings of the streaming engine: one frozen dataclass, checked when it is made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from outcore.storage import DRIVE_ACCESS, DriveAccess
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """What the engine is built with and no run changes; tests and benchmarks give other values."""
+    """Sizes that the engine is built with and no run changes; tests and benchmarks give other values."""
 
     update: Literal["auto", "deferred", "immediate"] = "auto"
     """deferred: updates run under the next forward, once the global norm is known; a non-finite gradient skips the
@@ -62,7 +62,7 @@ class StreamSizes:
 
 @dataclass(frozen=True)
 class StreamSettings(StreamSizes):
-    """What a run's decision sets. ValueError for what cannot work."""
+    """Settings that a run's decision makes. Raises ValueError for what cannot work."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for matrices of layers, which then have a momentum alone; AdamW for all else."""
@@ -101,7 +101,7 @@ class StreamSettings(StreamSizes):
     """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
     three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     matmul: Literal["same", "float8_tensorwise", "float8_rowwise", "fp16_accumulation"] = "same"
-    """How layers multiply (`model.forward.LayerProducts`)."""
+    """Way in which layers multiply (`model.forward.LayerProducts`)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     packed_attention: Literal["auto", "masks"] = "auto"

@@ -132,7 +132,7 @@ class StreamState:
 
 
 MASTER_AND_MOMENTS: tuple[tuple[StateName, ...], ...] = (("master",), ("exp_avg", "exp_avg_sq"))
-"""What is set at a time: compressed and 8-bit moments of a chunk lie together and are written together."""
+"""States that are set together: compressed and 8-bit moments of a chunk lie together and are written together."""
 
 
 def _check_mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> None:
@@ -227,11 +227,11 @@ class LossScaler:
     _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint; empty when not enabled."""
+        """State for a checkpoint; empty when not enabled."""
         return {name: getattr(self, name) for name in self._SAVED} if self.enabled else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """What `state` returned; what is missing stays."""
+        """Take back what `state` returned; what is missing stays."""
         for name in self._SAVED if self.enabled else ():
             if name in state:
                 setattr(self, name, type(getattr(self, name))(state[name]))

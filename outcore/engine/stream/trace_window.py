@@ -1,4 +1,4 @@
-"""Which steps are traced, into which file: a recorder listens to the engine's parts for those steps only."""
+"""Window of the steps that are traced into a file: a recorder listens to the engine's parts for those steps only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT_BY_A_STEP = ("optimizer", "download")
 
 
 class StepTracing(Protocol):
-    """What the engine tells of its steps."""
+    """Listener to what the engine tells of its steps."""
 
     def step_begins(self) -> None: ...
 
@@ -101,7 +101,7 @@ class TraceWindow:
             drives.on_finished = None
 
     def _drives(self) -> Traced | None:
-        """Who reads and writes the scratch files, if there are any."""
+        """Readers and writers of the scratch files, if there are any."""
         engine = self._parts.scratch.engine if self._parts.scratch is not None else None
         return engine if isinstance(engine, Traced) else None
 

@@ -47,7 +47,7 @@ class BegunUpdate:
     """An update that has begun."""
 
     reason: Literal["optimizer", "nvme"]
-    """What a wait for it counts as."""
+    """Cause that a wait for this update is counted under."""
     words: str
     is_done: Callable[[], bool]
     end: Callable[[float], bool]
@@ -203,7 +203,7 @@ class AheadUpdater:
 
 
 def not_made(part: Part, error: BaseException) -> EngineError:
-    """What is raised for an update that failed."""
+    """Make the exception for an update that failed."""
     return EngineError(
         f"the update of {part.name} could not be made: {error}. Its states are those of the step before, those of "
         "other layers may be newer: resume from the last checkpoint."
@@ -388,7 +388,7 @@ class PartUpdates:
         return True
 
     def wait(self, unit: Part) -> None:
-        """Until the unit is up to date. TimeoutError, NonFiniteLossError, or what went wrong with it."""
+        """Wait until the unit is up to date. TimeoutError, NonFiniteLossError, or what went wrong with it."""
         if self._drive is not None:
             self._drive.ring.check()  # a write of an earlier update may have failed since
         pending = self._pending.get(unit.index)
@@ -431,7 +431,7 @@ class PartUpdates:
             self.wait(unit)
 
     def drain(self) -> None:
-        """Until every unit is up to date, on the drive too; the first failure is raised."""
+        """Wait until every unit is up to date, on the drive too; the first failure is raised."""
         for pending in list(self._pending.values()):
             self.wait(pending.unit)
         if self._drive is not None:
@@ -446,7 +446,7 @@ class PartUpdates:
 
 
 class UpdatedWeights:
-    """What flow asks (its `WeightSource`): homes, and whether their last update is over."""
+    """Source of weights for flow (`WeightSource`): homes, and whether their last update is over."""
 
     def __init__(self, homes: Homes, updates: PartUpdates, arena: GradientArena) -> None:
         self._homes, self._updates, self._arena = homes, updates, arena

@@ -79,8 +79,7 @@ def why_not_streamed(loaded: LoadedModel, trial: Trial | None = None) -> str:
 
 
 def config_of_type(model_type: str) -> Any:
-    """Configuration of what a run of this architecture trains with its class's defaults. ValueError when transformers
-    has none such."""
+    """Configuration of this architecture with its class's defaults. Raises ValueError where transformers has none."""
     from transformers import AutoConfig
 
     return language_config(AutoConfig.for_model(model_type))

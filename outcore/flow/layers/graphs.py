@@ -240,8 +240,7 @@ class LayerGraphs:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Make an empty tensor with the same strides (dense where it was expanded, so that it can be written to), values
-    undefined."""
+    """Make a tensor with the same strides (dense where it was expanded, to be written to), values undefined."""
     if 0 in tensor.stride():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

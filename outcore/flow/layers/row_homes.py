@@ -83,8 +83,7 @@ class RowHomes:
         return home
 
     def up(self, home: torch.Tensor) -> torch.Tensor:
-        """Bring a home's rows, or some tokens of them, to the device; rows that are there already are returned as they
-        are."""
+        """Bring a home's rows, or some tokens of them, to the device; rows that are there are returned."""
         ((rows,),) = ([*found] for found in self.arriving([[home]]))
         return rows
 

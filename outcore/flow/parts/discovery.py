@@ -271,8 +271,7 @@ class _Discovery:
             return embed, parameters_behind([logits]), units
 
     def _made_of(self, learned: list[torch.Tensor], embed: list[nn.Parameter]) -> str:
-        """Text in brackets: the parameters that these tensors are made of, beside what the hidden states are made of as
-        well."""
+        """Text in brackets: parameters that these tensors are made of and the hidden states are not."""
         known = {id(p) for p in embed}
         own = {self.names[id(p)] for p in parameters_behind(learned) if id(p) not in known}
         return f" (made of {_holders(sorted(own), [n for n in self.names.values() if n not in own])})" if own else ""

@@ -87,8 +87,7 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Part:
-    """Unit of streaming: parameters that are uploaded, updated and saved together (a layer, the embedding, the
-    head)."""
+    """Unit of streaming, a layer or an end: parameters that are uploaded, updated and saved together."""
 
     index: int
     """Place in the order of need: embedding 0, layers from 1 on, head last."""

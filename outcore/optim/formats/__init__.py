@@ -1,4 +1,4 @@
-"""How optimizer states of a chunk lie in one buffer: fp32, split, 8-bit, compressed on a drive."""
+"""Layouts of a chunk's optimizer states in one buffer: fp32, split, 8-bit, compressed on a drive."""
 
 from outcore.optim.formats.chunk_state import STATE_NAMES, ChunkState, StateName
 from outcore.optim.formats.compressed import Tail, tail_of

@@ -1,4 +1,4 @@
-"""How the optimizer states of a chunk lie in one buffer: which formats there are, their bytes, their named views.
+"""Layouts of a chunk's optimizer states in one buffer: which formats there are, their bytes, their named views.
 
 A chunk is a contiguous range of parameters whose states move, live and are updated together. Its states are one uint8
 buffer, so that they are one transfer: each state starts at a multiple of 64 bytes, the whole is a multiple of 4 KiB.
@@ -96,7 +96,7 @@ class StateFormat:
 
     @property
     def without_squares(self) -> StateFormat:
-        """This format with a momentum alone, in fp32, beside its master."""
+        """Make this format with a momentum alone, in fp32, beside its master."""
         assert not self.moments8
         return replace(self, name=f"{self.name}_momentum", only_momentum=True)
 
@@ -171,7 +171,7 @@ class StateFormat:
         return self.fixed_bytes(numel) + 2 * self.tail_bytes(numel)
 
     def stored_bytes(self, numel: int) -> int:
-        """What a chunk may take on a drive."""
+        """Bytes that a chunk may take on a drive."""
         return self.fixed_bytes(numel) + self.tail_bytes(numel)
 
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:

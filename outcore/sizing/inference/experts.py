@@ -14,7 +14,7 @@ FEW_TOKENS, FEW_PAIRS = 16, 256
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """What one expert of a mixture takes, where experts are parts of their own."""
+    """Bytes of one expert of a mixture, where experts are parts of their own."""
 
     slot_bytes: int
     """Bytes on the device."""

@@ -1,5 +1,5 @@
-"""Which travelling layers the CPU computes where their bytes are, and up to how many tokens of a pass: from rates
-measured at the start.
+"""Choice of the travelling layers that the CPU computes where their bytes are, and up to how many tokens of a pass:
+from rates measured at the start.
 
 While the CPU computes some of the layers that do not fit in VRAM, the link brings the others. A pass takes the longer
 of the two; for each number of tokens that was tried, so many layers go to the CPU as make it shortest.

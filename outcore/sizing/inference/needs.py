@@ -1,4 +1,4 @@
-"""What is to be placed while a model answers, the room for it, and the presets: limits and an objective each."""
+"""Needs of a model that answers, the room for them, and the presets: limits and an objective each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PartSize:
 
 @dataclass(frozen=True)
 class KvSize:
-    """What one token takes in keys and values, by windows."""
+    """Bytes of keys and values a token, by windows."""
 
     bytes_by_window: tuple[tuple[int | None, int], ...]
     """(window, bytes of a token in all layers with it); None: no window."""
@@ -104,7 +104,7 @@ class KvSize:
 
 @dataclass(frozen=True)
 class InferenceNeeds:
-    """What is to be placed."""
+    """Bytes that are to be placed: weights, keys and values, states, experts."""
 
     COPIES_WITH_GUESSES: ClassVar = 2
     """Copies of an answer's recurrent states where tokens are guessed: those before a guess stay until it is judged."""
@@ -125,8 +125,8 @@ class InferenceNeeds:
     """Experts, where they come as they are chosen."""
 
     def with_experts(self, layers: Sequence[tuple[int, int, int]]) -> InferenceNeeds:
-        """With experts that come as they are chosen: of each layer (bytes of one on the device, their number, bytes of
-        one as it is used where it is packed)."""
+        """Make the needs with experts that come as they are chosen: of each layer (bytes of one on the device, their
+        number, bytes of one as it is used where it is packed)."""
         if not layers:
             return self
         slot_bytes, num_experts, expanded_bytes = (max(sizes) for sizes in zip(*layers, strict=True))

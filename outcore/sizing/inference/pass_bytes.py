@@ -1,4 +1,4 @@
-"""What a pass takes on the device that computes, beside weights, and keys and values: counted tensor by tensor.
+"""Bytes that a forward pass takes on the device, besides weights and keys and values: counted tensor by tensor.
 
 Layers run one chunk of at most `chunk_tokens` at a time, so that one chunk's intermediates are alive; the hidden states
 of all chunks wait between layers. A layer's peak is in its attention or in its feed-forward part. The head's logits
@@ -38,7 +38,7 @@ LIBRARY_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """How much one product of an attention may hold."""
+    """Limits of what one product of an attention may hold."""
 
     scores: int = 1 << 25
     """128 MiB in fp32."""
@@ -76,7 +76,7 @@ class LayerSize:
 
     hidden_size: int
     ffn_width: int
-    """That one token goes through."""
+    """Width that one token goes through."""
     attentions: tuple[AttentionSize, ...]
     """Each kind once."""
     experts_per_token: int = 0

@@ -107,7 +107,7 @@ class Placement:
     chunk_tokens: int
     num_buffers: int
     vram_bytes: dict[str, int] = field(default_factory=dict)
-    """What the device holds, by item; empty without one."""
+    """Bytes on the device by item; empty without a device."""
     reasons: tuple[str, ...] = ()
     cpu_parts: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Parts that travel, but are computed by the CPU where they are, by the most tokens of such a pass."""

@@ -1,4 +1,4 @@
-"""What a trial at the start measures of weights that the CPU computes where they are.
+"""Rates, measured at the start, of weights that the CPU computes where they are.
 
 What a token of a pass costs: a layer's matrices, the same for all, and attention, which grows with its context."""
 
@@ -33,7 +33,7 @@ class InPlaceRates:
 
     @staticmethod
     def evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
-        """So many of them for the CPU, between which the others lie evenly."""
+        """Choose so many for the CPU that the others lie evenly between them."""
         return tuple(names[(2 * n + 1) * len(names) // (2 * count)] for n in range(count))
 
     def gb_per_s(self, tokens: float) -> float:

@@ -81,7 +81,7 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
 def _with_more_answers(
     needs: InferenceNeeds, limits: InferenceLimits, asked: Placement, placed: Placement
 ) -> tuple[Placement, Placement]:
-    """What is asked for and the placement, with more answers at once where all weights stay and keys and values have
+    """Settings and placement, with more answers at once where all weights stay and keys and values have
     room for them: a pass that reads the weights anyway then writes more tokens. One answer's preset stays at few."""
     most = PRESETS["throughput"].max_sequences
     grows = limits.max_sequences is None and asked.preset.name == "balanced" and not needs.state_bytes
@@ -141,8 +141,8 @@ def _on_drive_words(one: int) -> str:
 
 
 def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> int:
-    """What a pass holds beside weights and cache: its own tensors, and buffers that packed layers, and packed embedding
-    and head, are expanded in."""
+    """Bytes that a forward pass holds besides weights and cache: its own tensors, and buffers that packed layers, and
+    packed embedding and head, are expanded in."""
     own = pass_bytes(
         needs.layer,
         needs.vocab_size,

@@ -1,4 +1,4 @@
-"""What a training run keeps, part by part: from a model's shape, or from its parts once it is taken apart.
+"""Bytes that a training run keeps, part by part: from a model's shape, or from its parts once it is taken apart.
 
 Every parameter starts at a multiple of `BLOCK_NUMEL` elements in its part's home, as `flow.parts` lays it out, so both
 ways give the same bytes."""
@@ -33,7 +33,7 @@ class PartNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingNeeds:
-    """All that must live somewhere while a model is trained, in bytes."""
+    """Bytes that must live somewhere while a model is trained, in bytes."""
 
     layers: tuple[PartNeeds, ...]
     ends: tuple[PartNeeds, ...]
@@ -47,7 +47,7 @@ class TrainingNeeds:
 
     @property
     def parts(self) -> tuple[PartNeeds, ...]:
-        """All parts, the ends last."""
+        """Parts, the ends last."""
         return (*self.layers, *self.ends)
 
     @cached_property
@@ -109,7 +109,7 @@ def needs_of_shape(
     uses_muon: bool = False,
     ranks: int = 1,
 ) -> TrainingNeeds:
-    """What the run of such a model needs."""
+    """Make the needs of a run of such a model."""
     layers, ends = parts_of_shape(shape, element_bytes, uses_muon)
     row_bytes = element_bytes * shape.hidden_size
     return TrainingNeeds(

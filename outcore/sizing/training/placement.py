@@ -39,7 +39,7 @@ class Pins:
     """Whether homes are pinned; else lanes' slots alone."""
 
     def of(self, crossing_bytes: int, ranks: int) -> PinnedMemory:
-        """What is pinned where so many bytes of homes cross to the device."""
+        """Make the pinned memory where so many bytes of homes cross to the device."""
         return pinned_memory(
             crossing_bytes if self.pins_homes else 0,
             self.asked_bytes,
@@ -58,14 +58,14 @@ class TrainingLimits:
     ram_bytes: int
     """RAM for homes and for what flows; processes and reserves are beside it."""
     pins: Pins | PinnedMemory
-    """What may be pinned, or what was decided."""
+    """Memory that may be pinned, or that was decided."""
     checkpoints_in_ram: bool = True
     """Whether activation checkpoints wait in RAM."""
     states_may_spill: bool = False
     weights_may_spill: bool = False
     holding: Holding = HELD_WHOLE
-    """How the device holds parts. Gradients of layers in tiles come while their checkpoints are still needed; rows of
-    an embedding in tiles are picked in RAM, where its parameters stay."""
+    """Way in which the device holds parts. Gradients of layers in tiles come while their checkpoints are still needed;
+    rows of an embedding in tiles are picked in RAM, where its parameters stay."""
     chunk_numel: int = CHUNK_NUMEL
     """Elements of a chunk of states; parameters are cut between two of them."""
     gradient_bytes: int | None = None
@@ -75,12 +75,12 @@ class TrainingLimits:
     long_rows: int | None = None
     """RAM of a rank's long rows, in which activation checkpoints lie, too. None: rows are whole."""
     told: Residency | None = None
-    """What of parameters and states was decided to live in RAM before; None: it follows from `ram_bytes`."""
+    """Earlier decision on what of parameters and states lives in RAM; None: it follows from `ram_bytes`."""
     read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
 
     @property
     def flows(self) -> Residency:
-        """How states flow from the drive."""
+        """Flow of states from the drive."""
         return self.told or Residency()
 
 
@@ -112,13 +112,13 @@ class TrainingPlacement:
     stored_chunk: int
     """Room for a chunk's states on the drive."""
     holding: Holding
-    """How the device holds parts."""
+    """Way in which the device holds parts."""
     waits_for_norm: bool
     """Whether updates wait for the global norm."""
     stays: int = 0
     """First layers that stay on the device, with gradients and states."""
     stay_bytes: int = 0
-    """What they take there."""
+    """Bytes that layers which stay take on the device."""
     ahead: tuple[int, ...] = ()
     """Parts (of `needs.parts`) whose updates may begin before the norm is known: their states have a second home."""
 
@@ -133,7 +133,7 @@ class TrainingPlacement:
         return sum(self.cuts)
 
     def lines(self) -> list[str]:
-        """What waits in RAM beside parameters and states, for people; [] where nothing is worth a line."""
+        """Lines for people: what waits in RAM besides parameters and states; [] where nothing is worth a line."""
         found, lent = [], self.needs.ranks * sum(self.lent)
         if self.beyond:
             beside = f"{format_gib(lent)} of activation checkpoints lie in the homes of gradients, " if lent else ""
@@ -188,8 +188,8 @@ class TrainingPlacement:
         return next((words for words, applies in why.items() if applies), "")
 
     def staying(self, idle_bytes: int, hidden_bytes: int) -> TrainingPlacement:
-        """With as many first layers on the device as `idle_bytes` there hold. `hidden_bytes`: of a micro-batch's hidden
-        states, which graphs keep two of."""
+        """Make the placement with as many first layers on the device as `idle_bytes` there hold. `hidden_bytes`: of a
+        micro-batch's hidden states, which graphs keep two of."""
         layers = () if self.why_none_stays else range(len(self.needs.layers))
         totals = accumulate(self.resident_bytes(number, hidden_bytes) for number in layers)
         fitting = [total for total in totals if total <= idle_bytes]
@@ -203,8 +203,8 @@ class TrainingPlacement:
         return layer.home_bytes + gradient + states + 2 * hidden_bytes
 
     def beginning_ahead(self, limit_bytes: int) -> TrainingPlacement:
-        """With as many updates ahead of the norm as `limit_bytes` of RAM hold second homes for: of the last parts,
-        whose gradients come first, all but the embedding and layers that stay."""
+        """Make the placement with as many updates ahead of the norm as `limit_bytes` of RAM hold second homes for: of
+        the last parts, whose gradients come first, all but the embedding and layers that stay."""
         layers, parts = len(self.needs.layers), self.needs.parts
         last_first = (*range(layers + 1, len(parts)), *reversed(range(self.stays, layers)))
         trained = [number for number in last_first if parts[number].trained and not self.why_all_wait]
@@ -234,18 +234,18 @@ class TrainingPlacement:
 
     @property
     def on_drive(self) -> int:
-        """What the drive has of both, and keeps free for compressed moments."""
+        """Bytes of parameters and states on the drive, with what it keeps free for compressed moments."""
         spilled = self.spilled_states / sum(STATE_FORMATS[self.needs.state_format])  # elements
         return self.spilled_weights + int(spilled * self.stored_chunk / CHUNK_NUMEL)
 
     @property
     def fixed(self) -> int:
-        """What cannot leave RAM."""
+        """Bytes that cannot leave RAM."""
         return self.gradients + self.beyond + self.rank_slots
 
     @property
     def homes(self) -> int:
-        """All that lives in RAM."""
+        """Bytes that live in RAM."""
         return self.weights + self.states + self.fixed
 
     @property
@@ -266,7 +266,7 @@ class TrainingPlacement:
 
     @property
     def shared(self) -> int:
-        """What ranks have in common of it."""
+        """Bytes of it that ranks have in common."""
         needs = self.needs
         sizes = [round_up(needs.gradient_bytes(part), BLOCK_BYTES) for part in needs.parts]
         gradients = min(sum(sizes), round_up(self.gradients, BLOCK_BYTES)) if not self.has_homes else sum(sizes)

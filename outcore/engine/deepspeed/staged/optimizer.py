@@ -234,7 +234,7 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
     # --- facts and the end
 
     def words(self) -> str:
-        """For people: where everything lives."""
+        """Text for people: where everything lives."""
         numel = sum(share.numel for share in self._shares.values())
         on_drive = sum(share.numel for share in self._shares.values() if share.home is None)
         lines = (

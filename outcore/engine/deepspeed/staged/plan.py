@@ -1,4 +1,4 @@
-"""What the staged engine is told: one frozen dataclass, made from the resolved configuration and checked at once.
+"""Settings of the staged engine: one frozen dataclass, made from the resolved configuration and checked at once.
 
 Whether outcore's staged offload can run what was asked for, and what it costs."""
 
@@ -74,7 +74,7 @@ class StagedPlan:
     """Threads of the optimizer; None: all cores but two."""
     optimizer_backend: BackendName = "auto"
     notes: tuple[str, ...] = ()
-    """What was not taken as the user asked, a sentence each."""
+    """Requests that were not met as asked, a sentence each."""
 
     def __post_init__(self) -> None:
         state_format(self.states)
@@ -93,7 +93,7 @@ class StagedPlan:
 
 
 def sizes_of(settings: RunSettings, offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> StagedSizes:
-    """What lives where and flows through what, of one rank."""
+    """Make the sizes of one rank: what lives where, and what it flows through."""
     element_bytes, grad_element_bytes = settings.element_bytes, _gradient_element_bytes(settings)
     largest_numel = partition_numel(model.largest_weight_numel, run.world_size)
     max_in_cpu = settings.offload.max_in_cpu_numel if offload.params == "nvme" else 0

@@ -1,4 +1,5 @@
-"""What the staged engine opens before the model is made and closes after DeepSpeed: memory, files, the swapper.
+"""Resources that the staged engine opens before the model is made and closes after DeepSpeed: memory, files, the
+swapper.
 
 RAM of the staged engine: one pinned pool of exact size for homes and staging, pageable memory beyond it.
 
@@ -60,7 +61,7 @@ class StagedMemory:
         return sum(pool.pinned_bytes for pool in (self.pool, self._gradient_pool) if pool is not None)
 
     def words(self) -> str:
-        """For people."""
+        """Text for people."""
         staging_bytes = self._lane_bytes + (self.pool.free_bytes if self.pool is not None else 0)
         pinned = self.homes.pinned_bytes + self._gradients.pinned_bytes
         pageable = self.homes.pageable_bytes + self._gradients.pageable_bytes

@@ -37,12 +37,12 @@ from outcore.storage import TensorStore
 
 @dataclass(eq=False)
 class Share:
-    """What this rank holds of one trainable parameter."""
+    """Part of one trainable parameter that this rank holds."""
 
     param: Any
     """DeepSpeed's partitioned parameter; its `ds_tensor` is the share with padding."""
     index: int
-    """In order of update."""
+    """Position in the order of updates."""
     sub_group: int
     """DeepSpeed's; shares of one are submitted to the optimizer together."""
     numel: int
@@ -112,7 +112,7 @@ class RingSize(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """What is submitted to the optimizer at once: a sub-group's chunks of one parameter group, all in RAM."""
+    """Unit that is submitted to the optimizer at once: a sub-group's chunks of one parameter group, all in RAM."""
 
     sub_group: int
     param_group: int
@@ -252,12 +252,12 @@ class ShareStates:
         return share.grad
 
     def wait_written(self) -> None:
-        """Until the drive has what the last update wrote."""
+        """Wait until the drive has what the last update wrote."""
         if self.ring is not None:
             self.ring.wait_written()
 
     def settle(self) -> None:
-        """Until the drive has everything; before states are read or written from outside."""
+        """Wait until the drive has everything; before states are read or written from outside."""
         if self.ring is not None:
             self.ring.flush()
 

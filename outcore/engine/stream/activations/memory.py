@@ -40,7 +40,7 @@ class Activations(Protocol):
     """Checkpoints by (layer, micro-batch)."""
 
     def link(self, layer: int, micro_batch: int = 0) -> Literal["pcie", "nvme"] | None:
-        """What `keep`, `take` or (of micro-batch 0) `prefetch` may have to wait for; None when they do not wait."""
+        """Resource that `keep`, `take` or (of micro-batch 0) `prefetch` may have to wait for; None when they do not."""
         ...
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
@@ -66,7 +66,8 @@ class Activations(Protocol):
 
 
 class DeviceActivations:
-    """They stay where they are: on the device, or those of long rows in RAM. `expect`: told what is taken soon."""
+    """Activations that stay where they are: on the device, or those of long rows in RAM. `expect`: told what is taken
+    soon."""
 
     def __init__(self, expect: Callable[[torch.Tensor], object] = lambda hidden: None) -> None:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}

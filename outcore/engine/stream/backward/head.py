@@ -37,7 +37,7 @@ from outcore.sizing.activations import EAGER_CHUNKS
 
 @dataclass
 class TiledHeadResult:
-    """What the tiled head makes of one micro-batch."""
+    """Result of the tiled head for one micro-batch."""
 
     ce_sum: torch.Tensor
     n_tokens: torch.Tensor
@@ -196,7 +196,7 @@ class CrossEntropy:
 
 @dataclass
 class HeadResult:
-    """What the head makes of one micro-batch."""
+    """Result of the head for one micro-batch."""
 
     ce_sum: torch.Tensor
     """fp32 scalar: cross-entropy summed over unmasked tokens."""

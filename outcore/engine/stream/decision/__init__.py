@@ -1,3 +1,3 @@
-"""What the streaming engine decides for a run: settings, homes, layout."""
+"""Decisions of the streaming engine for a run: settings, homes, layout."""
 
 from outcore.engine.stream.decision.decide import StreamDecision, decide_stream

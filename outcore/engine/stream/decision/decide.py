@@ -39,7 +39,7 @@ CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 
 
 def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, device: str) -> StreamLayout:
-    """What bytes and seconds depend on of these settings."""
+    """Make the layout of these settings: all that bytes and seconds depend on."""
     own = ("micro_batch", "accumulation", "checkpoints_home", "layer_buffers", "compiled", "cuda_graphs")
     return StreamLayout(
         micro_batch,
@@ -80,12 +80,12 @@ class StreamDecision:
 
     @property
     def state_format(self) -> str:
-        """How optimizer states are kept."""
+        """Format of the optimizer states."""
         return self.told.states
 
     @property
     def layout(self) -> StreamLayout:
-        """How the model is run, as the planner counts it."""
+        """Layout of the run, as the planner counts it."""
         micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
         return stream_layout(self.told, micro, accumulation, self.device)
 
@@ -279,8 +279,8 @@ def _is_of_file(settings: RunSettings, name: str) -> bool:
 
 
 def _device_bytes(device: str) -> int | None:
-    """What the engine will find on the device, asked once and before it takes any of it: other processes and a cap of
-    the allocator take from it. None: it is not here to be asked."""
+    """Bytes that the engine will find on the device, asked once and before it takes any of it: other processes and a
+    cap of the allocator take from it. None: it is not here to be asked."""
     return free_device_bytes(torch.device(device)) if torch.cuda.is_available() else None
 
 
@@ -296,7 +296,7 @@ USED_KEYS = {
     "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib storage lanes "
     "transfer_path",
 }
-"""What of deepspeed_config.json the streaming engine goes by."""
+"""Keys of deepspeed_config.json that the streaming engine goes by."""
 
 
 def unused_keys(user_config: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What lives where: the room for a run, the drive that takes what RAM does not hold, and what is said of it.
+"""Locations of a run: the room for it, the drive that takes what RAM does not hold, and what is said of it.
 
 `sizing.training` decides. The budget for parameters, gradients and optimizer states is `ram_budget_gib`, or what is
 available now less a reserve."""
@@ -33,7 +33,7 @@ NvmeCheck = Callable[[str, float], tuple[bool, str]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which of the engine's data may leave RAM, before the drive was tried."""
+    """Data of the engine that may leave RAM, before the drive was tried."""
 
     states: bool
     params: bool
@@ -82,7 +82,7 @@ class Room:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Text for people."""
         if self.given_gib is not None:
             return f"a budget of {format_gib(self.budget_bytes)}"
         return f"{format_gib(self.budget_bytes)} available, {format_gib(self.beside_bytes)} of it left alone"
@@ -196,7 +196,7 @@ def _drives(
 
 
 def _check_ram(placed: TrainingPlacement, room: Room, wanted: Wanted, warnings: list[str]) -> str:
-    """What does not fit the machine at all, in words; a warning for what leaves too little."""
+    """Tell in words what does not fit the machine at all; a warning for what leaves too little."""
     settings, available = room.settings, room.host.ram_available_bytes
     needed, taken = placed.homes, placed.homes + placed.lanes + room.beside_bytes
     compact = "split8" if settings.precision == "bf16" else "fp32_m8"

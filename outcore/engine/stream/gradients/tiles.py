@@ -59,7 +59,7 @@ class RowSums:
 
     @property
     def ids(self) -> torch.Tensor:
-        """All rows looked up, ascending; no more may be noted from now on."""
+        """Rows that were looked up, ascending; no more may be noted from now on."""
         if self._ids is None:
             self._ids = torch.cat(self._seen).unique() if self._seen else torch.zeros(0, dtype=torch.long)
             self._sums = torch.zeros((len(self._ids), self.num_cols))
@@ -94,7 +94,7 @@ SUM_DTYPE = torch.float32
 
 @dataclass
 class _TileState:
-    """What of a tile's gradient has come so far, and where it waits."""
+    """Progress of a tile's gradient: what has come so far, and where it waits."""
 
     where: Literal["none", "home", "sums", "sent"] = "none"
     parts: int = 0
@@ -248,7 +248,7 @@ class TileGradients:
         self._leave(state.transfer)
 
     def _come_back(self, matrix: TiledMatrix, tile: int, state: _TileState) -> torch.Tensor:
-        """What was set aside, on the device again until `_free_back`."""
+        """Bring what was set aside to the device again, until `_free_back`."""
         assert state.transfer is not None
         state.transfer.wait()
         home = self._download.home(matrix.unit) if state.where == "home" else self._sum_home(matrix)

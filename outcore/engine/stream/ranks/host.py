@@ -1,4 +1,5 @@
-"""What the ranks of a host share for one engine: the group, homes, slots, and who updates which chunk of states.
+"""Objects that the ranks of a host share for one engine: the group, homes, slots, and who updates which chunk of
+states.
 
 Updates of the ranks: each tells the others when its own chunks of a part are up to date, and knows when all are."""
 
@@ -84,7 +85,7 @@ class RankHost:
     slots_memory: torch.Tensor
     """uint8: the slots of all ranks; free between steps, and at least 4 B for each value of the largest part."""
     slots: GradientArena
-    """This rank's."""
+    """Gradient slots of this rank."""
 
     def __enter__(self) -> RankHost:
         return self
@@ -183,7 +184,7 @@ class PublishedUpdates:
         return self._group.has(self._host.counter(UPDATED, part), self._counts.get(part.index, 0))
 
     def wait(self, part: Part) -> None:
-        """Until it is. RankEnded, TimeoutError."""
+        """Wait until it is. RankEnded, TimeoutError."""
         count = self._counts.get(part.index, 0)
         self._group.wait(self._host.counter(UPDATED, part), count, f"update of {part.name}")
 

@@ -48,7 +48,7 @@ class ReducedGradient:
         return self._done.wait(within_s)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Until it is at home; its bytes. Raises what went wrong, TimeoutError."""
+        """Wait until it is at home; its bytes. Raises what went wrong, TimeoutError."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"the ranks' gradients of {self.part.name} were not added up in time")
         if self.error is not None:
@@ -150,7 +150,7 @@ class GradientReducer:
         return torch.tensor(total, dtype=torch.float64).sqrt()
 
     def _wait(self, item: ReducedGradient) -> None:
-        """Until it is at home, on the training thread; counts which rank was late."""
+        """Wait until it is at home, on the training thread; counts which rank was late."""
         end_s = time.monotonic() + self._group.timeout_s
         while not item.done() and time.monotonic() < end_s:
             late, begin_s = self._group.late(self._host.counter(ARRIVED, item.part), item.count), time.monotonic()
