@@ -85,7 +85,7 @@ class Environment:
         return unmet
 
     def read_stamp(self) -> dict[str, object]:
-        """What the last complete set-up wrote; empty when there was none."""
+        """Read what the last complete set-up wrote; empty when there was none."""
         return read_object(self.stamp_path)
 
     def write_stamp(self, content: Mapping[str, object]) -> None:

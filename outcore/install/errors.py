@@ -1,4 +1,4 @@
-"""What stops the set-up, in words for people: what happened, why, what to do."""
+"""Errors that stop the set-up, in words for people: what happened, why, what to do."""
 
 from __future__ import annotations
 

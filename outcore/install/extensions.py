@@ -90,7 +90,7 @@ def extension_environment(
 
 
 def build_key(environment: Environment, accelerator: str, root: str | Path = "/") -> dict[str, str]:
-    """What a built extension depends on; when any of it changes, it is built again.
+    """Key of what a built extension depends on; when any of it changes, it is built again.
 
     The CPU belongs to it because DeepSpeed compiles for exactly this one (-march=native)."""
     installed = environment.installed()

@@ -124,7 +124,7 @@ class InstallJob:
         return self._chosen
 
     def detect(self) -> None:
-        """This machine, the environment to use and the packages that match."""
+        """Detect this machine, the environment to use and the packages that match."""
         self._machine = machine = self._detect()
         self._environment = find_environment(self.repository, self.options.venv)
         gpus = ", ".join(f"{gpu.name} ({format_gib(gpu.vram_bytes)})" for gpu in machine.gpus) or "no CUDA GPU"
@@ -289,7 +289,7 @@ class InstallJob:
             self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
-        """What was asked for. Without a GPU the whole suite, flags alone, runs in a process per core (at most
+        """Arguments of pytest. Without a GPU the whole suite, flags alone, runs in a process per core (at most
         `TEST_PROCESSES`): each takes a stretch of it, and of another's when its own is done. Tests of a GPU measure its
         memory and must be alone on it."""
         rest = list(self.options.rest)
@@ -304,7 +304,7 @@ class InstallJob:
         return self._call(command, cwd=self.repository, env=self._child_environment(), **out)
 
     def _child_environment(self, for_deepspeed: bool = True) -> dict[str, str]:
-        """What children of the environment's interpreter get."""
+        """Environment variables of the interpreter's children."""
         prefix = self.environment.prefix
         environ = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         environ["VIRTUAL_ENV"] = str(prefix)

@@ -33,7 +33,7 @@ class Options:
     set_name: str = "auto"
     offload_path: Path | None = None
     rest: tuple[str, ...] = ()
-    """What came after `--`."""
+    """Arguments after `--`."""
 
 
 def _extras(text: str) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Step:
 
 
 def install_steps(chosen: RequirementSet, repository: Path) -> tuple[Step, ...]:
-    """What has to be called, in order."""
+    """Commands to be called, in order."""
     files = [file for file in chosen.files if file.stem != DEEPSPEED]
     listed = [repository / "requirements" / "build.txt", *files]
     steps = [Step(" + ".join(file.name for file in files), tuple(a for file in listed for a in ("-r", str(file))))]

@@ -1,4 +1,4 @@
-"""What a set-up would do (`--dry-run`), and what native Windows can and cannot do."""
+"""Plan of a set-up (`--dry-run`), and what native Windows can and cannot do."""
 
 from __future__ import annotations
 

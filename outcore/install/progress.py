@@ -1,4 +1,4 @@
-"""What the set-up is doing right now: one moving line on a terminal, plain lines otherwise."""
+"""Progress of the set-up: one moving line on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InstallProgress:
         self._ticker.start()
 
     def detail(self, text: str) -> None:
-        """What the step is busy with: on a terminal's moving line, elsewhere a line every `QUIET_S`."""
+        """Show what the step is busy with: on a terminal's moving line, elsewhere a line every `QUIET_S`."""
         self._detail, now_s = text, time.monotonic()
         if not self._is_terminal and now_s - self._said_s >= QUIET_S:
             self._said_s = now_s

@@ -1,4 +1,5 @@
-"""Which pinned packages this machine gets, and why: a pure function of the machine (requirements/*.txt hold the pins).
+"""Choice of the pinned packages for this machine, and why: a pure function of the machine (requirements/*.txt hold the
+pins).
 
 CUDA 13 needs driver 580 and a GPU of compute capability 7.5 (CUDA 13 dropped older ones); CUDA 12 needs driver 525.
 DeepSpeed is a file of its own: a first run does not wait for it."""
@@ -42,7 +43,7 @@ class RequirementSet:
         return "cuda" if self.name.startswith("cuda") else "cpu"
 
     def without_deepspeed(self) -> RequirementSet:
-        """What our own engine needs."""
+        """Packages without DeepSpeed, which our own engine does not need."""
         pins = {name: pin for name, pin in self.pins.items() if name != DEEPSPEED}
         return replace(self, pins=pins, further=tuple(file for file in self.further if file.stem != DEEPSPEED))
 

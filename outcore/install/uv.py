@@ -39,7 +39,7 @@ NO_MATTER = {
 
 @dataclass(frozen=True)
 class UvSettings:
-    """What uv is given beside the packages."""
+    """Settings that uv is given besides the packages."""
 
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What this computer is: operating system, CPU, RAM, GPUs, CUDA driver, drives. Standard library only.
+"""Description of this computer: operating system, CPU, RAM, GPUs, CUDA driver, drives. Standard library only.
 
 `detect_machine()` reads /proc and /sys and asks nvidia-smi (about 0.1 s without a GPU, under 1 s with one);
 `cards.load_machine("rtx4070-laptop")` gives a machine that is not here. What cannot be read is None
@@ -28,7 +28,8 @@ from outcore.machine.records import DRIVE_KINDS, Drive, Gpu, LinkRates, Machine,
 def detect_machine(
     *, sys_root: str | Path = "/", runner: Runner = run_command, system: str | None = None, usage: Usage | None = None
 ) -> Machine:
-    """This computer as it is now. The parameters are for tests: another root, command runner, OS and disk usage."""
+    """Describe this computer as it is now. The parameters are for tests: another root, command runner, OS and disk
+    usage."""
     root = Path(sys_root)
     os_info = detect_os(root, system)
     cpu, ram = detect_cpu(root), detect_ram(root)

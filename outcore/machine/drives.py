@@ -1,4 +1,5 @@
-"""Which drive lies under a path: mountinfo -> block device -> whole disks -> what they are, all from /proc and /sys.
+"""Search for the drive under a path: mountinfo -> block device -> whole disks -> what they are, all from /proc and
+/sys.
 
 No tool is started and nothing is written. Where the kernel does not say (virtual disks, network shares, containers)
 the answer is 'virtual', 'network' or 'unknown' with the reason, never a guess. Outside Linux only sizes are known.

@@ -37,7 +37,7 @@ CUDA_BY_DRIVER = (
 
 @dataclass(frozen=True)
 class GpuReport:
-    """What the driver said."""
+    """Report of the driver."""
 
     gpus: tuple[Gpu, ...] = ()
     driver_version: str | None = None

@@ -97,7 +97,7 @@ def remove_stale_locks(root: Path, proc: Path = Path("/proc")) -> list[str]:
 
 
 def _in_use(proc: Path) -> Iterator[Path]:
-    """What living processes work in or hold open, as far as this user may look."""
+    """Paths that living processes work in or hold open, as far as this user may look."""
     for process in proc.glob("[0-9]*"):
         try:
             links = [process / "cwd", *(process / "fd").iterdir()]

@@ -42,13 +42,13 @@ class Gpu:
     pcie_gen_current: int | None = None
     """At idle this is lower than under load: a laptop link sleeps at generation 1."""
     pcie_gen_max: int | None = None
-    """What GPU and slot can do together."""
+    """Best PCIe generation of GPU and slot together."""
     pcie_width_current: int | None = None
     pcie_width_max: int | None = None
     pci_bus_id: str | None = None
     uuid: str | None = None
     is_integrated: bool = False
-    """It has no memory of its own and shares the RAM: what is kept there is not kept twice."""
+    """True for a GPU that has no memory of its own and shares the RAM: what is kept there is not kept twice."""
 
     @property
     def pcie_max_gb_per_s(self) -> float | None:
@@ -58,7 +58,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Drive:
-    """What lies under a path."""
+    """Drive under a path."""
 
     path: str
     """The path that was asked about."""
@@ -85,7 +85,7 @@ class Drive:
     pcie_width: int | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
-    """What an ordinary user may still write (the filesystem's reserve is not counted)."""
+    """Bytes that an ordinary user may still write (the filesystem's reserve is not counted)."""
     read_gb_per_s: float | None = None
     """Sequential reads as the probe measured them; None: never measured, as for the two below."""
     write_gb_per_s: float | None = None
@@ -99,7 +99,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """How fast bytes move here, in GB/s (10**9), and how fast they are worked on; None where nobody has measured."""
+    """Rates at which bytes move here, in GB/s (10**9), and are worked on; None where nobody has measured."""
 
     source: str
     """'measured' by the probe or 'nominal' from data sheets."""
@@ -143,7 +143,7 @@ class Machine:
     cpu_cores: int
     cpu_threads: int
     ram_total_bytes: int
-    """What this process can ever have: physical memory, or the container's limit when that is lower."""
+    """Bytes of RAM that this process can ever have: physical memory, or the container's limit when that is lower."""
     ram_available_bytes: int
     cpu_simd: tuple[str, ...] = ()
     """Flags of SIMD_FLAGS that the CPU has: ('avx2', 'avx512f', ...)."""
@@ -162,7 +162,7 @@ class Machine:
     drives: tuple[Drive, ...] = ()
     links: LinkRates | None = None
     notes: tuple[str, ...] = ()
-    """What could not be read and why, for people."""
+    """Text for people: what could not be read, and why."""
 
     @property
     def cuda_driver_major(self) -> int | None:

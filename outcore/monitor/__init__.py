@@ -1,4 +1,4 @@
-"""What the machine feels, and what the run says about itself: samplers, metrics.jsonl, loggers, progress, warnings.
+"""Monitoring of the machine and the run: samplers, metrics.jsonl, loggers, progress, warnings.
 
 Nothing here may stop or slow a run: missing sensors are null and explained once, failing loggers are switched off with
 one sentence; only metrics.jsonl raises (MetricsLogError), because a run without its log should stop cleanly."""

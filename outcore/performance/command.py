@@ -1,4 +1,4 @@
-"""What `performance_test.py` calls: its flags first, and torch only once they are right."""
+"""Entry of `performance_test.py`: its flags first, and torch only once they are right."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _drive_speed(path: Path, profile: Path, offloads: bool) -> Check:
 
 
 def during_the_trial(found: dict[str, Any]) -> list[Check]:
-    """What the measured steps say of the machine: throttling, link, swap, memory, stalls."""
+    """Checks of the machine during the measured steps: throttling, link, swap, memory, stalls."""
     records, machine = measured_steps(found), found["machine"]
     checks = [_throttling(records), _link(records, machine), _swap(records), _memory_left(records, machine)]
     checks += [_vram(found["steps"], machine, found["staying_bytes"]), _stalls(records)]

@@ -43,7 +43,7 @@ RATES += ("ram_gb_per_s", "matmul_tflops")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried."""
+    """Extent of a trial."""
 
     steps: int
     steps_limit_s: float
@@ -206,7 +206,7 @@ class PerformanceTest:
         return {"model": (trial or {}).get("model"), **{key: plan.get(key) for key in keys}}
 
     def _figures(self, trial: dict[str, Any] | None) -> dict[str, Any]:
-        """What the next test is compared with."""
+        """Figures that the next test is compared with."""
         figures: dict[str, Any] = {}
         try:
             links = Machine.load(newest(MEASURED_PROFILE)).links

@@ -35,7 +35,7 @@ class ComparedRow:
     planned: float | None
     measured: float | None
     limit_pct: float
-    """How far the plan may be off before it is said."""
+    """Percent that the plan may be off before it is said."""
     least: float | None = None
     """Differences below it do not count; None: LEAST_DIFFERENCE."""
 
@@ -75,7 +75,7 @@ class Projection:
 
     @property
     def rating_words(self) -> str:
-        """What the run takes of the drive's rated writes."""
+        """Words for what the run takes of the drive's rated writes."""
         if self.rating_share is None:
             return "drive's usual rating unknown"
         pct = 100 * self.rating_share
@@ -121,7 +121,7 @@ class Findings:
     argv: tuple[str, ...]
     elapsed_s: float
     run_key: dict[str, Any]
-    """What must be alike for two tests to be compared."""
+    """Facts that must be alike for two tests to be compared."""
     machine_key: dict[str, Any]
     verdict: Verdict
     checks: tuple[Check, ...]
@@ -133,7 +133,7 @@ class Findings:
     figures: dict[str, Any] = field(default_factory=dict)
     """Seconds and bytes by name, for the next comparison."""
     trial: dict[str, Any] | None = None
-    """What the trial run left; None when it failed."""
+    """Metrics of the trial run; None when it failed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

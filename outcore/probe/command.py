@@ -1,4 +1,4 @@
-"""What `gds_optimizer.py` calls: its flags first, and torch only once they are right."""
+"""Entry of `gds_optimizer.py`: its flags first, and torch only once they are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of the probe: options, the run, what is printed and written, and the exit code."""
+"""Main function of the probe: options, the run, what is printed and written, and the exit code."""
 
 from __future__ import annotations
 

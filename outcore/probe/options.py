@@ -1,4 +1,4 @@
-"""What the command line of `gds_optimizer.py` asks for: checked before anything is measured."""
+"""Command line of `gds_optimizer.py`: checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What to measure and where to write."""
+    """Choice of what to measure and where to write."""
 
     paths: tuple[Path, ...]
     """Directories on the drives to measure; checked to exist and to be writable."""

@@ -109,7 +109,7 @@ class ProbeRun:
             self.budget.drop("peers")
 
     def run(self) -> Measured:
-        """All stages; returns what was found. Raises `TestPathError` when a directory cannot be measured."""
+        """Run all stages; returns what was found. Raises `TestPathError` when a directory cannot be measured."""
         start_s = time.monotonic()
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", BufferedFallbackWarning)  # said better by `advice`
@@ -400,7 +400,7 @@ class StageProgress:
             print(f"[{number}/{len(self._stages)}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)
 
     def tick(self, what: str) -> None:
-        """What is being measured now; shown on a terminal only."""
+        """Show what is being measured now, on a terminal only."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=what)
 

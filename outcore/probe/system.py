@@ -1,4 +1,5 @@
-"""What the ladder may ask of the computer, behind one small interface, so that tests can put another computer there.
+"""Questions that the ladder may ask of the computer, behind one small interface, so that tests can put another computer
+there.
 
 `RealSystem` reads files, looks for programs and modules, and runs children with a time limit. A child gets its own
 process group: when it hangs, or when the user interrupts us, the whole group is killed and nothing is left behind."""
@@ -24,7 +25,7 @@ from outcore.common.os_layer import apart_options, kill_with_children
 
 @dataclass(frozen=True)
 class ChildResult:
-    """How a child process ended. `returncode` is negative for a signal, as in subprocess; None: killed for time."""
+    """End of a child process. `returncode` is negative for a signal, as in subprocess; None: killed for time."""
 
     returncode: int | None
     stdout: str = ""

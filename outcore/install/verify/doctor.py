@@ -41,7 +41,7 @@ PACKAGE_PARTS = {
 OPTIMIZER_USE = "the streaming engine's optimizer at the speed of memory (in torch several times slower)"
 PROBE_TIMEOUT_S = 180.0
 LOOK_S = 0.5
-"""How often the part that is being tried is looked up."""
+"""Seconds between two looks at which part is being tried."""
 
 
 class RunningProbe:

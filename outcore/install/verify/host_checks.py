@@ -180,7 +180,7 @@ def libaio_fix() -> str:
 
 
 def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
-    """What to do about an extension that was not built, for this `reason`."""
+    """Words for what to do about an extension that was not built, for this `reason`."""
     if "compiler" in reason:
         return "`sudo apt-get install -y build-essential`, then `python setup.py`"
     if "Python's headers" in reason:

@@ -1,4 +1,4 @@
-"""What only the environment's own interpreter can find out; run by the installer as `python -m
+"""Checks that only the environment's own interpreter can make; run by the installer as `python -m
 outcore.install.verify.probe`.
 
     build BUILDER                       build one DeepSpeed extension (compiler output on stdout)

@@ -43,7 +43,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def print_table(rows: Sequence[ReportRow], out: TextIO) -> None:
-    """With rich when it can be imported."""
+    """Print the table, by rich when it can be imported."""
     try:
         from rich.console import Console
         from rich.markup import escape

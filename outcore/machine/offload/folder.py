@@ -151,7 +151,7 @@ def system_drive_warning(folder: str | os.PathLike[str], system_drive: str | Non
 
 
 def describe_folder(path: str | os.PathLike[str]) -> str:
-    """What lies under a folder, for example '/mnt/a: NVMe drive /dev/nvme0n1, ext4, 900 GB free.'"""
+    """Words for what lies under a folder, for example '/mnt/a: NVMe drive /dev/nvme0n1, ext4, 900 GB free.'"""
     drive: Drive = drive_of(resolve_nvme_path(path))
     kind = {
         "nvme": "NVMe drive",

@@ -1,4 +1,5 @@
-"""Which GPUs reach each other fast (NVLink islands, PCIe switches, NUMA nodes, hosts), and groups laid on them."""
+"""Search for GPUs that reach each other fast (NVLink islands, PCIe switches, NUMA nodes, hosts), and groups laid on
+them."""
 
 from outcore.machine.topology.stages import (
     ParallelLayout,

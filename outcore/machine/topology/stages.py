@@ -50,15 +50,15 @@ class PlacedGpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """All GPUs of one or several hosts, each in exactly one island."""
+    """GPUs of one or several hosts, each in exactly one island."""
 
     islands: tuple[tuple[PlacedGpu, ...], ...]
     source: str
-    """What told it: 'NVML and /sys', or a file."""
+    """Source of the topology: 'NVML and /sys', or a file."""
     nvlinks: frozenset[tuple[str, int, int]] = frozenset()
     """(host, lower index, higher index) of pairs that NVLink joins, as far as that was read."""
     notes: tuple[str, ...] = ()
-    """What could not be read, and what was taken instead."""
+    """Facts that could not be read, and what was taken instead."""
 
     @property
     def gpus(self) -> tuple[PlacedGpu, ...]:
@@ -149,7 +149,8 @@ PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 def detect_topology(
     gpus: Sequence[Gpu], *, sys_root: str | Path = "/", host: str | None = None, nvml: Any = None
 ) -> Topology:
-    """How these GPUs of this machine are joined. `nvml`: a module with pynvml's functions; None imports pynvml."""
+    """Detect how these GPUs of this machine are joined. `nvml`: a module with pynvml's functions; None imports
+    pynvml."""
     host = host or platform.node() or "localhost"
     placed, notes = [], []
     for gpu in gpus:
@@ -277,7 +278,7 @@ def _islands_of_host(host: dict[str, Any], where: str) -> list[tuple[PlacedGpu, 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Who computes what: one group of tensor parallel GPUs for each pipeline stage."""
+    """Layout of the work: one group of tensor parallel GPUs for each pipeline stage."""
 
     stages: tuple[tuple[PlacedGpu, ...], ...]
 
@@ -291,7 +292,7 @@ class ParallelLayout:
 
     @property
     def gpus(self) -> tuple[PlacedGpu, ...]:
-        """In the order of ranks: stage by stage."""
+        """GPUs in the order of ranks, stage by stage."""
         return tuple(gpu for stage in self.stages for gpu in stage)
 
     @property

@@ -348,7 +348,7 @@ class StartupClock:
         self._marked_s = now_s
 
     def of_first_step(self, step_s: float) -> dict[str, float]:
-        """All parts, with the first step's."""
+        """Seconds of all parts, with the first step's."""
         return {**self.parts_s, "first_step": step_s, "compile": min(step_s, compile_s())}
 
     def words(self) -> str:

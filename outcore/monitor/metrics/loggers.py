@@ -30,7 +30,7 @@ MLFLOW_VALUE_CHARS = 500
 
 
 class Logger(Protocol):
-    """What the loop calls; records are metrics.jsonl lines."""
+    """Protocol of a logger, as the loop calls it; records are metrics.jsonl lines."""
 
     def log_header(self, header: dict[str, Any]) -> None: ...
 

@@ -14,7 +14,7 @@ REFRESHES_PER_S = 1.0
 
 
 class Shown(Protocol):
-    """What a display asks of the progress that it shows."""
+    """Protocol of the progress that a display shows."""
 
     total_steps: int | None
 

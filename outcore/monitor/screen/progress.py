@@ -147,7 +147,7 @@ class RunProgress(Closing):
             self._show_plain(now_s)
 
     def activity(self, words: str) -> None:
-        """What goes on between steps, e.g. "saving step 200"; ends with the next update."""
+        """Show what goes on between steps, e.g. "saving step 200"; ends with the next update."""
         self._activity = words
         if not self._enabled or not words:
             return
@@ -219,7 +219,7 @@ class RunProgress(Closing):
         return words
 
     def tier_words(self) -> list[str]:
-        """How full each memory tier is, e.g. "VRAM 6.1/8.0 GiB"."""
+        """Words for how full each memory tier is, e.g. "VRAM 6.1/8.0 GiB"."""
         return tier_words(self._record, self.limits)
 
     def _is_due(self, step: int, now_s: float) -> bool:

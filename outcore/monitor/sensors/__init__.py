@@ -1,4 +1,4 @@
-"""What can be read of a machine while it works: GPU, RAM, drives."""
+"""Sensors of a machine at work: GPU, RAM, drives."""
 
 from outcore.monitor.sensors.drive import BlockDevice, DriveSensor
 from outcore.monitor.sensors.host import SensorBoard, describe

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class SensorBoard:
-    """Which sensors work, and one sentence for each that does not. Safe to use from several threads."""
+    """Sensors that work, and one sentence for each that does not. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._off: set[str] = set()

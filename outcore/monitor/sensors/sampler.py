@@ -75,7 +75,7 @@ class GpuSample:
 
 @dataclass
 class GpuFacts:
-    """What does not change during a run."""
+    """Facts that do not change during a run."""
 
     name: str | None = None
     mem_total_bytes: int | None = None
@@ -222,7 +222,7 @@ class _Mean:
 
 
 class _Window:
-    """What was seen since the last snapshot."""
+    """Samples since the last snapshot."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -247,7 +247,7 @@ class _Window:
 
 
 class Sampler:
-    """What the machine feels, once a second.
+    """Sampler of the machine's state, once a second.
 
     Args:
         nvme_path: a path on the drive to watch (the offload folder; it may not exist yet). The nvme_* fields speak of
@@ -377,7 +377,7 @@ class Sampler:
         }
 
     def describe(self) -> dict[str, Any]:
-        """What does not change: sizes and names for the header of metrics.jsonl.
+        """Facts that do not change: sizes and names for the header of metrics.jsonl.
 
         The GPU's facts come with the first sample: right after `start()` the first call waits for it, 2 s at most."""
         if self._thread is not None and not self._waited_for_first:

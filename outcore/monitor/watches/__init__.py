@@ -1,4 +1,4 @@
-"""What is watched during a run: space, memory, sleep, and numbers that deserve a warning."""
+"""Watches during a run: space, memory, sleep, and numbers that deserve a warning."""
 
 from outcore.monitor.watches.run_warnings import (
     HOT_DRIVE_C,

@@ -48,7 +48,7 @@ class SpaceVerdict:
     level: str
     """One of LEVELS."""
     words: str
-    """What, how much of how much, and what to do; for people."""
+    """Text for people: what, how much of how much, and what to do."""
     path: Path | None = None
     """The drive's path that it speaks of (None: RAM)."""
     free_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""How much time and how many bytes the measurements may take, and how the time is shared out.
+"""Budget of the measurements: time, bytes, and the share of each stage.
 
 Three efforts: quick (under 20 s), default (under 90 s), full (about 8 minutes, the whole grid). Each stage gets its
 share of what is left when it begins, so that a slow drive or GPU shortens cells instead of stretching the whole."""
@@ -16,11 +16,11 @@ MIN_CELL_S = 0.03
 
 @dataclass(frozen=True)
 class ProbeEffort:
-    """What one level of thoroughness measures."""
+    """One level of thoroughness: what it measures."""
 
     name: str
     total_s: float
-    """All stages together, the final report and plot not counted."""
+    """Seconds of all stages together, without the final report and plot."""
     cell_s: float
     """The most time for one setting of one link."""
     file_bytes: int
@@ -104,7 +104,7 @@ class Budget:
         return max(least_s, self.remaining_s * self._left.pop(stage) / total_weight)
 
     def drop(self, stage: str) -> None:
-        """This machine does not need the stage: its time goes to the others."""
+        """Leave out a stage that this machine does not need: its time goes to the others."""
         self._left.pop(stage, None)
 
 

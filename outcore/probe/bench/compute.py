@@ -1,4 +1,5 @@
-"""How fast the device multiplies matrices and copies within its own memory: what bounds a training step's arithmetic.
+"""Rates at which the device multiplies matrices and copies within its own memory: they bound a training step's
+arithmetic.
 
 Matrices as training has them: bf16 on a GPU (fp16 where it has no bf16 units), fp32 on a CPU, products accumulated in
 fp32. The rate is that of the second half of the time, after the chip has left its boost clocks behind. Memory: a copy
@@ -32,7 +33,7 @@ class ComputeRates:
 
 
 def measure_compute(device: torch.device, limit_s: float) -> ComputeRates:
-    """Both rates, in about `limit_s` (at least one product and one copy)."""
+    """Measure both rates, in about `limit_s` (at least one product and one copy)."""
     begin_s = time.perf_counter()
     dtype, name = compute_dtype(device)
     width = GPU_WIDTH if device.type == "cuda" else CPU_WIDTH

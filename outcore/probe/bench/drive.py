@@ -23,7 +23,7 @@ FINALISTS, FINAL_ROUNDS = 3, 1
 
 @dataclass
 class DriveResult:
-    """What one directory's drive does."""
+    """Rates of one directory's drive."""
 
     target: str
     is_direct: bool
@@ -32,7 +32,7 @@ class DriveResult:
     iops_depth: int = 0
     written_bytes: int = 0
     line_rate_gb_per_s: float | None = None
-    """What its PCIe link carries at most; None where that is not known (virtual disks)."""
+    """Most that its PCIe link carries; None where that is not known (virtual disks)."""
     notes: list[str] = field(default_factory=list)
 
 

@@ -40,7 +40,7 @@ FILL_CHUNK_BYTES = 64 * MIB
 FREE_MARGIN_BYTES = GIB
 """Never fill a drive closer than this: other programs live on it too."""
 RUN = f"{os.getpid()}-{secrets.token_hex(6)}"
-"""In the name of every file of this process, and of no other's."""
+"""Text in the name of every file of this process, and of no other's."""
 
 
 class TestPathError(ValueError):

@@ -1,4 +1,4 @@
-"""How long the host takes to launch a decoder layer: what bounds a step whose kernels are short for this GPU.
+"""Time that the host takes to launch a decoder layer: it bounds a step whose kernels are short for this GPU.
 
 An eager layer of the usual make (norms, rotary attention with grouped queries, gated MLP; about 50 operators) on a few
 narrow tokens, so that its kernels take next to nothing: forward without autograd, then once more with it and backward,
@@ -159,8 +159,8 @@ def measure_updates(
     most_numel: int = MOST_NUMEL,
     tick: Callable[[str], None] = lambda words: None,
 ) -> UpdateRates:
-    """All formats, in about `limit_s` (at least one timed pass each). MemoryError or RuntimeError when it cannot be
-    done here."""
+    """Measure all formats, in about `limit_s` (at least one timed pass each). MemoryError or RuntimeError when it
+    cannot be done here."""
     opened = open_backend(backend)  # built at first use, which is not counted
     begin_s = time.perf_counter()
     fits = int(available_ram_bytes() * RAM_SHARE) // BYTES_PER_PARAM

@@ -33,7 +33,7 @@ SLOT_CANDIDATES_BYTES = (8 * MIB, 32 * MIB, 64 * MIB)
 
 @dataclass(frozen=True)
 class ProbeStaging:
-    """What the configuration asks of the pool and its lanes."""
+    """Settings of the pool and its lanes, from the configuration."""
 
     staging_bytes: int
     write_combined: str
@@ -42,7 +42,7 @@ class ProbeStaging:
 
 @dataclass
 class StagingTest:
-    """What the pool became and what went through it. Rates in GB/s."""
+    """Result: the pool that was made, and the rates through it in GB/s."""
 
     asked_bytes: int
     granted_bytes: int = 0

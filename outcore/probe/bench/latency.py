@@ -1,4 +1,4 @@
-"""How long one transfer from drive to device takes, 4 KiB to 16 MiB: plain copy, staged lane, kvikio or GDS.
+"""Latency of one transfer from drive to device, 4 KiB to 16 MiB: plain copy, staged lane, kvikio or GDS.
 
 'plain' is what a program does without this project: an ordinary cold read into pageable memory, then a copy. 'staged'
 goes through an upload lane (from 1 MiB up), 'kvikio'/'gds' through the engine of that name into device memory. Offsets
@@ -37,7 +37,7 @@ class LatencyResult:
     repeats: int = 0
 
     def lower_pct(self, path: str, from_bytes: int = 0) -> float | None:
-        """How much lower than plain, in percent, negative for higher: geometric mean from `from_bytes` on."""
+        """Percent by which it is lower than plain, negative for higher: geometric mean from `from_bytes` on."""
         plain, other = self.median_s.get("plain", {}), self.median_s.get(path, {})
         sizes = [size for size in plain if size in other and size >= from_bytes]
         logs = [math.log(other[size] / plain[size]) for size in sizes]

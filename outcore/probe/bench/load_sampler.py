@@ -1,4 +1,4 @@
-"""What the PCIe link and the GPU's clocks do *while* data moves: generation, width, throttling, temperature.
+"""State of the PCIe link and the GPU's clocks *while* data moves: generation, width, throttling, temperature.
 
 A laptop's link sleeps at generation 1 when idle, so only samples under load count: the best generation and width that
 were seen. Reads NVML every 50 ms on its own thread; where NVML is missing or refuses (WSL2 refuses some questions) the
@@ -40,7 +40,7 @@ class LinkUnderLoad:
 
     @property
     def throttle_reasons(self) -> list[str]:
-        """In words; empty when nothing was seen (or nothing could be asked)."""
+        """Reasons in words; empty when nothing was seen (or nothing could be asked)."""
         return [words for bit, words in THROTTLE_REASONS.items() if self.throttle_bits & bit]
 
     @property

@@ -33,7 +33,7 @@ class Measurement:
     target: str
     """The directory or the device: '/data', 'cuda:0', 'cuda:0 -> cuda:1', 'cpu'."""
     engine: str
-    """How: 'posix', 'kvikio', 'default', 'write-combined', 'pageable', 'lanes', 'triad'."""
+    """Way of the transfer: 'posix', 'kvikio', 'default', 'write-combined', 'pageable', 'lanes', 'triad'."""
     block_bytes: int
     depth: int
     """Requests in flight (threads for ram)."""

@@ -48,7 +48,7 @@ class ReadTest:
 
 @dataclass(frozen=True)
 class GdsFacts:
-    """What is known about this machine. None means "could not be found out", never "no"."""
+    """Facts about this machine. None means "could not be found out", never "no"."""
 
     platform: str = "linux"
     kernel_release: str = ""

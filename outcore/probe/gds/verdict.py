@@ -45,9 +45,9 @@ class PathVerdict:
     reasons: tuple[str, ...]
     """Why this path."""
     why_not: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each better path, why not, on this machine."""
+    """Reasons against each better path on this machine."""
     would_change: tuple[str, ...] = ()
-    """What the owner could do; empty when nothing can be done."""
+    """Changes that the owner could make; empty when nothing can be done."""
 
     @property
     def is_direct(self) -> bool:
@@ -124,7 +124,7 @@ def _direct_path(facts: GdsFacts) -> tuple[str, str, list[str]]:
 
 
 def _common_obstacles(facts: GdsFacts) -> list[str]:
-    """What stands in the way of both direct paths."""
+    """Obstacles to both direct paths."""
     if facts.platform == "win32":
         return ["cuFile exists for Linux only"]
     if not facts.platform.startswith("linux"):

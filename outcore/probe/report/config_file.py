@@ -29,7 +29,7 @@ class ConfigFileError(ValueError):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What the probe takes from the configuration."""
+    """Settings that the probe takes from the configuration."""
 
     staging: ProbeStaging
     nvme_path: str | None = None

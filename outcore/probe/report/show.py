@@ -49,7 +49,7 @@ def render(found: Measured, width: int | None = None) -> str:
 
 
 def _written(found: Measured) -> str:
-    """How much the run wrote to the drives: measuring is wear."""
+    """Bytes that the run wrote to the drives: measuring is wear."""
     total = sum(drive.written_bytes for drive in found.drives)
     rates = ", ".join(f"{drive.target} {drive_rate(drive, 'drive_read'):.2f} GB/s read" for drive in found.drives)
     return (
