@@ -1,4 +1,4 @@
-"""What every room may use: files that survive a power cut, errors of the system in words for people."""
+"""Tools for every room: files that survive a power cut, errors of the system in words for people."""
 
 from outcore.common.files import (
     finish_publishing,

@@ -1,4 +1,4 @@
-"""What classes have in common: an end that a `with` block brings, and fields of the same name and meaning."""
+"""Helpers of classes: an end that a `with` block brings, and fields of the same name and meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long anything is waited for, and one limit for several waits, one after another, while an engine is closed or a
+"""Limits of waits, and one limit for several waits, one after another, while an engine is closed or a
 failed pass is given up."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ CLOSE_TIMEOUT_S = 60.0
 """Limit for closing an engine: a drive that works has written its few buffers by then; for one that hangs it is
 enough."""
 GRACE_S = 0.5
-"""What every wait gets all the same: something that has just ended may not have said so."""
+"""Seconds that every wait gets all the same: something that has just ended may not have said so."""
 
 
 class Deadline:

@@ -1,4 +1,4 @@
-"""What happened, for whoever looks later: a line of JSON for each event in `events.jsonl`, with the rank where several
+"""Events, for whoever looks later: a line of JSON for each event in `events.jsonl`, with the rank where several
 processes write. A drive that fails costs events, never the work that they tell of."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def line_of(error: BaseException) -> str:
 
 
 def broken_package(error: BaseException) -> str | None:
-    """What mends an installed package that failed while it was imported (a library of another CUDA, a half
+    """Words for what mends an installed package that failed while it was imported (a library of another CUDA, a half
     installation); None for any other error."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -215,7 +215,8 @@ _MAY_HALVE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
 
 
 def json_of(given: str | bytes) -> Any:
-    """What a line or a body says. ValueError in words for what is no JSON, or holds text that no tokenizer takes."""
+    """Value of a line or a body of JSON. ValueError in words for what is no JSON, or holds text that no tokenizer
+    takes."""
     try:
         found = json.loads(given)
         if isinstance(given, str) or _MAY_HALVE.search(given):

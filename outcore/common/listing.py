@@ -27,7 +27,7 @@ class DamagedListing(ValueError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """Size and checksum that a file must have."""
 
     n_bytes: int
     crc32: int
@@ -96,7 +96,7 @@ def checksum_of(body: Mapping[str, Any]) -> str:
 
 
 def problem_of(folder: Path, name: str, entry: FileEntry, *, verify: bool = True) -> str | None:
-    """What is wrong with a listed file, in words; None when nothing is. `verify`: read all of it."""
+    """Words for what is wrong with a listed file; None when nothing is. `verify`: read all of it."""
     path = folder / name
     try:
         inside(folder, name)

@@ -1,5 +1,5 @@
-"""What POSIX and Windows do in different ways: locks, places in files, signals to others, limits. The one file that
-asks which of both this is; a call that one of them lacks is made here, or in `storage`'s two kinds of files.
+"""Calls that POSIX and Windows make in different ways: locks, places in files, signals to others, limits. The one file
+that asks which of both this is; a call that one of them lacks is made here, or in `storage`'s two kinds of files.
 
 Windows' ways were tried with a stand-in for its modules and under wine, not on real Windows."""
 
@@ -21,7 +21,7 @@ LOCKED_AT = 1 << 40
 """Place of the byte that is locked on Windows, where a locked byte can be neither read nor written."""
 SHARED_MEMORY = Path("/dev/shm")
 REPLACED_WITHIN_S = 2.0
-"""How long others (a reader, a virus scanner) may hold a file that is to be replaced on Windows."""
+"""Seconds that others (a reader, a virus scanner) may hold a file that is to be replaced on Windows."""
 
 
 def lock_file(descriptor: int, *, shared: bool = False) -> None:
@@ -91,7 +91,7 @@ def space_bytes(path: Path) -> int:
 
 
 def sync_flags() -> int:
-    """How a file is opened to be synced: Windows syncs none that may only be read."""
+    """Flags to open a file that is to be synced: Windows syncs none that may only be read."""
     return os.O_RDWR if IS_WINDOWS else os.O_RDONLY
 
 
@@ -119,7 +119,7 @@ def _of_both(windows: str, posix: str) -> signal.Signals:
 
 
 class ApartOptions(TypedDict, total=False):
-    """What of `subprocess.Popen` is another for a process apart."""
+    """Arguments of `subprocess.Popen` for a process apart, which differ by system."""
 
     creationflags: int
     start_new_session: bool
@@ -166,7 +166,7 @@ def limit_memory(most_bytes: int) -> None:
 
 
 def most_open_files() -> int | None:
-    """How many files and connections this process may have open; None on Windows, which sets no such limit."""
+    """Count of files and connections that this process may have open; None on Windows, which sets no such limit."""
     if IS_WINDOWS:
         return None
     import resource
@@ -175,7 +175,7 @@ def most_open_files() -> int | None:
 
 
 def most_locked_bytes() -> int | None:
-    """How much memory this process may pin (`ulimit -l`); None: no limit of its own, as on Windows."""
+    """Bytes that this process may pin (`ulimit -l`); None: no limit of its own, as on Windows."""
     if IS_WINDOWS:
         return None
     import resource

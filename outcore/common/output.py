@@ -1,4 +1,4 @@
-"""What a program prints when nobody reads any more: `| head` has its lines, a terminal was closed, `tee` was killed,
+"""Output of a program when nobody reads any more: `| head` has its lines, a terminal was closed, `tee` was killed,
 the drive below a log file is full."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the operating system refused, in words for people: in which phase, which path, what it means, what to do.
+"""Refusals of the operating system, in words for people: in which phase, which path, what it means, what to do.
 
 Every OSError that a user reads comes from here. `file_errors` surrounds work on files and turns a bare error into a
 `FileError`; libraries in Rust (tokenizers, safetensors) raise plain exceptions that only quote the system's number, and

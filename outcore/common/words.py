@@ -11,7 +11,8 @@ _SCRIPTS = {"setup": "setup.py", "probe": "gds_optimizer.py", "train": "train_mo
 
 
 def own_command(name: str) -> str:
-    """What starts a command: its script, `python gds_optimizer.py`, in a clone; `outcore probe` where pip installed."""
+    """Text that starts a command: its script, `python gds_optimizer.py`, in a clone; `outcore probe` where pip
+    installed."""
     script = _SCRIPTS[name]
     return f"python {script}" if (_CLONE / script).is_file() else f"outcore {name}"
 

@@ -57,7 +57,7 @@ class StepResult:
     """Seconds by phase: forward, backward, optimizer, and of these stall_nvme, stall_pcie, stall_optimizer (those the
     engine can tell)."""
     said: str = ""
-    """What the engine decided after this step, for people; '' when nothing."""
+    """Text for people: what the engine decided after this step; '' when nothing."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TracePlan:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine holds, in numbers; None where it cannot tell."""
+    """Numbers of what an engine holds; None where it cannot tell."""
 
     state_bytes: int
     """Bytes that `save` writes, so that space is checked before it starts."""
@@ -112,12 +112,12 @@ class EngineFacts:
     ahead_bytes: int = 0
     """RAM of updates that began before a step's norm was known."""
     doing: str = ""
-    """What the step is at: 'forward, layer 3'."""
+    """Stage of the step: 'forward, layer 3'."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the process knows of its machine and its run when an engine decides."""
+    """Facts that the process knows of its machine and its run when an engine decides."""
 
     has_cuda: bool
     ram_available_bytes: int
@@ -159,7 +159,7 @@ class Engine(Protocol):
         ...
 
     def facts(self) -> EngineFacts:
-        """What this rank's engine holds now. May be called at any time, from any thread."""
+        """Numbers of what this rank's engine holds now. May be called at any time, from any thread."""
         ...
 
     def load(self, folder: Path, state: dict) -> None:
@@ -171,7 +171,7 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> str:
-        """What was chosen, in a few lines for people."""
+        """Lines for people: what was chosen."""
         ...
 
     def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
@@ -213,7 +213,7 @@ class Decision(Protocol):
 
     @property
     def settings(self) -> RunSettings:
-        """What was resolved for the run."""
+        """Settings that were resolved for the run."""
         ...
 
     @property
@@ -233,12 +233,12 @@ class Decision(Protocol):
 
     @property
     def state_format(self) -> str:
-        """How optimizer states are kept."""
+        """Format of the optimizer states."""
         ...
 
     @property
     def layout(self) -> StreamLayout | DeepSpeedLayout:
-        """How the model is run, as the planner counts it."""
+        """Layout of the run, as the planner counts it."""
         ...
 
     def words(self) -> list[str]:

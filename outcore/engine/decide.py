@@ -43,7 +43,8 @@ class EngineChoice:
 
 
 def choose_engine(settings: RunSettings) -> EngineChoice:
-    """What was asked for, else auto; the model is asked by `ask_model`. ConfigError for what cannot be."""
+    """Choose the engine that was asked for, else auto; the model is asked by `ask_model`. ConfigError for what cannot
+    be."""
     if settings.engine == "deepspeed":
         return EngineChoice("deepspeed", "as asked")
     if settings.engine == "stream":
@@ -142,7 +143,7 @@ def _cannot_share(world_size: int) -> str:
 
 
 def _only_in_deepspeed(settings: RunSettings) -> str:
-    """What was asked for that the streaming engine would do otherwise or not at all; '' when nothing."""
+    """Words for what was asked for that the streaming engine would do otherwise or not at all; '' when nothing."""
     file, precision = settings.file, settings.precision
     if settings.offload.gradients_on_nvme:
         return "nvme_offload_gradients is set, and its gradients stay in RAM, where its optimizer takes them from"

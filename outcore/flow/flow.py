@@ -136,7 +136,7 @@ class Flow:
         return self.trace.compute(phase, part, number)
 
     def doing(self) -> str:
-        """What was begun last: 'forward, layer 3', and whether it waits for the compiler. From any thread."""
+        """Stage that was begun last: 'forward, layer 3', and whether it waits for the compiler. From any thread."""
         compiled = self.runner.compiled
         return self._at + (" (being compiled)" if compiled is not None and compiled.is_compiling else "")
 

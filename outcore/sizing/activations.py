@@ -15,7 +15,7 @@ LOSS_CHUNKS, EAGER_CHUNKS = 4, 2
 """So many times smaller are chunks of a loss alone, which makes fp32 copies and should not need more memory than
 training; and chunks whose loss and gradient are computed at once without a compiler, which takes twice the memory."""
 FUSED_CHUNKS = 1
-"""What `LOSS_CHUNKS` is where a compiler makes no fp32 copies: products are larger, the weight is read less often."""
+"""Value of `LOSS_CHUNKS` where a compiler makes no fp32 copies: products are larger, the weight is read less often."""
 LOGITS_ALIVE = 3.0
 """Chunks' worth alive at once where autograd computes the loss: the fp32 log-softmax that it keeps, the gradient of the
 loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""

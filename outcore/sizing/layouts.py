@@ -102,7 +102,8 @@ class DeepSpeedLayout:
     micro_batch: int
     accumulation: int
     staged: Staged | None = None
-    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
+    """Sizes with which outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is
+    offloaded."""
     packed_attention: str = "auto"
     """'auto' | 'masks': as the streaming engine's setting."""
 

@@ -1,4 +1,4 @@
-"""How fast is the drive behind this folder?
+"""Speed of the drive behind a folder, measured.
 
 Writes one file and reads it back past the page cache through `outcore.storage`, in blocks of 8 MiB over several
 threads as training does; bounded in bytes, seconds and share of the free space; the file is removed."""

@@ -267,7 +267,7 @@ STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
 
 
 def deepspeed_layout(offload: ChosenOffload, settings: RunSettings, num_gpus: int) -> DeepSpeedLayout:
-    """What bytes and seconds depend on of these homes and settings."""
+    """Make the layout of these homes and settings: all that bytes and seconds depend on."""
     staged = None
     if offload.staged:
         per_rank = offload.ram_budget_bytes
@@ -304,7 +304,7 @@ class DeepSpeedDecision:
 
     @property
     def settings(self) -> RunSettings:
-        """What was resolved for the run."""
+        """Settings that were resolved for the run."""
         return self.resolved.settings
 
     @property
@@ -319,12 +319,12 @@ class DeepSpeedDecision:
 
     @property
     def state_format(self) -> str:
-        """How optimizer states are kept."""
+        """Format of the optimizer states."""
         return self.resolved.built.offload.states
 
     @property
     def layout(self) -> DeepSpeedLayout:
-        """How the model is run, as the planner counts it."""
+        """Layout of the run, as the planner counts it."""
         run = self.resolved.run
         num_gpus = run.world_size if run.device == "cuda" else 1
         return deepspeed_layout(self.resolved.built.offload, self.settings, num_gpus)

@@ -271,7 +271,7 @@ class DeepSpeedEngine:
         return self.state.get_weight(param)
 
     def describe(self) -> str:
-        """What was chosen, in a line."""
+        """Line for people: what was chosen."""
         stage = self.ds.zero_optimization_stage()
         return f"DeepSpeed, ZeRO stage {stage}, {self.world_size} rank(s) on {self.device.type}"
 

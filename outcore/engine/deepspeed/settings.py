@@ -1,4 +1,4 @@
-"""What the DeepSpeed configuration builder is told beside `RunSettings`, and what it gives back.
+"""Arguments of the DeepSpeed configuration builder besides `RunSettings`, and its result.
 
 `RunFacts` describes the processes (`WeightCounts` the model), `BuiltConfig` is the resolved configuration with one
 note per decision."""
@@ -15,7 +15,7 @@ from outcore.storage import DRIVE_ACCESS, DriveAccess
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the builder must know of the processes and of their host."""
+    """Facts about the processes and their host, for the builder."""
 
     world_size: int = 1
     local_world_size: int | None = None

@@ -293,8 +293,8 @@ class ResidentDownload(ShippingBefore):
 
 
 def measured_use(device: torch.device, device_bytes: int | None) -> DeviceUse:
-    """What the device is used for between two steps, after its allocator gave back what it can; `moving` since its peak
-    was last reset. `device_bytes`: all that may be used, if that is told."""
+    """Bytes of the device that are used between two steps, after its allocator gave back what it can; `moving` since
+    its peak was last reset. `device_bytes`: all that may be used, if that is told."""
     if device.type != "cuda":
         return DeviceUse(1 << 62, 0, 0)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)

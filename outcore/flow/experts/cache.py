@@ -38,7 +38,7 @@ from outcore.flow.weights import RangeUpload, SlabRanges, settle
 from outcore.staging.pool import SmallCopies
 
 DRIVE_COST = 8
-"""How many times as long a drive takes to give an expert as RAM: some 5 GB/s beside some 40."""
+"""Times as long that a drive takes to give an expert as RAM: some 5 GB/s beside some 40."""
 UNKNOWN_PASSES = 16.0
 """Passes until an expert is asked for, as long as its layer has asked for none: a token chooses some 8 of 128."""
 Key = tuple[int, int]

@@ -365,7 +365,7 @@ class _Matrix:
         in_ram = at_home.first[: num_experts * form.size_bytes].view(num_experts, form.size_bytes)
         planes = [plane[0] for plane in planes_of(part, in_ram)[number]]
         self.stack = stack_of(packed, planes, [form.size_bytes] * len(planes), at_home.scattered)
-        """What the CPU knows of them."""
+        """Descriptions of the matrices for the CPU's kernels."""
         self.task = -1
         self._has_kernel = device.type == "cuda" and DeviceProducts.can(self.one)
         self.can_link = self._has_kernel and at_home.scattered is None and in_ram.is_pinned()

@@ -290,8 +290,8 @@ class Head:
         return ce_sum, n_tokens
 
     def num_chunks(self, num_tokens: int, smaller: int) -> int:
-        """How many chunks so many tokens are cut into; `smaller`: so many times less memory than `logits_chunk_bytes`
-        for each."""
+        """Count the chunks that so many tokens are cut into; `smaller`: so many times less memory than
+        `logits_chunk_bytes` for each."""
         return min(num_tokens, auto_num_chunks(num_tokens, self.vocab_size, max(1, self.logits_chunk_bytes // smaller)))
 
 

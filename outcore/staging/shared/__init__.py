@@ -1,4 +1,5 @@
-"""What the ranks of one host share: memory that all of them map, and a board on which each says how far it is."""
+"""Memory and messages that the ranks of one host share: memory that all of them map, and a board on which each says how
+far it is."""
 
 from outcore.staging.shared.board import (
     Alone,

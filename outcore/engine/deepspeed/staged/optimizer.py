@@ -368,7 +368,7 @@ class StagedOptimizer(HousedZero3):
         self._post_step(set())
 
     def _lend_gradient_memory(self) -> None:
-        """What was updated on the drive is read from where its gradient was, by every rank alike."""
+        """Read what was updated on the drive into the memory of its gradient, on every rank alike."""
         if self.session.params is None:
             return
         lent: set[int] = set()

@@ -167,7 +167,7 @@ class Loans:
         return ds_id in self._lent
 
     def memory_of(self, ds_id: int) -> torch.Tensor:
-        """What is lent to a share, with what it holds."""
+        """Memory that is lent to a share, with its contents."""
         return self._lent[ds_id][1]
 
     def lend(self, param: Any, memory: torch.Tensor) -> None:

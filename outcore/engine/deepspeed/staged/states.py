@@ -72,7 +72,7 @@ class Share:
 
     @property
     def name(self) -> str:
-        """For people and for the store."""
+        """Name in messages and in the store."""
         return f"parameter {self.ds_id}"
 
     def chunks(self, state_format: StateFormat, chunk_numel: int = CHUNK_NUMEL) -> list[StateChunk]:

@@ -175,7 +175,7 @@ class CrossEntropy:
 
     @property
     def is_compiled(self) -> bool:
-        """Until compiling fails."""
+        """True until compiling fails."""
         return self._compiled is not None
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> Pair:

@@ -155,7 +155,7 @@ class _Region:
 
 
 POLL_S = 5e-3
-"""How often a rank with updates under way looks, though no work of the optimizer has ended, whether one has: its states
+"""Seconds between two looks of a rank at its updates under way, though no work of the optimizer has ended: their states
 may have been on their way to the drive."""
 
 

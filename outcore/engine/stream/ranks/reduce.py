@@ -73,7 +73,7 @@ class ReducedGradient:
 
 
 LOOK_S = 2e-3
-"""How often the training thread, while it waits, looks which rank is late."""
+"""Seconds between two looks of the waiting training thread at which rank is late."""
 _TOGETHER = object()
 """In a queue: add up what has come so far."""
 
