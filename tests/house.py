@@ -74,7 +74,7 @@ LINES = {
     "evaluate": 2700,
     "flow": 8000,
     "formats": 2650,
-    "hf": 1700,
+    "hf": 1750,
     "infer": 11600,
     "install": 2850,
     "integrations": 50,

@@ -295,7 +295,7 @@ class _Story:
         began_s = time.perf_counter()
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
-            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).iterdir())))
+            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).glob("checkpoint-*"))))
         else:
             trainer.train()
         step = trainer.state.global_step
