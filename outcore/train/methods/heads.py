@@ -1,8 +1,9 @@
 """The model of a method: with another head where it wants one, with adapters, streamed; and the trainers that are ours.
 
 A classifier is the decoder under one matrix that reads a text's last token, as transformers has it. An embedder is the
-decoder alone: the mean of a text's hidden states, normalised, as `outcore serve` answers /v1/embeddings. Its loss is
-InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch (and all negatives)."""
+decoder alone: the mean of a text's hidden states, or its last token's, normalised, as `outcore serve` answers
+/v1/embeddings. Its loss is InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch
+(and all negatives), summed over the sizes to which vectors may be cut."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from outcore.config import ConfigError
-from outcore.model import ModelSettings, load_model
+from outcore.model import ModelSettings, Pooling, load_model
 from outcore.model.adapters import apply_lora
 
 HEAD = "score"
@@ -103,17 +104,37 @@ class Partners:
         return {**found, "labels": torch.arange(len(rows))}
 
 
-def embedding_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, cosines [queries, partners])."""
+def vector_sizes(smallest: int | None, width: int) -> list[int]:
+    """Sizes to which vectors are cut in training: all of them, and each half of it down to `smallest`."""
+    if smallest is not None and smallest > width:
+        raise ConfigError(f"matryoshka: the model's vectors have {width} numbers, fewer than {smallest}.")
+    sizes = [width]
+    while smallest is not None and sizes[-1] > smallest:
+        sizes.append(max(smallest, sizes[-1] // 2))
+    return sizes
+
+
+def embedding_loss(
+    pooling: Pooling, sizes: Sequence[int], model: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, cosines of whole vectors [queries, partners])."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     mask = batch["attention_mask"]
     hidden_BTH = base.base_model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
-    weights_BT1 = mask.unsqueeze(-1).to(torch.float32)
-    mean_BH = (hidden_BTH.float() * weights_BT1).sum(1) / weights_BT1.sum(1)
-    vectors_BH = functional.normalize(mean_BH, dim=-1)
+    if pooling == "last":
+        places_T = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last_B = (mask * places_T).argmax(1)  # on whichever side it is padded
+        vectors_BH = hidden_BTH[torch.arange(len(last_B), device=mask.device), last_B].float()
+    else:
+        weights_BT1 = mask.unsqueeze(-1).to(torch.float32)
+        vectors_BH = (hidden_BTH.float() * weights_BT1).sum(1) / weights_BT1.sum(1)
     wanted = batch["labels"]
-    cosines = vectors_BH[: len(wanted)] @ vectors_BH[len(wanted) :].T
-    return functional.cross_entropy(cosines / TEMPERATURE, wanted), cosines
+    cosines: list[torch.Tensor] = []
+    for size in sizes:
+        cut = functional.normalize(vectors_BH[:, :size], dim=-1)
+        cosines.append(cut[: len(wanted)] @ cut[len(wanted) :].T)
+    losses = [functional.cross_entropy(some / TEMPERATURE, wanted) for some in cosines]
+    return torch.stack(losses).sum(), cosines[0]
 
 
 def trainer_by(loss_of: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> Any:

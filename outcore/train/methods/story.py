@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
-from outcore.model import ModelSettings
+from outcore.model import ModelSettings, Pooling, read_pooling, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import settle_changes
@@ -158,9 +159,13 @@ class _Story:
             )
         return labels, "single_label_classification"
 
+    def _pooling(self) -> Pooling:
+        return self.config.pooling or read_pooling(self.config.model_name_or_path or "") or "mean"
+
     def _fingerprint(self, schedule: LrSchedule) -> dict[str, Any]:
         config = self.config
-        same = ("method", "beta", "lora_r", "lora_dropout", "use_dora", "use_rslora", "quantize", "seed", "seq_length")
+        same = ["method", "beta", "pooling", "matryoshka", "lora_r", "lora_dropout", "use_dora", "use_rslora"]
+        same += ["quantize", "seed", "seq_length"]
         return {
             **{name: getattr(config, name) for name in same},
             "precision": self.settings.precision,
@@ -216,10 +221,12 @@ class _Story:
             if self.config.method == "distill":
                 trainer, given = heads.trainer_by(distill.distillation_loss), {"data_collator": distill.collate}
             elif self.config.method == "embed":
-                trainer, given = (
-                    heads.trainer_by(heads.embedding_loss),
-                    {"data_collator": heads.Partners(tokenizer, length)},
-                )
+                width = model.config.get_text_config().hidden_size
+                sizes = heads.vector_sizes(self.config.matryoshka, width)
+                if len(sizes) > 1:
+                    model.config.matryoshka_dimensions = sorted(sizes)  # vLLM reads it by this name, too
+                loss = partial(heads.embedding_loss, self._pooling(), sizes)
+                trainer, given = heads.trainer_by(loss), {"data_collator": heads.Partners(tokenizer, length)}
             else:
                 numbers = {name: number for number, name in (labels or {}).items()}
                 rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
@@ -311,6 +318,9 @@ class _Story:
             export_model(
                 folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
             )
+            if config.method == "embed":
+                width = trainer.model.config.get_text_config().hidden_size
+                write_pooling(folder.export, self._pooling(), width)
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
         if log.first_loss is not None and log.last_loss is not None:

@@ -162,6 +162,7 @@ def test_a_label_and_its_number_are_one_output() -> None:
         (["--state_format", "split"], "state_format: method dpo has no such setting"),
         (["--lora_r", "4", "--quantize", "nf4"], "--lora_export adapter"),
         (["--teacher", "model"], "go together"),
+        (["--pooling", "last"], "pooling: method dpo makes no vectors"),
     ],
 )
 def test_what_a_method_has_not_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
