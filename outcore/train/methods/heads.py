@@ -1,6 +1,7 @@
 """The model of a method: with another head where it wants one, with adapters, streamed; and the trainers that are ours.
 
-A classifier is the decoder under one matrix that reads a text's last token, as transformers has it. An embedder is the
+A classifier is the decoder under one matrix that reads a text's last token, or the last one of each word where words
+are labelled, as transformers has it. An embedder is the
 decoder alone: the mean of a text's hidden states, or its last token's, normalised, as `outcore serve` answers
 /v1/embeddings. Its loss is InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch
 (and all negatives), summed over the sizes to which vectors may be cut."""
@@ -18,6 +19,7 @@ from torch.nn import functional
 from outcore.config import ConfigError
 from outcore.model import ModelSettings, Pooling, load_model
 from outcore.model.adapters import apply_lora
+from outcore.train.methods.address import IGNORED
 
 HEAD = "score"
 """Name that transformers gives a classifier's matrix."""
@@ -25,7 +27,14 @@ TEMPERATURE = 0.05
 """Cosines are divided by it before the cross-entropy; https://arxiv.org/abs/2104.08821, section 3."""
 
 
-def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, str] | None, problem: str | None) -> Any:
+def method_model(
+    settings: ModelSettings,
+    tokenizer: Any,
+    labels: Mapping[int, str] | None,
+    problem: str | None,
+    *,
+    is_by_word: bool = False,
+) -> Any:
     """The plain model in RAM, with a head for `labels` where there are some, and adapters on it where they are asked
     for. ValueError or RuntimeError, in words."""
     lora = settings.lora
@@ -34,7 +43,7 @@ def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, s
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError("method: an encoder-decoder is trained by --method sft alone.")
     if labels is not None:
-        model = _with_head(model, labels, problem, settings.seed)
+        model = _with_head(model, labels, problem, settings.seed, is_by_word)
         if lora is not None:
             lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
     if tokenizer.pad_token is None:
@@ -43,15 +52,17 @@ def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, s
     return model if lora is None else apply_lora(model, lora, settings.seed)
 
 
-def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int) -> Any:
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int, is_by_word: bool) -> Any:
+    import transformers
 
     config = model.config
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    which = "TOKEN" if is_by_word else "SEQUENCE"
+    kinds = getattr(transformers, f"MODEL_FOR_{which}_CLASSIFICATION_MAPPING")
+    if type(config) not in kinds:
         raise ConfigError(f"method: transformers has no classifier over a {config.model_type} model.")
     config.num_labels, config.problem_type = len(labels), problem
     config.id2label, config.label2id = dict(labels), {name: number for number, name in labels.items()}
-    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    kind: Any = kinds[type(config)]
     with torch.device("meta"):
         made = kind._from_config(config, dtype=model.dtype)
     head = getattr(made, HEAD, None)
@@ -60,8 +71,10 @@ def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed:
     setattr(made, made.base_model_prefix, model.base_model)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=draw) * config.get_text_config().initializer_range
-    fresh = nn.Linear(head.in_features, head.out_features, bias=False, dtype=model.dtype)
+    fresh = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, dtype=model.dtype)
     fresh.weight.data.copy_(weight)
+    if fresh.bias is not None:
+        fresh.bias.data.zero_()
     setattr(made, HEAD, fresh)
     config.architectures = [kind.__name__]
     return made.train()
@@ -69,7 +82,8 @@ def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed:
 
 def label_names(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Names of the labels by their numbers, in order. 1 and "1" are one label."""
-    found = sorted({row["label"] for row in rows}, key=lambda label: (isinstance(label, str), label))
+    each = [row["label"] if isinstance(row["label"], list) else [row["label"]] for row in rows]
+    found = sorted({label for labels in each for label in labels}, key=lambda label: (isinstance(label, str), label))
     return dict(enumerate(dict.fromkeys(map(str, found))))
 
 
@@ -77,6 +91,9 @@ def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numb
     """Texts (with documents) as tokens, cut to `length`, and labels as what the head is to say."""
     found = []
     for row in rows:
+        if "words" in row:
+            found.append(_encoded_words(row, tokenizer, length, numbers))
+            continue
         texts = [row["text"], *([row["document"]] if "document" in row else [])]
         ids = tokenizer(*texts, truncation=True, max_length=length)
         label = [row["label"]] if "document" in row else numbers[str(row["label"])]
@@ -84,9 +101,23 @@ def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numb
     return found
 
 
+def _encoded_words(row: Mapping[str, Any], tokenizer: Any, length: int, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Words as a text; each word's label at its last token, which has read all of it."""
+    ids = tokenizer(" ".join(row["words"]), truncation=True, max_length=length, return_offsets_mapping=True)
+    spans, labels, end = ids["offset_mapping"], [IGNORED] * len(ids["input_ids"]), -1
+    for word, label in zip(row["words"], row["label"], strict=True):
+        start, end = end + 1, end + 1 + len(word)
+        within = [at for at, (first, last) in enumerate(spans) if first < end and last > start]
+        if within and spans[within[-1]][1] >= end:  # else the word was cut off
+            labels[within[-1]] = numbers[str(label)]
+    return {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "labels": labels}
+
+
 def accuracy(outcome: Any) -> dict[str, float]:
-    """Share of texts that got their label."""
+    """Share of texts, or of words, that got their label."""
     scores, wanted = outcome.predictions, outcome.label_ids
+    if scores.ndim == 3:
+        scores, wanted = scores[wanted != IGNORED], wanted[wanted != IGNORED]
     right = (scores > 0) == (wanted > 0.5) if scores.shape[-1] == 1 else scores.argmax(-1) == wanted
     return {"accuracy": float(right.mean())}
 

@@ -17,7 +17,14 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import DataCollatorWithPadding, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 import outcore.hf
 from outcore import __version__
@@ -34,6 +41,7 @@ from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
+from outcore.train.methods.address import is_address
 from outcore.train.methods.log import RunLog
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
@@ -103,7 +111,7 @@ class _Story:
         if labels is not None:
             job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
         job.phase = "loading the model"
-        model = heads.method_model(model_settings, tokenizer, labels, problem)
+        model = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word="words" in first)
         job.say(
             f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {_trained_numel(model):,} trainable"
         )
@@ -133,15 +141,16 @@ class _Story:
             model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
         )
         config = replace(config, packing="off")
-        theirs = load_tokenizer(
-            replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None), teacher, job.say
-        )
-        if theirs.get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(f"teacher: {config.teacher} has other tokens than the student; they must be the same.")
+        if not is_address(config.teacher):
+            named = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
+            if load_tokenizer(named, teacher, job.say).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"teacher: {config.teacher} has other tokens than the student; they must be the same."
+                )
         data = load_data(config, model, tokenizer, None, job.say)
         cache = Path(config.data_cache_dir).expanduser()
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
-        said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
+        said = [distill.taught(one, teacher, cache, job, tokenizer) for one in sets]
         return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
@@ -157,7 +166,7 @@ class _Story:
             raise ConfigError(
                 f"method classify: every row has the label {labels[0]!r}; there is nothing to tell apart."
             )
-        return labels, "single_label_classification"
+        return labels, None if "words" in trained[0] else "single_label_classification"
 
     def _pooling(self) -> Pooling:
         return self.config.pooling or read_pooling(self.config.model_name_or_path or "") or "mean"
@@ -228,9 +237,11 @@ class _Story:
                 loss = partial(heads.embedding_loss, self._pooling(), sizes)
                 trainer, given = heads.trainer_by(loss), {"data_collator": heads.Partners(tokenizer, length)}
             else:
+                first = rows[0][0]
                 numbers = {name: number for number, name in (labels or {}).items()}
                 rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
-                given = {"data_collator": DataCollatorWithPadding(tokenizer), "compute_metrics": heads.accuracy}
+                collate = DataCollatorForTokenClassification if "words" in first else DataCollatorWithPadding
+                given = {"data_collator": collate(tokenizer), "compute_metrics": heads.accuracy}
         self.job.phase = "preparing the trainer"
         told = settings(**arguments)
         told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
