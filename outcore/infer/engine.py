@@ -42,7 +42,7 @@ from outcore.infer.requests import (
 )
 from outcore.infer.schedule import Clock, Drafter, PassCost, Scheduler, Work, rows_of
 from outcore.infer.schedule import Sequence as Running
-from outcore.model import Pooling
+from outcore.model.forward import Pooling
 
 SHORT_PASS_S = 0.05
 """Seconds of a pass that text may wait for, so that it is told while the device computes the next one."""

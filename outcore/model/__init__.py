@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from outcore.model.generate import context_length_of, generate_tokens
     from outcore.model.load import LoadedModel, load_model
     from outcore.model.loss import HeadLoss, summed_loss
-    from outcore.model.pooling import Pooling, read_pooling, write_pooling
     from outcore.model.presets import PRESETS, named_model
     from outcore.model.settings import LoraSettings, ModelSettings
     from outcore.model.shape import (
@@ -34,9 +33,6 @@ _FILE_OF = {
     "load_model": "load",
     "HeadLoss": "loss",
     "summed_loss": "loss",
-    "Pooling": "pooling",
-    "read_pooling": "pooling",
-    "write_pooling": "pooling",
     "PRESETS": "presets",
     "named_model": "presets",
     "LoraSettings": "settings",

@@ -23,10 +23,10 @@ from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
 from outcore.formats import open_packed
-from outcore.model import LoadedModel, ModelSettings, Pooling, load_model, max_positions, read_pooling
+from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import RowChoice, add_to_products, by_rows
 from outcore.model.facts import checkpoint_name, read_end_tokens
-from outcore.model.forward import unwrap
+from outcore.model.forward import Pooling, read_pooling, unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "adapter_config.json",
@@ -173,7 +173,7 @@ def open_model(
     ends = end_tokens_of(unwrap(loaded.model), tokenizer)
     most = max_positions(loaded.config)
     said = [read_pooling(folder) for folder in reversed(folders)]  # an adapter's own word before its base's
-    pooling = next(filter(None, said), "mean")
+    pooling: Pooling = next((way for way in said if way is not None), "mean")
     return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice, pooling)
 
 

@@ -16,8 +16,7 @@ from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import SMALL_ROWS, RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.scores import NO_NUMBERS, Scores, TextScores
 from outcore.infer.schedule import Work
-from outcore.model import Pooling
-from outcore.model.forward import accepted_names
+from outcore.model.forward import Pooling, accepted_names
 from outcore.staging.pool import SmallCopies
 
 Found = list[tuple[Work, torch.Tensor]]

@@ -9,7 +9,7 @@ import torch
 
 from outcore.infer.passes.runner import PassRunner
 from outcore.infer.passes.scores import TextScores
-from outcore.model import Pooling
+from outcore.model.forward import Pooling
 
 Texts = Sequence[Sequence[int]]
 OnScores = Callable[[list[TextScores] | Exception], None]
@@ -21,7 +21,8 @@ class WaitingTexts:
     that the model knows; None: unbounded."""
 
     def __init__(self, vocab_size: int, max_tokens: int | None, pooling: Pooling) -> None:
-        self._vocab_size, self._max_tokens, self._pooling = vocab_size, max_tokens, pooling
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._pooling: Pooling = pooling
         self.to_score: list[tuple[Texts, int, OnScores]] = []
         """With how many likeliest tokens of each place are wanted."""
         self.to_embed: list[tuple[Texts, OnVectors]] = []

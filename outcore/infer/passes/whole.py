@@ -18,8 +18,8 @@ from outcore.infer.passes.rows import lay_out_texts
 from outcore.infer.passes.runner import Found, RunnerLimits, TakeVectors, grouped, label, pool
 from outcore.infer.passes.scores import Scores, TextScores
 from outcore.infer.schedule import Work
-from outcore.model import LoadedModel, Pooling
-from outcore.model.forward import accepted_names
+from outcore.model import LoadedModel
+from outcore.model.forward import Pooling, accepted_names
 from outcore.staging.pool import SmallCopies
 
 

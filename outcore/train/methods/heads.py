@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from outcore.config import ConfigError
-from outcore.model import ModelSettings, Pooling, load_model
+from outcore.model import ModelSettings, load_model
 from outcore.model.adapters import apply_lora
+from outcore.model.forward import Pooling
 from outcore.train.methods.address import IGNORED
 
 HEAD = "score"

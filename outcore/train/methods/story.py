@@ -34,7 +34,8 @@ from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
-from outcore.model import ModelSettings, Pooling, read_pooling, write_pooling
+from outcore.model import ModelSettings
+from outcore.model.forward import Pooling, read_pooling, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import settle_changes

@@ -64,7 +64,7 @@ def answering(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Iterat
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
