@@ -57,7 +57,7 @@ class TeacherServer:
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP}
         (choice,) = self._asked("/v1/completions", body)["choices"]
         told = choice.get("prompt_logprobs")
-        if not isinstance(told, list) or len(told) != len(ids):
+        if not isinstance(told, list) or len(told) != len(ids) or not all(isinstance(one, dict) for one in told[1:]):
             raise ConfigError(f"teacher: {self._address} does not tell prompt_logprobs of each token, as vLLM does.")
         tops, logprobs = list[list[int]](), list[list[float]]()
         for at, label in enumerate(labels):

@@ -1,10 +1,10 @@
 """The model of a method: with another head where it wants one, with adapters, streamed; and the trainers that are ours.
 
 A classifier is the decoder under one matrix that reads a text's last token, or the last one of each word where words
-are labelled, as transformers has it. An embedder is the
-decoder alone: the mean of a text's hidden states, or its last token's, normalised, as `outcore serve` answers
-/v1/embeddings. Its loss is InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch
-(and all negatives), summed over the sizes to which vectors may be cut."""
+are labelled, as transformers has it. An embedder is the decoder alone: the mean of a text's hidden states, or its last
+token's, normalised, as `outcore serve` answers /v1/embeddings. Its loss is InfoNCE: the cross-entropy of finding each
+query's partner among those of the whole batch (and all negatives), summed over the sizes to which vectors may be cut.
+"""
 
 from __future__ import annotations
 
