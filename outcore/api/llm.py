@@ -130,7 +130,7 @@ class LLM(Closing):
         ]
 
     def embed(self, prompts: str | Sequence[str]) -> list[EmbeddingOutput]:
-        """A vector of length one for each text: the mean of its tokens' last hidden states."""
+        """A vector of length one for each text: the mean of its tokens' last hidden states, or what the model says."""
         texts = _listed(prompts, _is_text)
         ids = self._prompts.of_texts(texts)
         vectors = self._told(lambda told: self._engine.submit_embeddings(ids, told))

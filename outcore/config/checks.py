@@ -28,6 +28,9 @@ OF_ANSWERS = (
     "text_extensions",
 )  # fmt: skip
 """Settings of how answers are laid out in rows, for methods that learn answers."""
+OF_EMBED = ("pooling", "matryoshka")
+OF_METHODS = ("beta", "teacher", *OF_EMBED)
+"""Settings of methods beside sft alone."""
 SHARED = ("deepspeed_config", "local_rank", "fit_check")
 
 
@@ -138,7 +141,7 @@ def _check_rows(config: TrainConfig) -> None:
 def _check_method(config: TrainConfig) -> None:
     method = config.method
     if method == "sft":
-        if given := next((name for name in ("beta", "teacher") if getattr(config, name) is not None), None):
+        if given := next((name for name in OF_METHODS if getattr(config, name) is not None), None):
             raise ConfigError(f"{given}: method sft has none. Name the method it is for (--method), or leave it out.")
         return
     refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ())} - {*SHARED}
@@ -146,6 +149,8 @@ def _check_method(config: TrainConfig) -> None:
         (name for name in FIELDS if name in refused and getattr(config, name) != FIELDS[name].default), None
     ):
         raise ConfigError(f"{given}: method {method} has no such setting; it is of --method sft. Leave it out.")
+    if given := next((name for name in OF_EMBED if getattr(config, name) is not None and method != "embed"), None):
+        raise ConfigError(f"{given}: method {method} makes no vectors; it is of --method embed. Leave it out.")
     if config.beta is not None and method not in ("dpo", "orpo", "kto", "simpo"):
         raise ConfigError(f"beta: method {method} compares no answers. Leave it out.")
     if (config.teacher is not None) != (method == "distill"):

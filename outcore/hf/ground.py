@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +69,19 @@ class Streaming:
         """What stays on the device for good."""
         self.layers_bytes = 0
         """All layers' weights at home."""
+        self.buffers_bytes = 0
+        """Buffers on the device through which the layers' weights pass."""
         self._ends: list[weakref.ref[torch.nn.Parameter]] = []
         self._ground: Ground | None = None
+        _ALIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ground": None, "_ends": []}
+        kept = {name: value for name, value in self.__dict__.items() if name != "budget_bytes"}
+        return {**kept, "_ground": None, "_ends": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _ALIVE.add(self)
 
     def see_ends(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take note of what lies around the layers."""
@@ -83,12 +93,28 @@ class Streaming:
         """What gradients of the ends take on the device, by what is trained of them now."""
         return sum(p.nbytes for end in self._ends if (p := end()) is not None and p.requires_grad)
 
+    @cached_property
+    def budget_bytes(self) -> int | None:
+        """Device memory for this model, without what the process's other streamed models hold there: a policy, its
+        reference and a reward model share one budget. Asked once, by the first pass, so that a resumed run finds the
+        same room."""
+        if (budget := self.ground.budget_bytes) is None:
+            return None
+        gc.collect()  # models that nobody has any more
+        others = [other for other in _ALIVE if other is not self and other.device == self.device]
+        held = sum(other.ends_bytes + other.ends_gradient_bytes + other.buffers_bytes for other in others)
+        return max(0, budget - held)
+
     @property
     def ground(self) -> Ground:
         """Memory and lanes."""
         if self._ground is None:
             self._ground = Ground(self.options, self.device, self.layers_bytes)
         return self._ground
+
+
+_ALIVE: weakref.WeakSet[Streaming] = weakref.WeakSet()
+"""All streamed models of the process: the device that they share is the process's, too."""
 
 
 class Ground:

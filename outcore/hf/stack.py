@@ -57,6 +57,10 @@ class LayerStack:
 
     def __init__(self, path: str, layers: Sequence[nn.Module], streaming: Streaming) -> None:
         self.path, self.layers, self.streaming = path, list(layers), streaming
+        self._owners = frozenset(
+            index for index, layer in enumerate(layers) if next(layer.parameters(), None) is not None
+        )
+        """Layers that have weights."""
         self._start()
 
     def _start(self) -> None:
@@ -82,7 +86,7 @@ class LayerStack:
             for p in layer.parameters():
                 if isinstance(p, Elsewhere):
                     raise p.refusal("copy or pickle")
-        return {"path": self.path, "layers": self.layers, "streaming": self.streaming}
+        return {"path": self.path, "layers": self.layers, "streaming": self.streaming, "_owners": self._owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -90,13 +94,15 @@ class LayerStack:
 
     @property
     def device_bytes(self) -> int:
-        """Buffers for the weights."""
+        """Buffers for the weights; before they are there, what unpacked ones will take."""
+        if not self._arrivals:
+            return NUM_BUFFERS * max(sum(p.nbytes for p in layer.parameters()) for layer in self.layers)
         return sum(arrival.device_bytes for arrival in self._arrivals.values())
 
     @property
     def room_bytes(self) -> int | None:
         """Device memory for what a layer computes. None: nobody limits it."""
-        if (budget := self.streaming.ground.budget_bytes) is None:
+        if (budget := self.streaming.budget_bytes) is None:
             return None
         if not self._going:  # a caller may have frozen something, or had it trained, since the last pass
             self._settle_for_good()
@@ -151,7 +157,15 @@ class LayerStack:
         found: dict[tuple[int, Group], list[Owned]] = {}
         seen = dict[int, int]()
         for index, layer in enumerate(self.layers):
-            for owned in owned_by(layer, self.path, index):
+            ones = owned_by(layer, self.path, index)
+            # FSDP takes parameters out of their modules, or leaves tensors there; sharded ones have placements.
+            odd = [p for _, p, _ in ones if not isinstance(p, nn.Parameter) or hasattr(p, "placements")]
+            if odd or (index in self._owners and not ones):
+                raise RuntimeError(
+                    f"{self.path}.{index}: its weights are sharded (FSDP, tensor parallelism), and a streamed layer's "
+                    "lie whole in RAM: leave the sharding out, streaming takes its place"
+                )
+            for owned in ones:
                 if seen.setdefault(id(owned.parameter), index) != index:
                     raise RuntimeError(f"{self.path}: {owned.name} belongs to two of its layers; each must own its own")
                 found.setdefault((index, self._group(owned)), []).append(owned)

@@ -73,6 +73,7 @@ def stream(
     if quantize is not None:
         for stack in stacks:
             stack.settle()
+    streaming.buffers_bytes = sum(stack.device_bytes for stack in stacks)
     return model
 
 

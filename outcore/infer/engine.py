@@ -42,6 +42,7 @@ from outcore.infer.requests import (
 )
 from outcore.infer.schedule import Clock, Drafter, PassCost, Scheduler, Work, rows_of
 from outcore.infer.schedule import Sequence as Running
+from outcore.model.forward import Pooling
 
 SHORT_PASS_S = 0.05
 """Seconds of a pass that text may wait for, so that it is told while the device computes the next one."""
@@ -61,6 +62,7 @@ class Speech:
     """Positions that the model knows; None: unbounded."""
     labels: Labels | None = None
     """Labels that the model gives to texts; it writes none then."""
+    pooling: Pooling = "mean"
 
 
 @dataclass
@@ -120,7 +122,7 @@ class InferenceEngine:
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
-        self._texts = WaitingTexts(speech.vocab_size, speech.max_context)
+        self._texts = WaitingTexts(speech.vocab_size, speech.max_context, speech.pooling)
         self._running: dict[str, list[Running]] = {}
         self._untold: dict[Running, list[Chosen]] = {}
         """Tokens of answers whose listeners have not been told."""

@@ -266,8 +266,14 @@ def _from_weights(
 
 
 def _classifies(config: Any) -> bool:
-    """Whether the checkpoint's own class gives labels to texts."""
-    return any(str(name).endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
+    """Whether the checkpoint's own class gives labels to texts. RuntimeError for one that labels words."""
+    own = " ".join(map(str, getattr(config, "architectures", None) or ()))
+    if "ForTokenClassification" in own:
+        raise RuntimeError(
+            "this model gives labels to the words of a text, which is not answered here: transformers' "
+            "AutoModelForTokenClassification loads it."
+        )
+    return "ForSequenceClassification" in own
 
 
 def _lazily(

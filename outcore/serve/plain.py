@@ -116,8 +116,7 @@ def health(service: Service) -> tuple[int, dict[str, Any]]:
     return (200 if service.thread.is_well else 503), found
 
 
-EMBEDDING_FIELDS = frozenset({"input", "encoding_format"})
-EMBEDDING_UNSUPPORTED: dict[str, Any] = {"dimensions": None}
+EMBEDDING_FIELDS = frozenset({"input", "encoding_format", "dimensions"})
 
 
 class TextsCall:
@@ -151,11 +150,16 @@ class EmbeddingCall(TextsCall):
     """POST /v1/embeddings."""
 
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
-        super().__init__(service, body, EMBEDDING_FIELDS, EMBEDDING_UNSUPPORTED)
+        super().__init__(service, body, EMBEDDING_FIELDS, {})
         self.texts = texts_of(self.fields.get("input"), "input", service)
         self.encoding = self.fields.get("encoding_format") or "float"
         if self.encoding not in ("float", "base64"):
             raise bad("encoding_format must be float or base64.", "encoding_format")
+        self.dimensions = self.fields.get("dimensions")
+        sizes = getattr(service.opened.found.loaded.config, "matryoshka_dimensions", None) or ()
+        if self.dimensions is not None and self.dimensions not in sizes:
+            which = f"may be cut to {', '.join(map(str, sizes))}" if sizes else "were not trained to be cut"
+            raise bad(f"dimensions is {self.dimensions!r}, but this model's vectors {which}.", "dimensions")
         self.check_texts("input")
 
 
@@ -164,7 +168,8 @@ async def embedded(call: EmbeddingCall) -> dict[str, Any]:
     vectors = await call.service.thread.embed(call.texts)
     data = []
     for index, vector in enumerate(vectors):
-        values: Any = vector.tolist()
+        cut = vector[: call.dimensions]
+        values: Any = (cut / cut.norm()).tolist()
         if call.encoding == "base64":
             values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
         data.append({"object": "embedding", "index": index, "embedding": values})

@@ -43,6 +43,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "lora_r": {"random_base": True},
     "beta": {"method": "dpo"},
     "teacher": {"method": "distill"},
+    "pooling": {"method": "embed", "tokenizer_name_or_path": "tokens"},
+    "matryoshka": {"method": "embed", "tokenizer_name_or_path": "tokens"},
     "lr_decay_ratio": {"lr_scheduler_type": "wsd"},
     "continue_with_changes": {"resume_from_checkpoint": "auto"},
 }

@@ -16,7 +16,8 @@ st: Any = pytest.importorskip("sentence_transformers")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_its_trainer_leaves_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [None, [16, 8]], ids=["in-batch negatives", "matryoshka"])
+def test_its_trainer_leaves_the_same_bits(sizes: list[int] | None, tmp_path: Path) -> None:
     from sentence_transformers import losses, models
 
     config = shrink_config(AutoConfig.for_model("qwen3"))
@@ -29,11 +30,12 @@ def test_its_trainer_leaves_the_same_bits(tmp_path: Path) -> None:
     for name, kwargs in {"plain": {}, "streamed": {"quantization_config": OutcoreConfig()}}.items():
         body = models.Transformer(str(tmp_path / "model"), model_kwargs={"dtype": "float32", **kwargs})
         model = st.SentenceTransformer(modules=[body, models.Pooling(config.hidden_size)], device="cpu")
+        loss: Any = losses.MultipleNegativesRankingLoss(model)
         trainer = st.SentenceTransformerTrainer(
             model=model,
             args=arguments(st.SentenceTransformerTrainingArguments, tmp_path / name, 6),
             train_dataset=rows,
-            loss=losses.MultipleNegativesRankingLoss(model),
+            loss=loss if sizes is None else losses.MatryoshkaLoss(model, loss, [config.hidden_size, *sizes]),
         )
         torch.manual_seed(7)
         trainer.train()

@@ -61,7 +61,7 @@ def _move(model: Any) -> None:
 
 
 def _types(model: Any) -> None:
-    model.to(torch.float64).float()
+    model.to(torch.float64).half().float()
 
 
 def _hooked(model: Any) -> None:
@@ -111,6 +111,12 @@ def _averaged(model: Any) -> None:
             p.data = p.data * 0.9
         if "q_proj.weight" in name and p.shape[0] == p.shape[1]:
             p.data = p.data.t()  # the same memory
+
+
+def _averaged_by_torch(model: Any) -> None:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    assert torch.equal(average(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def _replaced(model: Any) -> None:
@@ -189,7 +195,7 @@ def _penalised(model: Any) -> None:
 
 WORKS: dict[str, Callable[[Any], Any]] = {
     ".to(), .cpu()": _move,
-    ".to(float64).float()": _types,
+    ".to(float64), .half(), .float()": _types,
     "hooks on layers, inner modules and parameters": _hooked,
     "activation checkpointing": _checkpointed,
     "activation checkpointing, reentrant": _checkpointed_by_reentrance,
@@ -198,6 +204,7 @@ WORKS: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": _loaded,
     "load_state_dict(assign=True)": _assigned,
     "weights changed through .data": _averaged,
+    "torch's AveragedModel beside it": _averaged_by_torch,
     "a module of a layer replaced": _replaced,
     "requires_grad changed": _frozen,
     "deepcopy": _copied,
@@ -293,6 +300,29 @@ def test_gradients_of_full_training_take_room_of_their_own() -> None:
         if is_trained:
             loss.backward()
     assert widths == [4, *[1] * 8, 4], "only where all is trained: row by row, forward and again in the backward"
+
+
+def test_models_of_one_process_share_the_budget() -> None:
+    """What another one holds on the device, the first has no room for: its batches are cut as if it had been told so
+    much less."""
+    widths: list[int] = []
+    model = tiny(num_hidden_layers=5).requires_grad_(False)
+    layer_bytes = sum(p.nbytes for p in model.model.layers[0].parameters())
+    ends_bytes = sum(p.nbytes for p in model.parameters()) - 5 * layer_bytes
+    vram_gib = (ends_bytes + 2 * layer_bytes + 1_000_000) / GIB
+    for beside in (0, 1, 0):
+        others = [outcore.hf.stream(tiny("qwen3", hidden_size=1024)) for _ in range(beside)]
+        policy = outcore.hf.stream(copy.deepcopy(model), vram_gib=vram_gib)
+        policy.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: widths.append(len(args[0])))
+        policy(input_ids=IDS)
+        del policy, others
+    assert widths == [4, 1, 1, 1, 1, 4]
+
+
+def test_a_loader_with_workers_and_threads_changes_nothing(tmp_path: Path) -> None:
+    plain = trained("trainer", "llama", tmp_path / "plain")
+    more: dict[str, Any] = {"dataloader_num_workers": 2, "dataloader_pin_memory": False}
+    assert_same(plain, trained("trainer", "llama", tmp_path / "x", prepare=outcore.hf.stream, **more))
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
@@ -398,11 +428,24 @@ wanted = gradients(tiny().train())
 torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
 found = gradients(torch.nn.parallel.DistributedDataParallel(outcore.hf.stream(tiny().train())))
 assert all(torch.equal(grad, found[f"module.{name}"]) for name, grad in wanted.items())
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+cpu = torch.device("cpu")
+for wrap in (
+    lambda model: FullyShardedDataParallel(model, device_id=cpu),
+    lambda model: FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True),
+    lambda model: [*map(fully_shard, model.model.layers), fully_shard(model)][-1],
+):
+    try:
+        gradients(wrap(outcore.hf.stream(tiny().train())))
+    except RuntimeError as error:
+        assert "leave the sharding out" in str(error), error
+    else:
+        raise AssertionError("FSDP was let through")
 """
 
 
 @pytest.mark.more
-def test_ddp_sums_what_streaming_gives(tmp_path: Path) -> None:
+def test_ddp_sums_what_streaming_gives_and_fsdp_is_refused(tmp_path: Path) -> None:
     """In a process of its own: a group that ends takes those of other tests with it."""
     asked = [sys.executable, "-c", IN_A_GROUP, f"file://{tmp_path}/rendezvous"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)

@@ -150,8 +150,8 @@ def how_to_load(folder: Path) -> str:
     with file_errors("reading the exported configuration", path):
         config = json.loads(path.read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
-    if "ForSequenceClassification" in "".join(config.get("architectures") or ()):
-        kind = "AutoModelForSequenceClassification"
+    heads = ("ForSequenceClassification", "ForTokenClassification")
+    kind = next((f"AutoModel{head}" for head in heads if head in str(config.get("architectures"))), kind)
     return f"{kind}.from_pretrained loads it"
 
 

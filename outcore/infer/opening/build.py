@@ -205,7 +205,9 @@ def open_found(
         engine = InferenceEngine(
             passes,
             Scheduler(cache, limits),
-            Speech(found.tokenizer, found.end_tokens, found.loaded.facts.vocab_size, placed.context, labels),
+            Speech(
+                found.tokenizer, found.end_tokens, found.loaded.facts.vocab_size, placed.context, labels, found.pooling
+            ),
             speculates=settings.draft_tokens != 0,
             drafts=None if draft is None else _draft_model(draft, found, settings, placed.way),
             verify=lambda: None if few is None else few.check(),

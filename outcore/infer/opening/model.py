@@ -26,7 +26,7 @@ from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import RowChoice, add_to_products, by_rows
 from outcore.model.facts import checkpoint_name, read_end_tokens
-from outcore.model.forward import unwrap
+from outcore.model.forward import Pooling, read_pooling, unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "adapter_config.json",
@@ -53,6 +53,8 @@ class FoundModel:
     """Folders of adapters among which requests choose, by number from 1."""
     choice: RowChoice | None = None
     """Asks for each row's, where there are such."""
+    pooling: Pooling = "mean"
+    """Way from a text's hidden states to its vector."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,9 @@ def open_model(
     folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
     ends = end_tokens_of(unwrap(loaded.model), tokenizer)
     most = max_positions(loaded.config)
-    return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice)
+    said = [read_pooling(folder) for folder in reversed(folders)]  # an adapter's own word before its base's
+    pooling: Pooling = next((way for way in said if way is not None), "mean")
+    return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice, pooling)
 
 
 def _checkpoint_place(path: Path) -> ModelPlace:

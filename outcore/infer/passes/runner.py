@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import SMALL_ROWS, RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.scores import NO_NUMBERS, Scores, TextScores
 from outcore.infer.schedule import Work
-from outcore.model.forward import accepted_names
+from outcore.model.forward import Pooling, accepted_names
 from outcore.staging.pool import SmallCopies
 
 Found = list[tuple[Work, torch.Tensor]]
@@ -43,8 +44,9 @@ class PassRunner(Protocol):
         """For each text, every token but the first."""
         ...
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """For each text the mean of its tokens' last hidden states, of length one: fp32 [H] on the CPU."""
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[torch.Tensor]:
+        """For each text the mean of its tokens' last hidden states, or the last token's, of length one: fp32 [H] on the
+        CPU."""
         ...
 
     def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -149,8 +151,8 @@ class PagedRunner:
             self.attention.cache = cache
         return scores.all()
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        return self._of_texts(texts, "hidden", pool)
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[torch.Tensor]:
+        return self._of_texts(texts, "hidden", partial(pool, pooling))
 
     def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return self._of_texts(texts, "labels", label)
@@ -203,13 +205,16 @@ def label(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: lis
             raise EngineError(NO_NUMBERS)
 
 
-def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list[torch.Tensor]) -> None:
-    """Put the mean of each text's hidden states where it belongs."""
+def pool(
+    pooling: Pooling, texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list[torch.Tensor]
+) -> None:
+    """Put the vector of each text where it belongs."""
     assert output.hidden is not None
     at = 0
     for number, tokens in texts:
-        mean = output.hidden[0, at : at + len(tokens)].float().mean(0)
-        found[number] = torch.nn.functional.normalize(mean, dim=0).cpu()
+        hidden_TH = output.hidden[0, at : at + len(tokens)].float()
+        vector_H = hidden_TH.mean(0) if pooling == "mean" else hidden_TH[-1]
+        found[number] = torch.nn.functional.normalize(vector_H, dim=0).cpu()
         if found[number].isnan().any():
             raise EngineError(NO_NUMBERS)
         at += len(tokens)

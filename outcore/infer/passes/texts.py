@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from outcore.infer.passes.runner import PassRunner
 from outcore.infer.passes.scores import TextScores
+from outcore.model.forward import Pooling
 
 Texts = Sequence[Sequence[int]]
 OnScores = Callable[[list[TextScores] | Exception], None]
@@ -18,8 +20,9 @@ class WaitingTexts:
     """Texts with whom to tell. What goes wrong is told to who asked, and the engine goes on. `max_tokens`: positions
     that the model knows; None: unbounded."""
 
-    def __init__(self, vocab_size: int, max_tokens: int | None) -> None:
+    def __init__(self, vocab_size: int, max_tokens: int | None, pooling: Pooling) -> None:
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._pooling: Pooling = pooling
         self.to_score: list[tuple[Texts, int, OnScores]] = []
         """With how many likeliest tokens of each place are wanted."""
         self.to_embed: list[tuple[Texts, OnVectors]] = []
@@ -57,7 +60,7 @@ class WaitingTexts:
                 at += len(texts)
         to_embed, self.to_embed = self.to_embed, []
         to_label, self.to_label = self.to_label, []
-        for vectors_of, asked in ((runner.embed, to_embed), (runner.label, to_label)):
+        for vectors_of, asked in ((partial(runner.embed, pooling=self._pooling), to_embed), (runner.label, to_label)):
             for texts, tell in asked:
                 try:
                     vectors: list[torch.Tensor] | Exception = vectors_of(texts)

@@ -7,6 +7,7 @@ which only count: they hold nothing. Prompts are not cut: many of these models b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from outcore.infer.passes.runner import Found, RunnerLimits, TakeVectors, groupe
 from outcore.infer.passes.scores import Scores, TextScores
 from outcore.infer.schedule import Work
 from outcore.model import LoadedModel
-from outcore.model.forward import accepted_names
+from outcore.model.forward import Pooling, accepted_names
 from outcore.staging.pool import SmallCopies
 
 
@@ -69,8 +70,8 @@ class WholeRunner:
             scores.bring(group, list(self.flow.run(batches)))
         return scores.all()
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        return self._of_texts(texts, "hidden", pool)
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[torch.Tensor]:
+        return self._of_texts(texts, "hidden", partial(pool, pooling))
 
     def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return self._of_texts(texts, "labels", label)

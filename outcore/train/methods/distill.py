@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from outcore.common import make_folder
 from outcore.config import ConfigError
 from outcore.data import RowDataset
 from outcore.model import ModelSettings, load_model
+from outcore.train.methods.address import IGNORED, TeacherServer, is_address
 from outcore.train.run.job import RunJob
 
 TOP = 32
@@ -30,7 +32,6 @@ CHUNK_ROWS = 64
 """Rows that go through the teacher at once, and lie in one file."""
 HEAD_TOKENS = 1024
 """Tokens whose logits exist at once."""
-IGNORED = -100
 
 
 class TaughtRows(torch.utils.data.Dataset):
@@ -50,9 +51,12 @@ class TaughtRows(torch.utils.data.Dataset):
             return found | {name: file.get_tensor(f"{name}.{row}") for name in ("tops", "logprobs")}
 
 
-def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, vocab_size: int) -> TaughtRows:
-    """Ask the teacher about all rows that it was not asked about before."""
-    digest = hashlib.sha256(f"{teacher.model_name_or_path} {teacher.precision} {TOP}".encode())
+def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, tokenizer: Any) -> TaughtRows:
+    """Ask the teacher about all rows that it was not asked about before. `tokenizer`: the student's."""
+    name = str(teacher.model_name_or_path)
+    server = TeacherServer(name) if is_address(name) else None
+    asked = f"{name} {server.name}" if server else name
+    digest = hashlib.sha256(f"{asked} {teacher.precision} {TOP}".encode())
     for row in range(len(rows)):
         for tokens in rows.documents_of(row):
             digest.update(tokens.tobytes() + b"|")
@@ -65,16 +69,24 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, v
     job.say(
         f"teacher: {teacher.model_name_or_path} reads {len(rows):,} rows, {len(left)} chunks of {CHUNK_ROWS} are left"
     )
-    model = load_model(teacher).model.eval().requires_grad_(False)
-    if model.get_output_embeddings().weight.shape[0] < vocab_size:
-        raise ConfigError(f"teacher: {teacher.model_name_or_path} knows fewer tokens than the student.")
-    outcore.hf.stream(model)
+    if server is not None:
+        server.check_tokens(tokenizer.decode(rows.documents_of(0)[0], skip_special_tokens=True), tokenizer)
+        said_of = server.said_of
+    else:
+        said_of = _by_streaming(teacher, len(tokenizer))
     for at in left:
         chunk = range(at * CHUNK_ROWS, min(len(rows), (at + 1) * CHUNK_ROWS))
         aside = _file(folder, at).with_suffix(f".{os.getpid()}")
-        save_file(_said_of(model, rows, chunk), aside)
+        save_file(said_of(rows, chunk), aside)
         aside.replace(_file(folder, at))
     return TaughtRows(rows, folder)
+
+
+def _by_streaming(teacher: ModelSettings, vocab_size: int) -> Callable[..., dict[str, torch.Tensor]]:
+    model = load_model(teacher).model.eval().requires_grad_(False)
+    if model.get_output_embeddings().weight.shape[0] < vocab_size:
+        raise ConfigError(f"teacher: {teacher.model_name_or_path} knows fewer tokens than the student.")
+    return partial(_said_of, outcore.hf.stream(model))
 
 
 def _is_whole(chunk: Path) -> bool:

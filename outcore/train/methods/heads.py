@@ -1,8 +1,10 @@
 """The model of a method: with another head where it wants one, with adapters, streamed; and the trainers that are ours.
 
-A classifier is the decoder under one matrix that reads a text's last token, as transformers has it. An embedder is the
-decoder alone: the mean of a text's hidden states, normalised, as `outcore serve` answers /v1/embeddings. Its loss is
-InfoNCE: the cross-entropy of finding each query's partner among those of the whole batch (and all negatives)."""
+A classifier is the decoder under one matrix that reads a text's last token, or the last one of each word where words
+are labelled, as transformers has it. An embedder is the decoder alone: the mean of a text's hidden states, or its last
+token's, normalised, as `outcore serve` answers /v1/embeddings. Its loss is InfoNCE: the cross-entropy of finding each
+query's partner among those of the whole batch (and all negatives), summed over the sizes to which vectors may be cut.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from torch.nn import functional
 from outcore.config import ConfigError
 from outcore.model import ModelSettings, load_model
 from outcore.model.adapters import apply_lora
+from outcore.model.forward import Pooling
+from outcore.train.methods.address import IGNORED
 
 HEAD = "score"
 """Name that transformers gives a classifier's matrix."""
@@ -24,7 +28,14 @@ TEMPERATURE = 0.05
 """Cosines are divided by it before the cross-entropy; https://arxiv.org/abs/2104.08821, section 3."""
 
 
-def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, str] | None, problem: str | None) -> Any:
+def method_model(
+    settings: ModelSettings,
+    tokenizer: Any,
+    labels: Mapping[int, str] | None,
+    problem: str | None,
+    *,
+    is_by_word: bool = False,
+) -> Any:
     """The plain model in RAM, with a head for `labels` where there are some, and adapters on it where they are asked
     for. ValueError or RuntimeError, in words."""
     lora = settings.lora
@@ -33,7 +44,7 @@ def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, s
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError("method: an encoder-decoder is trained by --method sft alone.")
     if labels is not None:
-        model = _with_head(model, labels, problem, settings.seed)
+        model = _with_head(model, labels, problem, settings.seed, is_by_word)
         if lora is not None:
             lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
     if tokenizer.pad_token is None:
@@ -42,15 +53,17 @@ def method_model(settings: ModelSettings, tokenizer: Any, labels: Mapping[int, s
     return model if lora is None else apply_lora(model, lora, settings.seed)
 
 
-def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int) -> Any:
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int, is_by_word: bool) -> Any:
+    import transformers
 
     config = model.config
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    which = "TOKEN" if is_by_word else "SEQUENCE"
+    kinds = getattr(transformers, f"MODEL_FOR_{which}_CLASSIFICATION_MAPPING")
+    if type(config) not in kinds:
         raise ConfigError(f"method: transformers has no classifier over a {config.model_type} model.")
     config.num_labels, config.problem_type = len(labels), problem
     config.id2label, config.label2id = dict(labels), {name: number for number, name in labels.items()}
-    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    kind: Any = kinds[type(config)]
     with torch.device("meta"):
         made = kind._from_config(config, dtype=model.dtype)
     head = getattr(made, HEAD, None)
@@ -59,8 +72,10 @@ def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed:
     setattr(made, made.base_model_prefix, model.base_model)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(head.weight.shape, generator=draw) * config.get_text_config().initializer_range
-    fresh = nn.Linear(head.in_features, head.out_features, bias=False, dtype=model.dtype)
+    fresh = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, dtype=model.dtype)
     fresh.weight.data.copy_(weight)
+    if fresh.bias is not None:
+        fresh.bias.data.zero_()
     setattr(made, HEAD, fresh)
     config.architectures = [kind.__name__]
     return made.train()
@@ -68,7 +83,8 @@ def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed:
 
 def label_names(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Names of the labels by their numbers, in order. 1 and "1" are one label."""
-    found = sorted({row["label"] for row in rows}, key=lambda label: (isinstance(label, str), label))
+    each = [row["label"] if isinstance(row["label"], list) else [row["label"]] for row in rows]
+    found = sorted({label for labels in each for label in labels}, key=lambda label: (isinstance(label, str), label))
     return dict(enumerate(dict.fromkeys(map(str, found))))
 
 
@@ -76,6 +92,9 @@ def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numb
     """Texts (with documents) as tokens, cut to `length`, and labels as what the head is to say."""
     found = []
     for row in rows:
+        if "words" in row:
+            found.append(_encoded_words(row, tokenizer, length, numbers))
+            continue
         texts = [row["text"], *([row["document"]] if "document" in row else [])]
         ids = tokenizer(*texts, truncation=True, max_length=length)
         label = [row["label"]] if "document" in row else numbers[str(row["label"])]
@@ -83,9 +102,23 @@ def encoded(rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, numb
     return found
 
 
+def _encoded_words(row: Mapping[str, Any], tokenizer: Any, length: int, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Words as a text; each word's label at its last token, which has read all of it."""
+    ids = tokenizer(" ".join(row["words"]), truncation=True, max_length=length, return_offsets_mapping=True)
+    spans, labels, end = ids["offset_mapping"], [IGNORED] * len(ids["input_ids"]), -1
+    for word, label in zip(row["words"], row["label"], strict=True):
+        start, end = end + 1, end + 1 + len(word)
+        within = [at for at, (first, last) in enumerate(spans) if first < end and last > start]
+        if within and spans[within[-1]][1] >= end:  # else the word was cut off
+            labels[within[-1]] = numbers[str(label)]
+    return {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "labels": labels}
+
+
 def accuracy(outcome: Any) -> dict[str, float]:
-    """Share of texts that got their label."""
+    """Share of texts, or of words, that got their label."""
     scores, wanted = outcome.predictions, outcome.label_ids
+    if scores.ndim == 3:
+        scores, wanted = scores[wanted != IGNORED], wanted[wanted != IGNORED]
     right = (scores > 0) == (wanted > 0.5) if scores.shape[-1] == 1 else scores.argmax(-1) == wanted
     return {"accuracy": float(right.mean())}
 
@@ -103,17 +136,37 @@ class Partners:
         return {**found, "labels": torch.arange(len(rows))}
 
 
-def embedding_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, cosines [queries, partners])."""
+def vector_sizes(smallest: int | None, width: int) -> list[int]:
+    """Sizes to which vectors are cut in training: all of them, and each half of it down to `smallest`."""
+    if smallest is not None and smallest > width:
+        raise ConfigError(f"matryoshka: the model's vectors have {width} numbers, fewer than {smallest}.")
+    sizes = [width]
+    while smallest is not None and sizes[-1] > smallest:
+        sizes.append(max(smallest, sizes[-1] // 2))
+    return sizes
+
+
+def embedding_loss(
+    pooling: Pooling, sizes: Sequence[int], model: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, cosines of whole vectors [queries, partners])."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     mask = batch["attention_mask"]
     hidden_BTH = base.base_model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
-    weights_BT1 = mask.unsqueeze(-1).to(torch.float32)
-    mean_BH = (hidden_BTH.float() * weights_BT1).sum(1) / weights_BT1.sum(1)
-    vectors_BH = functional.normalize(mean_BH, dim=-1)
+    if pooling == "last":
+        places_T = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last_B = (mask * places_T).argmax(1)  # on whichever side it is padded
+        vectors_BH = hidden_BTH[torch.arange(len(last_B), device=mask.device), last_B].float()
+    else:
+        weights_BT1 = mask.unsqueeze(-1).to(torch.float32)
+        vectors_BH = (hidden_BTH.float() * weights_BT1).sum(1) / weights_BT1.sum(1)
     wanted = batch["labels"]
-    cosines = vectors_BH[: len(wanted)] @ vectors_BH[len(wanted) :].T
-    return functional.cross_entropy(cosines / TEMPERATURE, wanted), cosines
+    cosines: list[torch.Tensor] = []
+    for size in sizes:
+        cut = functional.normalize(vectors_BH[:, :size], dim=-1)
+        cosines.append(cut[: len(wanted)] @ cut[len(wanted) :].T)
+    losses = [functional.cross_entropy(some / TEMPERATURE, wanted) for some in cosines]
+    return torch.stack(losses).sum(), cosines[0]
 
 
 def trainer_by(loss_of: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> Any:

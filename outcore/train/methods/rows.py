@@ -25,6 +25,7 @@ TEXTS = ("text", "sentence", "content", "query", "question")
 ASKED = ("query", "anchor", "question", "prompt", "sentence1", "text")
 PARTNERS = ("positive", "document", "passage", "answer", "completion", "sentence2")
 LABELS = ("label", "labels", "class")
+TAGS = ("labels", "tags", "ner_tags", "pos_tags", "label")
 TEXT = Shape("text", ("text",))
 
 
@@ -143,9 +144,11 @@ def judged(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
 
 
 def labelled(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
-    """text, label; or query, document, label (whether the document answers the query)."""
+    """text, label; or query, document, label (whether the document answers the query); or words, label (one each)."""
 
     def labelled_row(row: Row, shape: Shape) -> list[Row]:
+        if isinstance(words := row.get("tokens"), list):
+            return [_tagged(words, _column(row, TAGS, "labels of the tokens"))]
         label = _column(row, LABELS, "a label")
         document = next((name for name in PARTNERS if isinstance(row.get(name), str)), None)
         if document is not None:
@@ -157,7 +160,21 @@ def labelled(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
         names = (config.text_column,) if config.text_column else TEXTS
         return [{"text": _text(row, names), "label": label}]
 
-    return _read(config, is_evaluation, say, labelled_row, has_shape=False)
+    found = _read(config, is_evaluation, say, labelled_row, has_shape=False)
+    if len({frozenset(row) for row in found}) > 1:
+        raise DataError("method classify: some rows label texts, others pairs of texts or words. Give one kind alone.")
+    return found
+
+
+def _tagged(words: list[Any], labels: Any) -> Row:
+    """Words of a text with a label each."""
+    if not words or not all(isinstance(word, str) and word.strip() for word in words):
+        raise RowError("tokens must be a list of words")
+    if not isinstance(labels, list) or len(labels) != len(words):
+        raise RowError(f"there are {len(words)} tokens, and each must have one label; found {labels!r}")
+    if not all(isinstance(label, (str, int)) and not isinstance(label, bool) for label in labels):
+        raise RowError("labels of tokens are texts or whole numbers")
+    return {"words": words, "label": labels}
 
 
 def partners(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:

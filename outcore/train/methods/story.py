@@ -11,12 +11,20 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from transformers import DataCollatorWithPadding, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 import outcore.hf
 from outcore import __version__
@@ -27,12 +35,14 @@ from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspee
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
 from outcore.model import ModelSettings
+from outcore.model.forward import Pooling, read_pooling, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
+from outcore.train.methods.address import is_address
 from outcore.train.methods.log import RunLog
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
@@ -102,7 +112,7 @@ class _Story:
         if labels is not None:
             job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
         job.phase = "loading the model"
-        model = heads.method_model(model_settings, tokenizer, labels, problem)
+        model = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word="words" in first)
         job.say(
             f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {_trained_numel(model):,} trainable"
         )
@@ -132,15 +142,16 @@ class _Story:
             model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
         )
         config = replace(config, packing="off")
-        theirs = load_tokenizer(
-            replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None), teacher, job.say
-        )
-        if theirs.get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(f"teacher: {config.teacher} has other tokens than the student; they must be the same.")
+        if not is_address(config.teacher):
+            named = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
+            if load_tokenizer(named, teacher, job.say).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"teacher: {config.teacher} has other tokens than the student; they must be the same."
+                )
         data = load_data(config, model, tokenizer, None, job.say)
         cache = Path(config.data_cache_dir).expanduser()
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
-        said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
+        said = [distill.taught(one, teacher, cache, job, tokenizer) for one in sets]
         return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
@@ -156,11 +167,15 @@ class _Story:
             raise ConfigError(
                 f"method classify: every row has the label {labels[0]!r}; there is nothing to tell apart."
             )
-        return labels, "single_label_classification"
+        return labels, None if "words" in trained[0] else "single_label_classification"
+
+    def _pooling(self) -> Pooling:
+        return self.config.pooling or read_pooling(self.config.model_name_or_path or "") or "mean"
 
     def _fingerprint(self, schedule: LrSchedule) -> dict[str, Any]:
         config = self.config
-        same = ("method", "beta", "lora_r", "lora_dropout", "use_dora", "use_rslora", "quantize", "seed", "seq_length")
+        same = ["method", "beta", "pooling", "matryoshka", "lora_r", "lora_dropout", "use_dora", "use_rslora"]
+        same += ["quantize", "seed", "seq_length"]
         return {
             **{name: getattr(config, name) for name in same},
             "precision": self.settings.precision,
@@ -216,14 +231,18 @@ class _Story:
             if self.config.method == "distill":
                 trainer, given = heads.trainer_by(distill.distillation_loss), {"data_collator": distill.collate}
             elif self.config.method == "embed":
-                trainer, given = (
-                    heads.trainer_by(heads.embedding_loss),
-                    {"data_collator": heads.Partners(tokenizer, length)},
-                )
+                width = model.config.get_text_config().hidden_size
+                sizes = heads.vector_sizes(self.config.matryoshka, width)
+                if len(sizes) > 1:
+                    model.config.matryoshka_dimensions = sorted(sizes)  # vLLM reads it by this name, too
+                loss = partial(heads.embedding_loss, self._pooling(), sizes)
+                trainer, given = heads.trainer_by(loss), {"data_collator": heads.Partners(tokenizer, length)}
             else:
+                first = rows[0][0]
                 numbers = {name: number for number, name in (labels or {}).items()}
                 rows = tuple(heads.encoded(some, tokenizer, length, numbers) for some in rows)  # type: ignore[assignment]
-                given = {"data_collator": DataCollatorWithPadding(tokenizer), "compute_metrics": heads.accuracy}
+                collate = DataCollatorForTokenClassification if "words" in first else DataCollatorWithPadding
+                given = {"data_collator": collate(tokenizer), "compute_metrics": heads.accuracy}
         self.job.phase = "preparing the trainer"
         told = settings(**arguments)
         told._n_gpu = min(told.n_gpu, 1)  # transformers would spread the model over all GPUs that it sees
@@ -295,7 +314,7 @@ class _Story:
         began_s = time.perf_counter()
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
-            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).iterdir())))
+            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).glob("checkpoint-*"))))
         else:
             trainer.train()
         step = trainer.state.global_step
@@ -311,6 +330,9 @@ class _Story:
             export_model(
                 folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
             )
+            if config.method == "embed":
+                width = trainer.model.config.get_text_config().hidden_size
+                write_pooling(folder.export, self._pooling(), width)
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
         if log.first_loss is not None and log.last_loss is not None:

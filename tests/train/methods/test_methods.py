@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import outcore
 from outcore.cli import main
@@ -21,6 +21,10 @@ PAIRS = [{"prompt": f"hello {i}", "chosen": f" world {i} 1 2", "rejected": f" te
 ROWS: dict[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "reward"), PAIRS),
     "classify": [{"text": f"{'hello world' if i % 2 else 'a test'} {i}", "label": "ab"[i % 2]} for i in range(24)],
+    "words": [
+        {"tokens": ["hello", str(i), "world"], "ner_tags": ["O", "NUM", "O"] if i % 2 else ["O", "B-X", "I-X"]}
+        for i in range(24)
+    ],
     "rank": [{"query": f"hello {i}", "document": f"{'no' * (i % 2)} {i}", "label": i % 2} for i in range(24)],
     "embed": [{"query": f"hello {i}", "positive": f"world {i}"} for i in range(24)],
 }  # fmt: skip
@@ -162,12 +166,43 @@ def test_a_label_and_its_number_are_one_output() -> None:
         (["--state_format", "split"], "state_format: method dpo has no such setting"),
         (["--lora_r", "4", "--quantize", "nf4"], "--lora_export adapter"),
         (["--teacher", "model"], "go together"),
+        (["--pooling", "last"], "pooling: method dpo makes no vectors"),
     ],
 )
 def test_what_a_method_has_not_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("dpo", *flags) == 2
     assert words in capsys.readouterr().err
     assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora_r", "4"]], ids=["full", "lora"])
+def test_words_of_a_text_get_labels(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The label of a word stands at its last token: as transformers' own model and loss see them."""
+    assert train("classify", *flags, rows="words", steps=30) == 0
+    assert "AutoModelForTokenClassification.from_pretrained loads it" in capsys.readouterr().out
+    steps = read_metrics("logs/run/metrics.jsonl").steps
+    assert steps[0]["loss"] == pytest.approx(math.log(4), rel=0.2) and steps[-1]["loss"] < 0.8
+    model = AutoModelForTokenClassification.from_pretrained("final_model/run").eval()
+    assert model.config.id2label == {0: "B-X", 1: "I-X", 2: "NUM", 3: "O"}
+    ids = tokenizer()("hello 5 world", return_tensors="pt")
+    with torch.no_grad():
+        found = model(**ids).logits[0].argmax(-1).tolist()
+    assert found[ids.char_to_token(0, 4)] == 3, "the last token of hello"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"tokens": ["a", "b"], "labels": ["O"]}, "there are 2 tokens, and each must have one label"),
+        ({"tokens": ["a", ""], "labels": ["O", "O"]}, "tokens must be a list of words"),
+        ({"tokens": ["a"], "labels": [1.5]}, "texts or whole numbers"),
+        ({"text": "hello", "label": "O"}, "Give one kind alone"),
+    ],
+)
+def test_words_with_odd_labels_are_refused(row: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ROWS["odd"] = [*ROWS["words"], row]
+    assert train("classify", rows="odd") == 2
+    assert words in capsys.readouterr().err
 
 
 def test_what_was_trained_answers(capsys: pytest.CaptureFixture[str]) -> None:
