@@ -31,7 +31,7 @@ STATE = ("engine", "data", "random", "tokens_seen", "first_loss", "last_loss")
 
 
 @dataclass(frozen=True)
-class Verification:
+class StepsAgain:
     """Steps to take again: a goal of the main job."""
 
     start: Checkpoint
@@ -71,7 +71,7 @@ class Verification:
 
 
 def different(kept: Checkpoint, again: Checkpoint) -> Iterator[str]:
-    """Where two checkpoints of one step differ, in words."""
+    """Name what differs between two checkpoints of one step."""
     stems = {match[1] for name in (*kept.files(""), *again.files("")) if (match := SHARD.fullmatch(name))}
     for stem in sorted(stems):
         was, now = ShardReader(kept.path, stem), ShardReader(again.path, stem)
@@ -84,7 +84,7 @@ def different(kept: Checkpoint, again: Checkpoint) -> Iterator[str]:
     yield from (f"{name} in {kept.path}" for name in STATE if states[0].get(name) != states[1].get(name))
 
 
-def prepare(run: Path, checkpoint_dir: Path, log_dir: Path, step: int | None) -> tuple[TrainConfig, Verification]:
+def prepare(run: Path, checkpoint_dir: Path, log_dir: Path, step: int | None) -> tuple[TrainConfig, StepsAgain]:
     """The run's settings, and what to take again. ValueError where there is nothing to start from, CheckpointError for
     damage."""
     folder = run if list_checkpoints(run) else checkpoint_dir / run
@@ -108,7 +108,7 @@ def prepare(run: Path, checkpoint_dir: Path, log_dir: Path, step: int | None) ->
             "--step names a later step; --save_total_limit keeps more of them in a new run."
         )
     kept = next((path for path in saved if steps[path] == last), None)
-    found = Verification(
+    found = StepsAgain(
         open_checkpoint(start),
         {number: line for number, line in recorded.items() if steps[start] < number <= last},
         kept and open_checkpoint(kept),

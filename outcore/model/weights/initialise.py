@@ -321,8 +321,7 @@ class InitPlan:
         """For each region: first name -> fp32 CPU tensor; parameters that nobody sets are left out."""
         kept: dict[int, torch.Tensor] = {}
         for index, made in enumerate(_generated(self.regions, seed)):
-            kept.update({self._ids[name]: value for name, value in made.items()})
-            made.clear()  # else its values would live until the next ones are there
+            kept.update({self._ids[name]: made.pop(name) for name in list(made)})  # here alone, and freed when used
             ready = [key for key in kept if self._last[key] == index]
             yield {self.canonical[key]: kept.pop(key) for key in ready}
 
