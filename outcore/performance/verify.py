@@ -46,16 +46,11 @@ class StepsAgain:
         trainer.resume(self.start)
         batches, differs = iter(trainer.parts.stream), ""
         while trainer.step < last and not differs:
-            result = trainer.train_one(batches)
-            line = self.recorded[trainer.step]
-            differs = next(
-                (
-                    f"{name} of step {trainer.step} was {line[name]!r} and is {getattr(result, name)!r}"
-                    for name in ("loss", "grad_norm")
-                    if line[name] != getattr(result, name)
-                ),
-                "",
-            )
+            result, line = trainer.train_one(batches), self.recorded.get(trainer.step, {})  # a log may have gaps
+            for name in ("loss", "grad_norm"):
+                was, now = repr(line.get(name)), repr(getattr(result, name))  # in words: nan is nan
+                if name in line and was != now:
+                    differs = differs or f"{name} of step {trainer.step} was {was} and is {now}"
         if self.kept is not None and not differs:
             trainer.save()
             assert trainer.saved_path is not None
