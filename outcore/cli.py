@@ -37,13 +37,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ui": ("outcore.ui.command", "all of it in the browser: train, watch, chat, evaluate, the machine"),
         "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
+        "verify": ("outcore.performance.verify", "steps of a run taken again from a checkpoint: are the bits the same"),
         "watch": ("outcore.monitor.screen.frame", "a running or finished run, live in the terminal"),
     }
 )
 """Name -> (module with `main(argv) -> int`, what it is for)."""
 
 
-GO_ON = ("train", "serve", "start", "ui", "evaluate", "export", "setup", "probe", "check")
+GO_ON = ("train", "serve", "start", "ui", "evaluate", "export", "verify", "setup", "probe", "check")
 """Commands that do more than print: they go on when nobody reads along."""
 
 

@@ -82,7 +82,7 @@ LINES = {
     "model": 6062,
     "monitor": 3100,
     "optim": 3100,
-    "performance": 1200,
+    "performance": 1330,
     "plan": 5750,
     "probe": 4500,
     "runs": 650,

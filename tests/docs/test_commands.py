@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli import COMMANDS
+from outcore.config import ConfigError
 from tests.docs.pages import PAGES, commands_of, flags_of
 from tests.docs.parsers import parse_command
 from tests.forked import ROOT
@@ -67,6 +68,56 @@ def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     if ">" in words:
         words = words[: words.index(">")]
     parse_command([word for word in words if word not in ("...", "…")])
+
+
+WORD = r"(?:--[a-z]\w*|\{\}|[\w./*-]*[\w*/])"
+FILLED = {"--method": "dpo", "--port": "7860"}
+"""Values where a message has one of its own."""
+
+
+def _words_of(node: ast.AST) -> str:
+    """A text of the code: `own_command("probe")` as `outcore probe`, what else is filled in as {}."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_words_of, node.values))
+    if isinstance(node, ast.FormattedValue):
+        own = re.fullmatch(r"own_command\('(\w+)'\)", ast.unparse(node.value))
+        return f"outcore {own[1]}" if own else "{}"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def told() -> list[tuple[str, ...]]:
+    """Commands in messages, each once: name, and what looks like its arguments up to the first word of a sentence."""
+    found = set()
+    command = re.compile(rf"\boutcore ({'|'.join(COMMANDS)})\b((?: {WORD})*)")
+    for file in (ROOT / "outcore").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        no_text = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        no_text |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            for name, words in command.findall("" if id(node) in no_text else _words_of(node)):
+                given: list[str] = []
+                for word in words.split():
+                    after_flag = bool(given) and given[-1].startswith("--")
+                    if not (after_flag or word.startswith("--") or word.isupper() or re.search(r"[./]", word)):
+                        break
+                    given.append(FILLED.get(given[-1], "name") if word == "{}" else word)
+                found.add((name, *given))
+    return sorted(found)
+
+
+def test_commands_in_messages_are_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What stands behind a flag may be its value or the next word of the sentence."""
+    monkeypatch.chdir(ROOT)
+    found = told()
+    assert len(found) > 25 and ("setup", "--check", "writes") in found
+    for command in found:
+        words = ["outcore", *(str(tmp_path) if word in ("DIR", "FOLDER") else word for word in command)]
+        whole = [*words, "--tasks", "a"] if command[0] == "evaluate" and len(command) > 2 else words
+        try:
+            parse_command(whole)
+        except (SystemExit, ConfigError):
+            assert len(words) > 3 and words[-2].startswith("--"), command
+            parse_command(words[:-1])
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "plan"}))  # whose table of settings has its own

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from outcore.config.commands.evaluating import evaluate_flags, evaluations_flags, lists_tasks
-from outcore.config.commands.files import data_flags, export_flags, models_flags, runs_flags, watch_flags
+from outcore.config.commands.files import data_flags, export_flags, models_flags, runs_flags, verify_flags, watch_flags
 from outcore.config.commands.running import chat_flags, generate_flags, score_flags
 from outcore.config.commands.serving import serve_flags, start_flags, ui_flags
 
@@ -24,6 +24,7 @@ FLAGS: Mapping[str, Callable[[], argparse.ArgumentParser]] = MappingProxyType(
         "data": data_flags,
         "runs": runs_flags,
         "export": export_flags,
+        "verify": verify_flags,
         "watch": watch_flags,
         "models": models_flags,
     }

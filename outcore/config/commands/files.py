@@ -1,4 +1,4 @@
-"""Flags of the commands about files: data, runs, export, models."""
+"""Flags of the commands about files: data, runs, export, verify, models."""
 
 from __future__ import annotations
 
@@ -95,6 +95,18 @@ def export_flags() -> argparse.ArgumentParser:
         help="instead: final_model/RUN, or the folder of a whole model, as one file for llama.cpp",
     )
     parser.add_argument("--overwrite", action="store_true", help="with --gguf: replace the file that is there already")
+    return parser
+
+
+def verify_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore verify`."""
+    parser = CommandParser(
+        prog="outcore verify", description="Take steps of a run again from a checkpoint: are the bits the same?"
+    )
+    parser.add_argument("run", type=Path, help="name of a run, or its folder of checkpoints")
+    parser.add_argument("--step", type=int, help="the step to arrive at (default: the run's last)")
+    for name, default in (("checkpoint", "checkpoints"), ("log", "logs")):
+        parser.add_argument(f"--{name}_dir", type=Path, default=Path(default), help=f"default: {default}")
     return parser
 
 

@@ -44,7 +44,7 @@ class DataFields:
     group_by_length: bool = False
     """Batches of rows of about the same length, for less padding; for rows that are not packed."""
     streaming: Literal["auto", "on", "off"] = "auto"
-    """Tokenize without holding the data in RAM."""
+    """Read a hub dataset as it comes, without downloading it first; auto: one larger than a quarter of the free RAM."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A malformed row stops the run, or is skipped and counted."""
     long_rows: Literal["keep_start", "keep_end", "split", "drop"] = "keep_start"

@@ -114,7 +114,8 @@ class WeightHomes:
         if self._owned is not None and not self._owned:
             return
         for group in () if self._feed is None else self._feed.groups():
-            for name, value in group.items():
+            while group:  # which then holds no value while the next ones are made
+                name, value = group.popitem()
                 missing.discard(name)
                 if not self._owns(self._slots[name][0]):
                     continue
@@ -122,6 +123,7 @@ class WeightHomes:
                 if shape != self._slots[name][1].shape:
                     raise EngineError(f"{name}: the model has shape {self._slots[name][1].shape}, its value {shape}")
                 self.write(name, value)
+                del value
         assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
         for name, (weight, is_transposed) in self._lengths.items():  # of the weights as they are used: packed ones, too
             if self._owns(self._slots[name][0]):

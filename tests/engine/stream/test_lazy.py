@@ -1,7 +1,9 @@
 """Models that are made without memory and get their weights layer by layer: the same bits as a whole load."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from outcore.model.trial.shrink import shrink_config
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import fixtures
 from tests.flow.models import TINY_SETTINGS, needs, plain_batch
+from tests.forked import run_script
 from tests.refused import refused
 
 (built,) = fixtures
@@ -227,6 +230,42 @@ def test_a_feed_holds_one_layer_at_a_time(tmp_path):
         assert all(not numbers or len(numbers) == len(group) for numbers, group in zip(layers, groups, strict=True))
         given = [name for group in groups for name in group]
         assert len(given) == len(set(given)) and set(given) == feed.names
+
+
+PEAK = """
+import torch
+from outcore.engine.stream.build import build_stream_engine
+from outcore.formats import open_packed
+from outcore.model import LoraSettings, ModelSettings, load_model
+from tests.engine.stream.test_lazy import OVERRIDES, TINY
+
+def resident_bytes(most: bool) -> int:
+    name = "VmHWM" if most else "VmRSS"
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+torch.set_num_threads(1)
+fields = OVERRIDES | {"vocab_size": 60_000, "hidden_size": 512, "tie_word_embeddings": False}
+lora = LoraSettings(r=4, alpha=8)
+for vocab_size in (300, 60_000):  # first what the code itself takes
+    fields["vocab_size"] = vocab_size
+    settings = ModelSettings(preset="llama-1b", precision="bf16", seq_length=64, config_overrides=fields, lora=lora)
+    loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+    before = resident_bytes(most=False)
+    engine = build_stream_engine(loaded, TINY, device="cpu", pinned_grant=False, trial=False)
+    print("beyond", resident_bytes(most=True) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux says of a process")
+def test_the_peak_while_weights_are_made_is_their_homes_and_one_group(tmp_path):
+    """The embedding waited in fp32 until the head was there: four times their homes for a moment."""
+    script, log = tmp_path / "peak.py", tmp_path / "log"
+    script.write_text(PEAK)
+    assert run_script(script, [], os.environ, log) == 0, log.read_text()
+    beyond = int(log.read_text().split()[-1])
+    table_bytes = 60_000 * 512 * 2
+    assert 3 * table_bytes < beyond < 5 * table_bytes  # two homes in bf16, one table in fp32
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(build, tmp_path):
