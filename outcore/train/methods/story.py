@@ -26,7 +26,7 @@ from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
-from outcore.model import ModelSettings
+from outcore.model import ModelSettings, Origin
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import settle_changes
@@ -308,9 +308,12 @@ class _Story:
         if config.export:
             stop.finishing, job.phase = "finishing the export", "exporting the model"
             adapter_only = config.lora_export == "adapter"
+            is_whole = not self.kind.has_head and config.method != "embed"  # else its head is left out on purpose
+            origin = Origin.of(config.model_name_or_path) if is_whole and config.model_name_or_path else None
             export_model(
-                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
-            )
+                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, origin=origin,
+                adapter_only=adapter_only,
+            )  # fmt: skip
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
         if log.first_loss is not None and log.last_loss is not None:
