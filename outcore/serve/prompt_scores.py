@@ -15,7 +15,7 @@ from outcore.serve.errors import bad
 from outcore.serve.service import Service
 
 PROMPT_LOGPROBS = "prompt_logprobs"
-MOST_TOP = 256
+MOST_TOP = 1024
 """Likeliest tokens at each place."""
 MOST_ENTRIES = 1_000_000
 """Log-probabilities in one answer, some 60 bytes of JSON each."""

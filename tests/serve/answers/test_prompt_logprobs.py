@@ -1,6 +1,7 @@
 """`prompt_logprobs` in vLLM's shape: equal to the model's own, and refused where it cannot be."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from outcore.serve import prompt_scores
+from tests.infer.models import save_tiny_model
 
 
 def wanted(model: Any, ids: list[int]) -> torch.Tensor:
@@ -75,3 +77,43 @@ def test_what_cannot_be_is_refused(
     found = httpx.post(f"{server.url}/v1/{path}", json=body | {"temperature": 1.0} | more, timeout=120)
     assert found.status_code == 400 and words in found.json()["error"]["message"]
     assert found.json()["error"]["param"] == "prompt_logprobs"
+
+
+@pytest.mark.more
+def test_trl_distills_from_this_server_as_from_a_teacher_in_its_process(
+    server: Any, tiny_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainers unmodified. With all tokens asked for, the loss over a server's is the whole divergence."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from trl.experimental import server_distillation
+    from trl.generation import vllm_client
+
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # its client asks, and speaks HTTP alone here
+    _, teacher, tokenizer = tiny_folder
+    rows = datasets.Dataset.from_dict({"prompt": ["The quick", "lazy dog", "brown fox", "the dog"]})
+    common: dict[str, Any] = {
+        "beta": 0.0, "max_steps": 3, "per_device_train_batch_size": 2, "max_completion_length": 8, "seed": 3,
+        "learning_rate": 1e-2, "report_to": "none", "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
+        "gradient_checkpointing": False, "bf16": False,
+    }  # fmt: skip
+    losses = []
+    for name in ("server", "local"):
+        student, _ = save_tiny_model(tmp_path / name, seed=7)
+        if name == "server":
+            args: Any = server_distillation.ServerDistillationConfig(
+                str(tmp_path), teacher_model_server_url=server.url, loss_top_k=len(tokenizer), loss_add_tail=False,
+                **common,
+            )  # fmt: skip
+            trainer: Any = server_distillation.ServerDistillationTrainer(
+                student, args, train_dataset=rows, processing_class=tokenizer
+            )
+        else:
+            trainer = trl.DistillationTrainer(
+                student, teacher_model=teacher, args=trl.DistillationConfig(str(tmp_path), **common),
+                train_dataset=rows, processing_class=tokenizer,
+            )  # fmt: skip
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(losses[0]) == 3 and len(set(losses[0])) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
