@@ -128,19 +128,25 @@ class _Story:
         if self.kind.read is not None:
             read = self.kind.read
             return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
+        config = replace(config, packing="off")
+        is_file = str(config.teacher).lower().endswith(".parquet")
         teacher = replace(
             model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
         )
-        config = replace(config, packing="off")
-        theirs = load_tokenizer(
-            replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None), teacher, job.say
-        )
-        if theirs.get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(f"teacher: {config.teacher} has other tokens than the student; they must be the same.")
+        if not is_file:
+            of_teacher = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
+            if load_tokenizer(of_teacher, teacher, job.say).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"teacher: {config.teacher} has other tokens than the student; they must be the same."
+                )
         data = load_data(config, model, tokenizer, None, job.say)
-        cache = Path(config.data_cache_dir).expanduser()
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
-        said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
+        if is_file:
+            file = Path(str(config.teacher)).expanduser()
+            said = [distill.taught_by_file(one, file, tokenizer, job) for one in sets]
+        else:
+            cache = Path(config.data_cache_dir).expanduser()
+            said = [distill.taught(one, teacher, cache, job, len(tokenizer)) for one in sets]
         return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
