@@ -26,7 +26,7 @@ class TokenScore(NamedTuple):
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens at its place, with theirs."""
     rank: int = 0
-    """Its own place among all tokens, from 1 on; 0 where the likeliest one alone was asked for."""
+    """Place of the token among all tokens, from 1 on; 0 where the likeliest one alone was asked for."""
 
     @property
     def is_likeliest(self) -> bool:
