@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,16 +20,24 @@ from outcore.checkpoint.shards import TensorPlan
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]
+Tensor = tuple[TensorPlan, Callable[[], torch.Tensor]]
+Tensors = dict[str, Tensor]
 """What each tensor is, by name, and how to get its values."""
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def published(base: nn.Module, tensors: Tensors) -> Tensors:
+def published(
+    base: nn.Module,
+    tensors: Tensors,
+    source: Mapping[str, Tensor] = MappingProxyType({}),
+    untrained: Collection[str] = (),
+) -> Tensors:
     """Yield the weights as a published checkpoint of `base`'s architecture holds them; get them in their order.
 
-    As they are for a model that is not one of transformers', or that it loads without a change."""
+    As they are for a model that is not one of transformers', or that it loads without a change. `source`: tensors of
+    the checkpoint that the model was read from, which take the place of those that were made of `untrained` ones alone
+    and have another number type."""
     from transformers import PreTrainedModel
 
     if not isinstance(base, PreTrainedModel):
@@ -37,6 +46,8 @@ def published(base: nn.Module, tensors: Tensors) -> Tensors:
     try:
         for group in _groups(base, tensors):
             converted = _converted(base, group)
+            if all(name in untrained for name in group):
+                converted = {name: _of_source(source.get(name), entry) for name, entry in converted.items()}
             if twice := sorted(converted.keys() & found.keys()):
                 raise ValueError(f"two weights would be called {twice[0]}")
             found |= converted
@@ -50,6 +61,12 @@ def published(base: nn.Module, tensors: Tensors) -> Tensors:
         )
         return tensors
     return found
+
+
+def _of_source(theirs: Tensor | None, ours: Tensor) -> Tensor:
+    if theirs is None or theirs[0].shape != ours[0].shape or theirs[0].dtype == ours[0].dtype:
+        return ours
+    return theirs
 
 
 def _groups(base: Any, tensors: Tensors) -> Iterable[Tensors]:

@@ -25,22 +25,12 @@ from outcore.checkpoint.manifest import CheckpointError, listed_files
 from outcore.common import FileError, describe_errno, file_errors
 from outcore.common.os_layer import replace_file
 from outcore.common.quantities import GB, format_gb
+from outcore.formats.checkpoint import TYPES
 
 MAX_SHARD_BYTES = 5 * GB
 """Default size of a shard: what transformers' own save_pretrained uses."""
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -183,7 +173,6 @@ class ShardReader:
         """(file, first byte) of each tensor."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
         for path in listed_files(folder, stem):
             header, data_at = read_header(path)
             for name, entry in header.items():
@@ -191,7 +180,7 @@ class ShardReader:
                     raise CheckpointError(f"{path}: holds {name}, which {self._places[name][0].name} holds as well.")
                 try:
                     start, stop = entry["data_offsets"]
-                    plan = TensorPlan(name, types[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
+                    plan = TensorPlan(name, TYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
                     if start < 0 or stop - start != plan.n_bytes:
                         raise ValueError(f"{stop - start} bytes for {plan.dtype} {plan.shape}")
                 except (KeyError, TypeError, ValueError) as error:

@@ -65,6 +65,8 @@ class Output:
     top_ids: torch.Tensor | None = None
     """int64 [B, T, num_top]: the likeliest tokens there, and in `top_logprobs` their logarithms."""
     top_logprobs: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+    """int64 [B, T]: 1 for the likeliest token at its place; 0 throughout where `num_top` is 1."""
 
 
 @dataclass
@@ -212,7 +214,7 @@ class Flow:
                     output.logits = self.head.labels(slab, item.at_head(), call.positions)
                 elif call.want == "logprobs":
                     found = self.head.logprobs(slab, item.at_head(), call.num_top)
-                    output.logprobs, output.top_ids, output.top_logprobs = found
+                    output.logprobs, output.top_ids, output.top_logprobs, output.ranks = found
                 elif call.want == "hidden":
                     output.hidden = self.head.finish(slab, item.at_head())
             yield output

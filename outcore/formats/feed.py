@@ -19,7 +19,7 @@ import torch
 from outcore.formats.checkpoint import GGUF, Entry, PackedCheckpoint, PackedEntry, method_of, open_safetensors
 from outcore.formats.gguf_files import open_gguf
 from outcore.formats.packed import PackedSpec, PackedTensor
-from outcore.model.weights import by_layer, name_rules
+from outcore.model.weights import by_layer, target_names
 
 READERS = 4
 """Weights that are read at once."""
@@ -80,23 +80,20 @@ class PackedWeights:
     def _find_sources(
         self, skeleton: Any, entries: Mapping[str, Entry]
     ) -> tuple[dict[str, list[Source]], dict[str, list[str]]]:
-        from transformers.core_model_loading import rename_source_key
+        from transformers.conversion_mapping import get_model_conversion_mapping
 
-        renamings, converters, prefix, state = name_rules(skeleton)
+        rules = get_model_conversion_mapping(skeleton)
         sources: dict[str, list[Source]] = {}
         orders: dict[str, list[str]] = {}
-        for key, entry in entries.items():
-            renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if renamed not in state and key in state:
-                renamed, pattern = key, None
+        for key, (renamed, pattern) in target_names(skeleton, entries).items():
             if renamed not in self._parameters:
                 continue
             name = self._canonical[id(self._parameters[renamed])]
             if pattern is not None:
-                rule = next(rule for rule in converters if pattern in rule.source_patterns)
+                rule = next(rule for rule in rules if pattern in rule.source_patterns)
                 orders[name] = list(rule.source_patterns)
             if name not in sources or pattern is not None:  # of a tied weight the first one
-                sources.setdefault(name, []).append((key, pattern, entry))
+                sources.setdefault(name, []).append((key, pattern, entries[key]))
         return sources, orders
 
     def _in_order(self, name: str, sources: list[Source]) -> list[Source]:

@@ -26,6 +26,7 @@ from outcore.infer.passes import (
     OnVectors,
     PassRunner,
     Texts,
+    TextScores,
     TokenChoice,
     WaitingTexts,
 )
@@ -292,10 +293,15 @@ class InferenceEngine:
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
+        return [scores.logprobs.tolist() for scores in self.score_top(texts, 1)]
+
+    def score_top(self, texts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:
+        """Scores of each token after the first, with the `num_top` likeliest tokens there, for each text. ValueError
+        for texts that cannot be scored."""
         self._check_writes()
         self.check_texts(texts)
         with torch.inference_mode(), self._on_device:
-            return [scores.logprobs.tolist() for scores in self.runner.score(texts)]
+            return self.runner.score(texts, num_top)
 
     @property
     def num_running(self) -> int:

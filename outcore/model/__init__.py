@@ -8,13 +8,14 @@
 
 The names open their files when they are asked for: a preset's shape is planned without torch."""
 
+import typing
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from outcore.model.generate import context_length_of, generate_tokens
     from outcore.model.load import LoadedModel, load_model
     from outcore.model.loss import HeadLoss, summed_loss
+    from outcore.model.origin import Origin
     from outcore.model.presets import PRESETS, named_model
     from outcore.model.settings import LoraSettings, ModelSettings
     from outcore.model.shape import (
@@ -33,6 +34,7 @@ _FILE_OF = {
     "load_model": "load",
     "HeadLoss": "loss",
     "summed_loss": "loss",
+    "Origin": "origin",
     "PRESETS": "presets",
     "named_model": "presets",
     "LoraSettings": "settings",
@@ -47,7 +49,7 @@ _FILE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _FILE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

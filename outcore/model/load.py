@@ -31,6 +31,7 @@ from outcore.model.forward import attention_of
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
 from outcore.model.making import made_of
+from outcore.model.origin import Origin
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.trial import Abilities, check_abilities, freeze
@@ -79,8 +80,8 @@ class LoadedModel:
     """Format into which the frozen matrices of its layers are packed (streaming engine); None: they stay in 16 bits."""
     packed: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the feed gives packed, as published: name -> `outcore.formats.PackedSpec`."""
-    stored_dtype: torch.dtype | None = None
-    """Type in which a trained model's weights are stored, by its configuration; None: it says none, or is new."""
+    origin: Origin | None = None
+    """Files that a trained model's weights were read from; None: it is new."""
     feed: WeightFeed | None = None
     """Feed from which the values of the parameters come from when the model was loaded lazily; None: they are there."""
     has_labels: bool = False
@@ -167,7 +168,7 @@ def load_model(
         load_s=load_s,
         quantize=settings.quantize,
         packed=getattr(feed, "specs", {}),
-        stored_dtype=stored_dtype,
+        origin=Origin.of(source.path, stored_dtype) if source.path is not None else None,
         feed=feed,
         has_labels=has_labels,
     )

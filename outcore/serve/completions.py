@@ -14,9 +14,10 @@ from outcore.infer.commands import CompletionLogprobs
 from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
+from outcore.serve.prompt_scores import PROMPT_LOGPROBS, prompt_logprobs, prompt_top
 from outcore.serve.service import Service, failure_of, reason_of
 
-FIELDS = frozenset({"prompt", "echo", "response_format"})
+FIELDS = frozenset({"prompt", "echo", "response_format", PROMPT_LOGPROBS})
 UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1, "top_logprobs": None}
 ENDPOINT, KIND = "/v1/completions", "text_completion"
 MAX_PROMPTS = 2048
@@ -55,6 +56,7 @@ class CompletionCall:
             said = fields if says_length else fields | {"max_tokens": room}
             self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
         self.num_top = self.requests[0].sampling.logprobs
+        self.prompt_top = prompt_top(service, fields, self.requests)
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
 
@@ -87,11 +89,14 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
     """All answers to all prompts at once."""
     service = call.service
     scores: Sequence[Sequence[TokenScore]] = [[] for _ in call.prompts]
+    of_prompts: list[Any] = []
     if call.echo and call.num_top is not None:
         scores = [
             [score._replace(top=score.top[: call.num_top]) for score in found]
             for found in await service.thread.score(call.prompts, max(1, call.num_top))
         ]
+    if call.prompt_top is not None:
+        of_prompts = await prompt_logprobs(service, call.prompts, call.prompt_top)
     answers: list[list[Answer]] = [[] for _ in call.prompts]
     if not call.only_scores:
         tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT, call.name)) for request in call.requests]
@@ -104,7 +109,8 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
     for number, request in enumerate(call.requests):
         of_prompt = answers[number] or [None] * request.n
         for place, answer in enumerate(of_prompt):
-            choices.append(_choice(call, number, number * request.n + place, answer, scores[number]))
+            one = _choice(call, number, number * request.n + place, answer, scores[number])
+            choices.append(one | ({PROMPT_LOGPROBS: of_prompts[number]} if of_prompts else {}))
     written = sum(len(a.tokens) for group in answers for a in group)
     return service.frame(call.name, KIND) | {
         "choices": choices,

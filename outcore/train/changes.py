@@ -14,7 +14,7 @@ import torch
 
 from outcore.checkpoint import Checkpoint, check_same_run, differences
 from outcore.checkpoint.export import FOLDER as EXPORT_FOLDER
-from outcore.checkpoint.materials import Material, base_material, check_material, kept_material
+from outcore.checkpoint.materials import SOURCE, Material, base_material, check_material, kept_material
 from outcore.common.quantities import format_gib
 from outcore.config import TrainConfig
 from outcore.data import ids_hash
@@ -73,19 +73,26 @@ def settle_materials(
     checkpoint: Checkpoint | None,
     say: Callable[[str], None],
 ) -> dict[str, Material]:
-    """The run's tokenizer and, below an adapter, its base. CheckpointError where the checkpoint has others: no run may
-    change these on its way, not on purpose either."""
+    """The run's tokenizer, below an adapter its base, else the model that it began from. CheckpointError where the
+    checkpoint has another tokenizer or base: no run may change these on its way, not on purpose either."""
     named = config.tokenizer_name_or_path or config.model_name_or_path
     found = {"tokenizer": Material(named or f"trained on {' and '.join(config.dataset)}", ids_hash(tokenizer))}
-    if config.lora_r and model.model_name_or_path:
+    if model.model_name_or_path:
         commit = getattr(resolve_source(model).config, "_commit_hash", None)
-        found["base"] = base_material(model.model_name_or_path, commit, whole=config.base_hash == "whole")
+        kind, whole = ("base", config.base_hash == "whole") if config.lora_r else (SOURCE, False)
+        found[kind] = base_material(model.model_name_or_path, commit, whole=whole)
     if checkpoint is None:
         return found
     for kind, now in found.items():
         was = kept_material(checkpoint, kind)
         if was is not None and kind == "tokenizer" and kept_tokenizer(config, checkpoint):
             found[kind] = was
+            continue
+        if kind == SOURCE:  # the weights that count are the checkpoint's
+            if was is not None and was.content != now.content:
+                say(
+                    f"resume: {now.name} is not what the run began from: what is not trained of it will be as it is now"
+                )
             continue
         found[kind] = check_material(checkpoint, kind, now)
         if now.whole and was is not None and not was.whole:

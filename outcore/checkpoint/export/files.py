@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 import warnings
@@ -27,15 +26,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.checkpoint.export.carried import Carried, carried, carry_files, copy_file, tell_lost
 from outcore.checkpoint.export.model import export_model, write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space, list_checkpoints
 from outcore.checkpoint.manifest import ExportRefused
-from outcore.checkpoint.materials import base_material, check_material
+from outcore.checkpoint.materials import SOURCE, base_material, check_material, kept_material
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.hub import RUN_FOLDERS
 from outcore.common.listing import damaged_weights, write_checksums
+from outcore.model import Origin
 from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
 
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "export"
 ADAPTER = "adapter_config.json"
-COPY_BYTES = 64 << 20
 FINISHED, UNFINISHED = RUN_FOLDERS
 """Folders of runs: their models, and what they go on from."""
 
@@ -111,10 +111,13 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
         _check_complete(checkpoint.path, architecture)
     elif not (files / ADAPTER).is_file():
         _check_own(checkpoint)
+    origin = None if (files / ADAPTER).is_file() else _origin(checkpoint)
+    rest = Carried() if architecture is None else carried(origin, architecture)
+    needed_bytes = sum(shard.stat().st_size for shard in shards) + sum(plan.n_bytes for plan, _ in rest.rest.values())
     phase = f"exporting {checkpoint.path}"
     with file_errors(phase, target):
         make_folder(target.parent)
-        check_space(target.parent, sum(shard.stat().st_size for shard in shards))
+        check_space(target.parent, needed_bytes)
         aside = target.with_name(f".{target.name}.part")
         remove_tree(aside)
     try:
@@ -129,7 +132,8 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
             if (files / ADAPTER).is_file():
                 _write_adapter(checkpoint.path, aside)
             else:
-                known |= _write_weights(checkpoint, shards, aside, architecture)
+                known |= _write_weights(checkpoint, shards, aside, architecture, rest)
+                carry_files(origin, aside)
             write_checksums(aside, known)
             publish_folder(aside, target)
     except BaseException:
@@ -155,8 +159,26 @@ def how_to_load(folder: Path) -> str:
     return f"{kind}.from_pretrained loads it"
 
 
+def _origin(checkpoint: Checkpoint) -> Origin | None:
+    """What the run began from. None, with a warning, where it is gone or has other content now."""
+    kept = kept_material(checkpoint, SOURCE)
+    origin = None if kept is None else _origin_at(kept.path)
+    if kept is None or origin is None or base_material(kept.path).content == kept.content:
+        return origin
+    tell_lost(kept.path, "it has changed since the run began from it")
+    return None
+
+
+def _origin_at(path: str) -> Origin | None:
+    try:
+        return Origin.of(path)
+    except (RuntimeError, OSError) as error:  # gone, or weights that are no safetensors
+        tell_lost(path, str(error))
+        return None
+
+
 def _write_weights(
-    checkpoint: Checkpoint, shards: list[Path], folder: Path, architecture: nn.Module | None
+    checkpoint: Checkpoint, shards: list[Path], folder: Path, architecture: nn.Module | None, origin: Carried
 ) -> dict[Path, int]:
     """The checksums of what was written."""
     reader = ShardReader(checkpoint.path, "model")
@@ -164,10 +186,12 @@ def _write_weights(
         name: (TensorPlan(name, reader.dtypes[name], reader.shapes[name]), lambda name=name: reader.read(name))
         for name in reader.names()
     }
-    found = tensors if architecture is None else published(architecture, tensors)
-    if all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
+    trained = set(ShardReader(checkpoint.path, "master").names())
+    untrained = tensors.keys() - trained if trained else ()
+    found = tensors if architecture is None else published(architecture, tensors, origin.known, untrained)
+    if not origin.rest and all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
         return _copy_shards(checkpoint, shards, reader, folder)
-    return write_model(folder, found)
+    return write_model(folder, origin.rest | found)
 
 
 def _architecture(folder: Path) -> nn.Module | None:
@@ -253,28 +277,6 @@ def _tied(folder: Path, saved: Mapping[str, str]) -> dict[str, str]:
     return {name: holders[id(p)] for name, p in known.items() if id(p) in holders and name not in saved}
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy by copy_file_range, which shares blocks where the file system can. CheckpointError when it is short."""
-    size_bytes = source.stat().st_size
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        done = 0
-        try:
-            while done < size_bytes:
-                moved = os.copy_file_range(reader.fileno(), writer.fileno(), min(COPY_BYTES, size_bytes - done))
-                if not moved:
-                    break
-                done += moved
-        except (AttributeError, OSError) as error:  # not here, or not between these two file systems
-            if done:
-                raise
-            shutil.copyfileobj(reader, writer, COPY_BYTES)
-            del error
-        writer.flush()
-        os.fsync(writer.fileno())
-    if target.stat().st_size != size_bytes:
-        raise CheckpointError(f"{target}: {target.stat().st_size} of {size_bytes} bytes of {source} were copied.")
-
-
 def has_adapter(checkpoint: Checkpoint) -> bool:
     """True for a checkpoint of a LoRA run."""
     return (checkpoint.path / FOLDER / ADAPTER).is_file()
@@ -315,12 +317,13 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with warnings.catch_warnings():  # an attribute's old name, which peft asks for
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
+        network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter), is_trainable=True)
     settle_trained_modules(network)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     read_end_tokens(network.get_base_model(), adapter)
     set_end_tokens(network.get_base_model(), tokenizer, ())
-    export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
+    weight_of = lambda parameter: parameter.detach()  # noqa: E731
+    export_model(target, network, weight_of, tokenizer=tokenizer, origin=_origin_at(base))
     return target
 
 

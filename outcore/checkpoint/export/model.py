@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
+from outcore.checkpoint.export.carried import carried, carry_files
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
 from outcore.config import ConfigError
+from outcore.model import Origin
 from outcore.model.adapters import adapted_layers, merge_stack, row_lengths, tied_apart
 from outcore.model.facts import adapter_name, checkpoint_name, parameter_types
 from outcore.model.weights import full_shape
@@ -42,13 +44,14 @@ def export_model(
     tokenizer: Any = None,
     rank: int = 0,
     adapter_only: bool = False,
-    stored_dtype: torch.dtype | None = None,
+    origin: Origin | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced.
 
-    `stored_dtype`: the type in which the base of adapters is stored. What is merged has it, though the run computed in
-    fp32, as `outcore export --merge` gives it; None: the run's own."""
+    `origin`: where the weights came from before they were trained. What was not trained of it goes on as it is there.
+    What is merged has the type in which it is stored, though the run computed in fp32, as `outcore export --merge`
+    gives it; None: the run's own."""
     aside = folder.with_name(f".{folder.name}.part")
     is_peft = hasattr(network, "peft_config")
     phase = "exporting the model"
@@ -66,21 +69,39 @@ def export_model(
                     _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
                 )
                 base: Any = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
-                dtype = stored_dtype if is_peft and stored_dtype in (torch.bfloat16, torch.float16) else None
-                if dtype is not None:
+                dtype = origin.dtype if is_peft and origin is not None else None
+                if dtype in (torch.bfloat16, torch.float16):
                     tensors = _in_types(tensors, _types_of(base, dtype))
-                known = write_model(aside, published(base, tensors), rank, max_shard_bytes)
+                else:
+                    dtype = None
+                found = carried(origin, base)
+                tensors = published(base, tensors, found.known, tensors.keys() - _trained(network))
+                known = write_model(aside, found.rest | tensors, rank, max_shard_bytes)
+                found.check()
                 if rank == 0:
                     write_config(aside, base, untied=untied, dtype=dtype)
             if rank == 0:
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(aside))
+                if not (is_peft and adapter_only):
+                    carry_files(origin, aside)
                 write_checksums(aside, known)
                 publish_folder(aside, folder)
     except BaseException:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _trained(network: nn.Module) -> set[str]:
+    """Names of the weights that training, or merging, changes; buffers may have changed, too."""
+    adapted = adapted_layers(network)
+    changed = {
+        checkpoint_name(name)
+        for name, parameter in network.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or name in adapted
+    }
+    return changed | {checkpoint_name(name) for name, _ in network.named_buffers()}
 
 
 def _plain_tensors(network: nn.Module, weight_of: WeightOf) -> Tensors:

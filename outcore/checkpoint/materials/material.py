@@ -11,6 +11,8 @@ from outcore.checkpoint.folders import Checkpoint
 from outcore.checkpoint.manifest import CheckpointError
 from outcore.checkpoint.materials.weights import weights_hashes
 
+SOURCE = "source"
+"""The model that a run of full training began from."""
 _MEANS = {
     "tokenizer": "its token ids mean other pieces of text",
     "base": "the adapter was trained over other weights",
@@ -27,6 +29,11 @@ class Material:
     """Hash of its content; of a base of samples of it."""
     whole: str = ""
     """Hash of every byte of a base, where that was asked for."""
+
+    @property
+    def path(self) -> str:
+        """The name without its commit, by which a base or source is opened."""
+        return self.name.partition(" (commit ")[0]
 
 
 def base_material(name: str, commit: str | None = None, *, whole: bool = False) -> Material:

@@ -162,11 +162,17 @@ def score_flags() -> argparse.ArgumentParser:
     """All flags."""
     found = CommandParser(
         prog="outcore score",
-        common=(*MODEL_COMMON, "input", "output", "token_logprobs"),
+        common=(*MODEL_COMMON, "input", "output", "token_logprobs", "top_k"),
         description="Log-probabilities of texts, and perplexity, by a model of any size.",
     )
     add_model_flags(found)
     found.add_argument("--input", type=Path, required=True, help="JSON lines as training takes them, or plain lines")
     found.add_argument("--output", type=Path, help="a JSON line for each text (default: only the summary)")
     found.add_argument("--token_logprobs", action="store_true", help="with each token's log-probability in --output")
+    found.add_argument(
+        "--top_k",
+        type=int,
+        help="of each place the K likeliest tokens, for --teacher of training; rows as training takes them; goes with "
+        "--output FILE.parquet, and the same command goes on after a stop",
+    )
     return found

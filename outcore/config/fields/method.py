@@ -26,5 +26,6 @@ class MethodFields:
     beta: float | None = setting(None, above=0)
     """Methods dpo, kto, orpo and simpo: how much a preference weighs. Default: TRL's 0.1; simpo 2."""
     teacher: str | None = None
-    """Method distill: the model to learn from, of any size; a folder, GGUF file or hub id with the same tokens, or the
-    address of a server that tells prompt_logprobs (http://...)."""
+    """Method distill: the model to learn from, of any size; a folder, GGUF file or hub id with the same tokens,
+    FILE.parquet of what it said (outcore score --top_k), or the address of a server that tells prompt_logprobs
+    (http://...)."""

@@ -264,7 +264,7 @@ class DeepSpeedEngine:
             tokenizer=tokenizer,
             rank=self.rank,
             adapter_only=adapter_only,
-            stored_dtype=self.loaded.stored_dtype,
+            origin=self.loaded.origin,
         )
 
     def _whole_weight(self, param: nn.Parameter) -> torch.Tensor:

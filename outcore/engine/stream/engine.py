@@ -374,7 +374,7 @@ class StreamEngine:
                     weight_of,
                     tokenizer=tokenizer,
                     adapter_only=adapter_only,
-                    stored_dtype=self.loaded.stored_dtype,
+                    origin=self.loaded.origin,
                 )
             self._ranks.barrier("export by rank 0", timeout_s=math.inf)
 

@@ -244,11 +244,10 @@ class Head:
             return item.cut(slice(length - 1, length), long_rows.homes.up(item.hidden[:, -1:]))
         return replace(item, hidden=long_rows.homes.up(item.hidden))
 
-    def logprobs(
-        self, slab: torch.Tensor, item: HeadInput, num_top: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give each token that has a label its fp32 log-probability [B, T], and at its place the likeliest tokens and
-        theirs [B, T, num_top]; chunk by chunk. StreamUnsupported where the vocabulary comes in tiles."""
+    def logprobs(self, slab: torch.Tensor, item: HeadInput, num_top: int = 1) -> tuple[torch.Tensor, ...]:
+        """Give each token that has a label its fp32 log-probability [B, T], at its place the likeliest tokens and
+        theirs [B, T, num_top], and its own rank [B, T] where more than the likeliest one is asked for (else 0); chunk
+        by chunk. StreamUnsupported where the vocabulary comes in tiles."""
         if self.tiled is not None:
             raise StreamUnsupported("log-probabilities need all logits of a token, and the head is computed in tiles")
         item, labels = self.on_device(item), item.batch["labels"]
@@ -256,6 +255,7 @@ class Head:
         logprobs = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
         top_logprobs = logprobs.new_zeros((len(targets), num_top))
         top_ids = torch.zeros_like(top_logprobs, dtype=torch.long)
+        ranks = torch.zeros_like(targets)
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)
             flat = final.reshape(-1, final.shape[-1])
@@ -266,6 +266,9 @@ class Head:
                 here = slice(start, start + len(target))
                 logits = self.units.parts.logits(flat[here][None])[0]
                 logprobs[here], top_ids[here], top_logprobs[here] = judge(logits, target, num_top)
+                if num_top > 1:
+                    own = logits.gather(-1, target.clamp_min(0)[:, None])
+                    ranks[here] = (logits > own).sum(-1) + 1
                 start += len(target)
         shape = labels.shape
         # From the place that predicts to the token itself.
@@ -273,6 +276,7 @@ class Head:
             logprobs.view(shape).roll(1, 1),
             top_ids.view(*shape, -1).roll(1, 1),
             top_logprobs.view(*shape, -1).roll(1, 1),
+            ranks.view(shape).roll(1, 1),
         )
 
     def _loss(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:

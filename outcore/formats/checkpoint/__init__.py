@@ -12,6 +12,7 @@ from outcore.formats.checkpoint.index import (
     why_not_read,
 )
 from outcore.formats.checkpoint.places import (
+    TYPES,
     Entry,
     ExpandedEntry,
     PackedEntry,

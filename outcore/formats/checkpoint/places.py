@@ -31,10 +31,15 @@ TYPES: dict[str, torch.dtype] = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
+    "C64": torch.complex64,
     "BOOL": torch.bool,
 }
 """Types of the safetensors format that torch has."""
+ONE_OF_TWO = "Which of the two counts is not known: download the model again, or remove the file that is left over."
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 100_000_000
 """What the safetensors library itself accepts."""
@@ -88,6 +93,8 @@ def safetensors_places(files: Iterable[Path]) -> dict[str, TensorPlace]:
             place = TensorPlace(path, start + begin, dtype, tuple(entry["shape"]))
             if place.size_bytes != end - begin:
                 raise RuntimeError(f"{path}: the header gives {name} {end - begin} bytes, its shape {place.size_bytes}")
+            if name in found:
+                raise RuntimeError(f"{path}: holds {name}, which {found[name].file.name} holds as well. {ONE_OF_TWO}")
             found[name] = place
     return found
 

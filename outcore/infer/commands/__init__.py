@@ -12,6 +12,6 @@ from outcore.infer.commands.lines import (
     result_of,
     understand,
 )
-from outcore.infer.commands.logprobs import CompletionLogprobs, of_chat
+from outcore.infer.commands.logprobs import CompletionLogprobs, of_chat, text_of
 from outcore.infer.commands.options import sampling_from, settings_of
 from outcore.infer.commands.score import groups_of, scored_tokens

@@ -26,6 +26,7 @@ from outcore.data.basis import DataSettings
 from outcore.data.chat import ChatEncoder
 from outcore.data.rows import COMPLETION_COLUMNS, ChatExample, TokensExample, as_text, detect_shape
 from outcore.data.sources import RowError
+from outcore.infer.commands.hidden_targets import check_targets, tell_targets
 from outcore.infer.commands.options import check_output, settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
@@ -50,6 +51,8 @@ def _score(args: argparse.Namespace) -> int:
         raise ValueError("--token_logprobs does nothing without --output FILE.")
     if not args.input.is_file():
         raise ValueError(f"--input {args.input} is no file.")
+    if args.top_k is not None:
+        check_targets(args)
     if args.output is not None:
         check_output(args.output, args.input)
     unread: Counter[str] = Counter()
@@ -64,6 +67,8 @@ def _score(args: argparse.Namespace) -> int:
     total, count = 0.0, 0
     try:
         prompts = Prompts(opened.found.tokenizer)
+        if args.top_k is not None:
+            return tell_targets(args, opened, texts)
         ids, counted_of = scored_tokens(texts, prompts)
         opened.engine.check_texts(ids)  # all of them, before hours of work
         counts = iter(counted_of)

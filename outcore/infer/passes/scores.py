@@ -25,6 +25,8 @@ class TokenScore(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens at its place, with theirs."""
+    rank: int = 0
+    """Place of the token among all tokens, from 1 on; 0 where the likeliest one alone was asked for."""
 
     @property
     def is_likeliest(self) -> bool:
@@ -33,10 +35,12 @@ class TokenScore(NamedTuple):
 
 class TextScores(Sequence[TokenScore]):
     """Scores of the N - 1 tokens of a text after its first, made one by one as they are looked at. `logprobs` [N - 1],
-    `top_ids` and `top_logprobs` [N - 1, likeliest tokens], on the CPU."""
+    `top_ids` and `top_logprobs` [N - 1, likeliest tokens], `ranks` [N - 1], on the CPU."""
 
-    def __init__(self, logprobs: torch.Tensor, top_ids: torch.Tensor, top_logprobs: torch.Tensor) -> None:
-        self.logprobs, self._top_ids, self._top_logprobs = logprobs, top_ids, top_logprobs
+    def __init__(
+        self, logprobs: torch.Tensor, top_ids: torch.Tensor, top_logprobs: torch.Tensor, ranks: torch.Tensor
+    ) -> None:
+        self.logprobs, self.top_ids, self.top_logprobs, self._ranks = logprobs, top_ids, top_logprobs, ranks
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -46,26 +50,26 @@ class TextScores(Sequence[TokenScore]):
     @overload
     def __getitem__(self, index: slice) -> TextScores: ...
     def __getitem__(self, index: int | slice) -> TokenScore | TextScores:
-        found = self.logprobs[index], self._top_ids[index], self._top_logprobs[index]
+        found = self.logprobs[index], self.top_ids[index], self.top_logprobs[index], self._ranks[index]
         if isinstance(index, slice):
             return TextScores(*found)
-        logprob, ids, tops = found
-        return _score(float(logprob), ids.tolist(), tops.tolist())
+        logprob, ids, tops, rank = found
+        return _score(float(logprob), ids.tolist(), tops.tolist(), int(rank))
 
     def __iter__(self) -> Iterator[TokenScore]:
-        rows = self.logprobs.tolist(), self._top_ids.tolist(), self._top_logprobs.tolist()
-        return itertools.starmap(_score, zip(*rows, strict=True))
+        rows = (self.logprobs, self.top_ids, self.top_logprobs, self._ranks)
+        return itertools.starmap(_score, zip(*(values.tolist() for values in rows), strict=True))
 
 
-def _score(logprob: float, ids: list[int], tops: list[float]) -> TokenScore:
-    return TokenScore(logprob, tuple(zip(ids, tops, strict=True)))
+def _score(logprob: float, ids: list[int], tops: list[float], rank: int) -> TokenScore:
+    return TokenScore(logprob, tuple(zip(ids, tops, strict=True)), rank)
 
 
 class Scores:
     """Results of texts on their way from the device: put where they belong while the next pass runs."""
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
-        nothing = torch.zeros(0), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
+        nothing = torch.zeros(0), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1), torch.zeros(0)
         self._found = [TextScores(*nothing) for _ in range(num_texts)]
         self._device = device
         self._coming: list[tuple[TextCall, list[torch.Tensor]]] = []
@@ -75,9 +79,10 @@ class Scores:
         """Have the results of a pass copied, then take those of the pass before."""
         coming = []
         for call, output in zip(calls, outputs, strict=True):
-            assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
-            values = output.logprobs, output.top_ids, output.top_logprobs
-            coming.append((call, [value[0].to("cpu", non_blocking=True) for value in values]))
+            found = (output.logprobs, output.top_ids, output.top_logprobs, output.ranks)
+            values = [value[0].to("cpu", non_blocking=True) for value in found if value is not None]
+            assert len(values) == len(found), "a call that asks for log-probabilities gets all of these"
+            coming.append((call, values))
         come = moment(self._device)
         self.all()
         self._coming, self._come = coming, come

@@ -1,6 +1,13 @@
 """Values of parameters: initial ones, those of a checkpoint group by group, shares under ZeRO-3."""
 
-from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFeed, by_layer, name_rules, shard_files
+from outcore.model.weights.feed import (
+    InitialWeights,
+    TrainedWeights,
+    WeightFeed,
+    by_layer,
+    shard_files,
+    target_names,
+)
 from outcore.model.weights.initialise import (
     Gather,
     check_weight_files,

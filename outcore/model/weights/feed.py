@@ -9,7 +9,7 @@ checkpoint keys at a time. The shards are opened for a group and closed behind i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +69,8 @@ class TrainedWeights:
         self._file_of = _keys_of(files)
         self._canonical = {id(p): name for name, p in skeleton.named_parameters()}
         self._parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-        self._groups = by_layer({key: self._target(key) for key in self._file_of})
+        self._targets = {key: target for key, (target, _) in target_names(skeleton, self._file_of).items()}
+        self._groups = by_layer(self._targets)
         self._check_ties()
 
     @property
@@ -101,20 +102,8 @@ class TrainedWeights:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers that the checkpoint holds, by name."""
         names = {name for name, _ in self._skeleton.named_buffers()}
-        keys = [key for key in self._file_of if self._target(key) in names]
+        keys = [key for key, target in self._targets.items() if target in names]
         return {name: value for name, value in self._converted(keys).items() if name in names} if keys else {}
-
-    def _target(self, key: str) -> str:
-        """The first parameter that a checkpoint key goes into; a name that the model lacks where it is not used."""
-        from transformers.core_model_loading import rename_source_key
-
-        if not hasattr(self, "_rules"):
-            self._rules = name_rules(self._skeleton)
-        renamings, converters, prefix, state = self._rules
-        renamed, _ = rename_source_key(key, renamings, converters, prefix, state)
-        if renamed not in state and key in state:
-            renamed, _ = rename_source_key(key, [], [], prefix, state)
-        return renamed
 
     def _converted(self, keys: list[str]) -> dict[str, torch.Tensor]:
         """What the checkpoint's tensors `keys` become in the model: name -> tensor. RuntimeError."""
@@ -146,8 +135,7 @@ class TrainedWeights:
     def _check_ties(self) -> None:
         """A checkpoint may hold both ends of a tied weight; they must be equal then."""
         ends: dict[int, dict[str, str]] = {}
-        for key in self._file_of:
-            target = self._target(key)
+        for key, target in self._targets.items():
             if target in self._parameters:
                 ends.setdefault(id(self._parameters[target]), {})[target] = key
         for both in ends.values():
@@ -175,15 +163,20 @@ def by_layer(targets: Mapping[str, str]) -> dict[str, list[str]]:
     return groups
 
 
-def name_rules(skeleton: Any) -> tuple[list[Any], list[Any], str, dict[str, torch.Tensor]]:
-    """What transformers' `rename_source_key` takes for this model: renamings, converters, prefix, state."""
+def target_names(skeleton: Any, keys: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """(first parameter or buffer that it goes into, pattern of the converter's rule that says so) of each checkpoint
+    key, by transformers' rules for this model; a name that the model lacks where the key is not used."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    mapping = get_model_conversion_mapping(skeleton)
+    mapping, state = get_model_conversion_mapping(skeleton), skeleton.state_dict()
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    return renamings, converters, skeleton.base_model_prefix, skeleton.state_dict()
+    targets: dict[str, tuple[str, str | None]] = {}
+    for key in keys:
+        renamed, pattern = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, state)
+        targets[key] = (key, None) if renamed not in state and key in state else (renamed, pattern)
+    return targets
 
 
 def shard_files(path: str) -> list[Path]:
@@ -210,11 +203,17 @@ def _keys_of(files: list[Path]) -> dict[str, Path]:
     for path in files:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                found.update(dict.fromkeys(file.keys(), path))
+                names = set(file.keys())
         except (OSError, SafetensorError) as error:
             raise RuntimeError(
                 f"{path} cannot be read: it is damaged, or was cut short ({error}). Download or copy it again."
             ) from error
+        if twice := sorted(names & found.keys()):
+            raise RuntimeError(
+                f"{path}: holds {twice[0]}, which {found[twice[0]].name} holds as well. Which of the two counts is not "
+                "known: download the model again, or remove the file that is left over."
+            )
+        found |= dict.fromkeys(names, path)
     return found
 
 

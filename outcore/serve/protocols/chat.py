@@ -13,9 +13,10 @@ from outcore.infer.commands import of_chat
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import ApiError, bad
+from outcore.serve.prompt_scores import PROMPT_LOGPROBS, prompt_logprobs, prompt_top
 from outcore.serve.service import Service, failure_of, reason_of
 
-FIELDS = CHAT_FIELDS | {"response_format"}
+FIELDS = CHAT_FIELDS | {"response_format", PROMPT_LOGPROBS}
 UNSUPPORTED: dict[str, Any] = {
     "audio": None, "modalities": ["text"], "prediction": None, "functions": None, "function_call": None,
     "web_search_options": None,
@@ -43,6 +44,7 @@ class ChatCall:
         self.chat = chat_of(service, fields)
         name = name or service.new_name("chatcmpl")
         self.request: Request = service.request_of(fields, self.chat.ids, name, self.chat, priority)
+        self.prompt_top = prompt_top(service, fields, [self.request])
         if self.request.grammar is not None:
             self.ignored += [f"{self.chat.form[1]} ({words})" for words in self.request.grammar.warnings]
 
@@ -77,7 +79,10 @@ async def whole(call: ChatCall) -> dict[str, Any]:
             }
         )
     usage = usage_of(len(call.request.prompt), sum(len(a.tokens) for a in answers), answers[0].timings.cached_tokens)
-    return call.service.frame(call.request.name, "chat.completion") | {"choices": choices, "usage": usage}
+    told = call.service.frame(call.request.name, "chat.completion") | {"choices": choices, "usage": usage}
+    if call.prompt_top is not None:
+        [told[PROMPT_LOGPROBS]] = await prompt_logprobs(call.service, [call.request.prompt], call.prompt_top)
+    return told
 
 
 async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:

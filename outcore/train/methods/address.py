@@ -7,14 +7,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from outcore.config import ConfigError
 from outcore.data import RowDataset
+from outcore.data.cache import Target
 
 TOP = 20
 """Likeliest tokens that are asked for: vLLM's limit where its server is told nothing (--max-logprobs)."""
@@ -41,17 +43,14 @@ class TeacherServer:
         if self._asked("/tokenize", body)["tokens"] != tokenizer.encode(text, add_special_tokens=False):
             raise ConfigError(f"teacher: {self._address} has other tokens than the student; they must be the same.")
 
-    def said_of(self, rows: RowDataset, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
-        """`tops.ROW` and `logprobs.ROW` of each row: its tokens that bear loss."""
+    def said_of(self, rows: RowDataset, chunk: Sequence[int]) -> Iterator[Target]:
+        """Yield what it says of each row's tokens that bear loss."""
         with ThreadPoolExecutor(AT_ONCE) as threads:
             found = threads.map(lambda row: self._row(rows.batch([row])), chunk)
-            return {
-                f"{name}.{row}": tensor
-                for row, told in zip(chunk, found, strict=True)
-                for name, tensor in zip(("tops", "logprobs"), told, strict=True)
-            }
+            for row, said in zip(chunk, found, strict=True):
+                yield Target(np.concatenate(rows.documents_of(row)), *said)
 
-    def _row(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row(self, batch: dict[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[0].bool()
         ids, labels = batch["input_ids"][0][mask].tolist(), batch["labels"][0][mask].tolist()
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP}
@@ -59,13 +58,14 @@ class TeacherServer:
         told = choice.get("prompt_logprobs")
         if not isinstance(told, list) or len(told) != len(ids) or not all(isinstance(one, dict) for one in told[1:]):
             raise ConfigError(f"teacher: {self._address} does not tell prompt_logprobs of each token, as vLLM does.")
-        tops, logprobs = list[list[int]](), list[list[float]]()
+        own, tops, logprobs = list[float](), list[list[int]](), list[list[float]]()
         for at, label in enumerate(labels):
             if at and label != IGNORED:  # the row's own token is told as well, whatever its rank
+                own.append(told[at][str(ids[at])]["logprob"])
                 ranked = sorted((one["rank"], int(token), one["logprob"]) for token, one in told[at].items())[:TOP]
                 tops.append([token for _, token, _ in ranked])
                 logprobs.append([logprob for *_, logprob in ranked])
-        return torch.tensor(tops, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32)
+        return np.array(own, np.float32), np.array(tops, np.int32), np.array(logprobs, np.float32)
 
     def _asked(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -2,27 +2,29 @@
 
 The teacher is streamed: many rows at once go through its layers, so that its weights cross once for all of them. Of
 each token that bears loss the `TOP` likeliest tokens are kept with their log-probabilities (256 B a token), chunk by
-chunk in the folder of cached data; a pass that was stopped goes on with the next chunk, and another run over the same
-rows finds them. The loss is the divergence KL(teacher || student) over these tokens and one for all others."""
+chunk in the folder of cached data, in the format of `outcore score --top_k`, whose file is taken in a teacher's place.
+A pass that was stopped goes on with the next chunk, and another run over the same rows finds them. The loss is the
+divergence KL(teacher || student) over these tokens and one for all others."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.nn import functional
 
 import outcore.hf
+from outcore.checkpoint.materials import base_material
 from outcore.common import make_folder
 from outcore.config import ConfigError
-from outcore.data import RowDataset
+from outcore.data import DataError, RowDataset, ids_hash
+from outcore.data.cache import HiddenTargets, Target, facts_of, write_targets
 from outcore.model import ModelSettings, load_model
 from outcore.train.methods.address import IGNORED, TeacherServer, is_address
 from outcore.train.run.job import RunJob
@@ -35,40 +37,47 @@ HEAD_TOKENS = 1024
 
 
 class TaughtRows(torch.utils.data.Dataset):
-    """Rows with what the teacher says of them."""
+    """Rows with what the teacher says of them. ConfigError where it says nothing of one."""
 
-    def __init__(self, rows: RowDataset, folder: Path) -> None:
-        self._rows, self._folder = rows, folder
+    def __init__(self, rows: RowDataset, files: Sequence[Path], where: str) -> None:
+        self._rows, self._said = rows, HiddenTargets(files, rows.seq_length)
+        for row in range(len(rows)):
+            if not self._said.has(_tokens(rows, row)):
+                raise ConfigError(
+                    f"teacher: {where} says nothing of row {row + 1}: it has other tokens, or others bear loss. Make "
+                    "the file by outcore score --top_k K from this --dataset, of rows that are not cut in pieces."
+                )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        batch = self._rows.batch([row])
+        batch, said = self._rows.batch([row]), self._said.find(_tokens(self._rows, row))
+        assert said is not None
         found = {"input_ids": batch["input_ids"][0], "labels": batch["labels"][0]}
         found["attention_mask"] = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[0]
-        with safe_open(_file(self._folder, row // CHUNK_ROWS), "pt") as file:
-            return found | {name: file.get_tensor(f"{name}.{row}") for name in ("tops", "logprobs")}
+        tops, logprobs = (torch.from_numpy(values.copy()) for values in (said.top_ids, said.top_logprobs))
+        return found | {"tops": tops, "logprobs": logprobs}
 
 
 def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, tokenizer: Any) -> TaughtRows:
-    """Ask the teacher about all rows that it was not asked about before. `tokenizer`: the student's."""
+    """Ask the teacher about all rows that it was not asked about before. It is known by the content of its weights, or
+    by its address and name. `tokenizer`: the student's."""
     name = str(teacher.model_name_or_path)
     server = TeacherServer(name) if is_address(name) else None
-    asked = f"{name} {server.name}" if server else name
-    digest = hashlib.sha256(f"{asked} {teacher.precision} {TOP}".encode())
+    model = f"{name} {server.name}" if server else base_material(name).content
+    facts = {"model": model, "precision": teacher.precision, "top_k": TOP}
+    digest = hashlib.sha256(json.dumps(facts).encode())
     for row in range(len(rows)):
-        for tokens in rows.documents_of(row):
-            digest.update(tokens.tobytes() + b"|")
+        digest.update(_tokens(rows, row).tobytes() + b"|")
     folder = cache / "taught" / digest.hexdigest()[:16]
-    left = [at for at in range(-(-len(rows) // CHUNK_ROWS)) if not _is_whole(_file(folder, at))]
+    files = [folder / f"chunk-{at:06d}.parquet" for at in range(-(-len(rows) // CHUNK_ROWS))]
+    left = [at for at, file in enumerate(files) if not _is_whole(file)]
     if not left:
         job.say(f"teacher: what it says of these {len(rows):,} rows is in {folder}")
-        return TaughtRows(rows, folder)
+        return TaughtRows(rows, files, str(folder))
     make_folder(folder)
-    job.say(
-        f"teacher: {teacher.model_name_or_path} reads {len(rows):,} rows, {len(left)} chunks of {CHUNK_ROWS} are left"
-    )
+    job.say(f"teacher: {name} reads {len(rows):,} rows, {len(left)} chunks of {CHUNK_ROWS} are left")
     if server is not None:
         server.check_tokens(tokenizer.decode(rows.documents_of(0)[0], skip_special_tokens=True), tokenizer)
         said_of = server.said_of
@@ -76,48 +85,56 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, t
         said_of = _by_streaming(teacher, len(tokenizer))
     for at in left:
         chunk = range(at * CHUNK_ROWS, min(len(rows), (at + 1) * CHUNK_ROWS))
-        aside = _file(folder, at).with_suffix(f".{os.getpid()}")
-        save_file(said_of(rows, chunk), aside)
-        aside.replace(_file(folder, at))
-    return TaughtRows(rows, folder)
+        write_targets(files[at], said_of(rows, chunk), facts)
+    return TaughtRows(rows, files, str(folder))
 
 
-def _by_streaming(teacher: ModelSettings, vocab_size: int) -> Callable[..., dict[str, torch.Tensor]]:
+def _by_streaming(teacher: ModelSettings, vocab_size: int) -> Callable[..., Iterator[Target]]:
     model = load_model(teacher).model.eval().requires_grad_(False)
     if model.get_output_embeddings().weight.shape[0] < vocab_size:
         raise ConfigError(f"teacher: {teacher.model_name_or_path} knows fewer tokens than the student.")
     return partial(_said_of, outcore.hf.stream(model))
 
 
+def taught_by_file(rows: RowDataset, file: Path, tokenizer: Any, job: RunJob) -> TaughtRows:
+    """What `outcore score --top_k` wrote about these rows. ConfigError or DataError for another tokenizer or rows."""
+    if facts_of(file).get("tokenizer") != ids_hash(tokenizer):
+        raise ConfigError(f"teacher: {file} is by another tokenizer than the student's; they must be the same.")
+    job.say(f"teacher: what it says of these {len(rows):,} rows is in {file}")
+    return TaughtRows(rows, [file], str(file))
+
+
+def _tokens(rows: RowDataset, row: int) -> np.ndarray:
+    return np.concatenate(rows.documents_of(row))
+
+
 def _is_whole(chunk: Path) -> bool:
-    """Whether a chunk was written to its end: opening it compares its header with its length."""
     try:
-        with safe_open(chunk, "pt"):
-            return True
-    except (OSError, SafetensorError):
+        return bool(facts_of(chunk))
+    except DataError:
         return False
 
 
 @torch.no_grad()
-def _said_of(model: Any, rows: RowDataset, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
+def _said_of(model: Any, rows: RowDataset, chunk: Sequence[int]) -> Iterator[Target]:
     batch = {name: tensor.to(model.device) for name, tensor in rows.batch(list(chunk)).items()}
     labels = batch.pop("labels")
     hidden_BTH = model.base_model(**batch, use_cache=False).last_hidden_state
-    found: dict[str, torch.Tensor] = {}
     for number, row in enumerate(chunk):
-        hidden_NH = hidden_BTH[number, :-1][labels[number, 1:] != IGNORED]
-        parts = [_top(model, part) for part in hidden_NH.split(HEAD_TOKENS)]
-        for name, tensors in zip(("tops", "logprobs"), zip(*parts, strict=True), strict=True):
-            found[f"{name}.{row}"] = torch.cat(tensors).cpu()
-    return found
+        bears_loss = labels[number, 1:] != IGNORED
+        hidden_NH, own_N = hidden_BTH[number, :-1][bears_loss], labels[number, 1:][bears_loss]
+        parts = zip(hidden_NH.split(HEAD_TOKENS), own_N.split(HEAD_TOKENS), strict=True)
+        said = [torch.cat(part).cpu().numpy() for part in zip(*(_top(model, *p) for p in parts), strict=True)]
+        yield Target(_tokens(rows, row), *said)
 
 
-def _top(model: Any, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _top(model: Any, hidden_NH: torch.Tensor, own_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
     logits = model.get_output_embeddings()(hidden_NH).float()
     if cap := getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
-    values, tops = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]))
-    return tops.to(torch.int32), values
+    logprobs = logits.log_softmax(-1)
+    values, tops = logprobs.topk(min(TOP, logits.shape[-1]))
+    return logprobs.gather(-1, own_N[:, None])[:, 0], tops.to(torch.int32), values
 
 
 def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -150,7 +167,3 @@ def student_rows(found: RowDataset | Any) -> RowDataset:
     if not isinstance(found, RowDataset):
         raise ConfigError("method distill: it takes one data set, without a weight.")
     return found
-
-
-def _file(folder: Path, chunk: int) -> Path:
-    return folder / f"chunk-{chunk:06d}.safetensors"

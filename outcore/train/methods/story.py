@@ -34,7 +34,7 @@ from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
-from outcore.model import ModelSettings
+from outcore.model import ModelSettings, Origin
 from outcore.model.forward import Pooling, read_pooling, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
@@ -138,20 +138,25 @@ class _Story:
         if self.kind.read is not None:
             read = self.kind.read
             return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
+        config = replace(config, packing="off")
+        is_file = str(config.teacher).lower().endswith(".parquet")
         teacher = replace(
             model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
         )
-        config = replace(config, packing="off")
-        if not is_address(config.teacher):
-            named = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
-            if load_tokenizer(named, teacher, job.say).get_vocab() != tokenizer.get_vocab():
+        if not is_file and not is_address(config.teacher):
+            of_teacher = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
+            if load_tokenizer(of_teacher, teacher, job.say).get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(
                     f"teacher: {config.teacher} has other tokens than the student; they must be the same."
                 )
         data = load_data(config, model, tokenizer, None, job.say)
-        cache = Path(config.data_cache_dir).expanduser()
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
-        said = [distill.taught(one, teacher, cache, job, tokenizer) for one in sets]
+        if is_file:
+            file = Path(str(config.teacher)).expanduser()
+            said = [distill.taught_by_file(one, file, tokenizer, job) for one in sets]
+        else:
+            cache = Path(config.data_cache_dir).expanduser()
+            said = [distill.taught(one, teacher, cache, job, tokenizer) for one in sets]
         return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
@@ -327,9 +332,12 @@ class _Story:
         if config.export:
             stop.finishing, job.phase = "finishing the export", "exporting the model"
             adapter_only = config.lora_export == "adapter"
+            is_whole = not self.kind.has_head and config.method != "embed"  # else its head is left out on purpose
+            origin = Origin.of(config.model_name_or_path) if is_whole and config.model_name_or_path else None
             export_model(
-                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
-            )
+                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, origin=origin,
+                adapter_only=adapter_only,
+            )  # fmt: skip
             if config.method == "embed":
                 width = trainer.model.config.get_text_config().hidden_size
                 write_pooling(folder.export, self._pooling(), width)

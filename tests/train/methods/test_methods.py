@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def test_a_student_learns_what_its_teacher_says(capsys: pytest.CaptureFixture[st
     assert train("distill", "--teacher", "teacher", steps=16) == 0
     losses = [step["loss"] for step in read_metrics("logs/run/metrics.jsonl").steps]
     assert losses[-1] < 0.7 * losses[0]
-    chunks = sorted(Path(".cache/data/taught").rglob("chunk-*.safetensors"))
+    chunks = sorted(Path(".cache/data/taught").rglob("chunk-*.parquet"))
     assert len(chunks) == 3, "two of the rows to train on, one of those to evaluate on"
     stamps = [chunk.stat().st_mtime_ns for chunk in chunks]
     chunks[0].write_bytes(b"")
@@ -250,3 +251,32 @@ def test_a_student_learns_what_its_teacher_says(capsys: pytest.CaptureFixture[st
     assert [step["loss"] for step in read_metrics("logs/again/metrics.jsonl").steps] == losses
     assert train("distill", "--teacher", "model", name="itself", steps=1) == 0
     assert read_metrics("logs/itself/metrics.jsonl").steps[0]["loss"] < 1e-5
+    for path in Path("model").iterdir():  # another teacher of the same name
+        Path("teacher", path.name).write_bytes(path.read_bytes())
+    assert train("distill", "--teacher", "teacher", name="other", steps=1) == 0
+    assert read_metrics("logs/other/metrics.jsonl").steps[0]["loss"] < 1e-5
+
+
+def test_a_student_learns_from_a_file_of_scores_as_from_its_teacher(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(5)
+    teacher = tiny()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(2.0)
+    teacher.save_pretrained("teacher")
+    tokenizer().save_pretrained("teacher")
+    ROWS["distill"] = [{"prompt": f"hello {i}", "completion": f" world {i} 1 2"} for i in range(20)]
+    flags = ["--precision", "fp32"]
+    assert train("distill", "--teacher", "teacher", *flags) == 0
+    scored = ["--input", "rows.jsonl", "--top_k", "32", "--output", "said.parquet", "--precision", "fp32"]
+    assert main(["score", "teacher", *scored, "--context", "64"]) == 0
+    shutil.rmtree("teacher")
+    assert train("distill", "--teacher", "said.parquet", *flags, name="file") == 0
+    losses = [[step["loss"] for step in read_metrics(f"logs/{run}/metrics.jsonl").steps] for run in ("run", "file")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(set(losses[0])) == 3
+    capsys.readouterr()
+    ROWS["distill"][3]["completion"] = " other"
+    assert train("distill", "--teacher", "said.parquet", *flags, name="rows") == 2
+    assert "says nothing of row" in capsys.readouterr().err
+    Path("said.parquet").write_bytes(Path("said.parquet").read_bytes()[:-20])
+    assert train("distill", "--teacher", "said.parquet", *flags, name="cut") == 2
+    assert "cut short" in capsys.readouterr().err
