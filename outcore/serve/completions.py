@@ -54,6 +54,7 @@ class CompletionCall:
             room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
             said = fields if says_length else fields | {"max_tokens": room}
             self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
+        self.places = len(self.requests)
         self.num_top = self.requests[0].sampling.logprobs
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")

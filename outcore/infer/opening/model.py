@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
@@ -22,6 +27,7 @@ from outcore.common.files import check_utf8
 from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
+from outcore.data.pictures import PictureEncoder
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import RowChoice, add_to_products, by_rows
@@ -53,6 +59,8 @@ class FoundModel:
     """Folders of adapters among which requests choose, by number from 1."""
     choice: RowChoice | None = None
     """Asks for each row's, where there are such."""
+    pictures: PictureEncoder | None = None
+    """What makes pictures its input, of a model that sees."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,17 @@ class ModelPlace:
     """Folder in peft's format, or a checkpoint of a LoRA run."""
     quantize: str | None = None
     """What the adapter's base was packed into when it was trained."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether transformers knows its kind as an image-text model, and as none of text."""
+        if not self.weights or Path(self.weights).suffix.lower() == ".gguf":
+            return False
+        try:
+            kind = PreTrainedConfig.get_config_dict(self.weights)[0].get("model_type")
+        except (OSError, ValueError):  # what opens it says why
+            return False
+        return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 class CheckpointWeights:
