@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,32 @@ def test_a_frozen_tower_is_exported_byte_for_byte_and_a_resumed_run_ends_alike(m
     assert train(made, tmp_path / "cut", *told, "--max_steps", "4", "--resume_from_checkpoint", "auto") == 0
     assert "checkpoint-4 is not whole (without optimizer.pt)" in capsys.readouterr().out
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(tmp_path / "cut").items())
+
+
+@pytest.mark.parametrize("told", [("--train_vision", "none", "--lora_r", "4"), ("--train_vision", "full")])
+def test_a_run_that_is_stopped_saves_and_goes_on_to_the_same_bits(told, made, tmp_path, capsys, monkeypatch):
+    assert train(made, tmp_path / "whole", *told, "--max_steps", "3") == 0
+    read = PictureEncoder.batch
+
+    def stopping(self: PictureEncoder, *given: Any) -> Any:
+        if next(batches) == 3:  # of the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(self, *given)
+
+    batches = itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(PictureEncoder, "batch", stopping)
+        assert train(made, tmp_path / "parts", *told, "--max_steps", "3") == 128 + signal.SIGTERM
+    out = capsys.readouterr().out
+    assert "of 3 and saved. Go on with" in out and not (tmp_path / "parts" / "export").exists()
+    assert train(made, tmp_path / "parts", *told, "--max_steps", "3", "--resume_from_checkpoint", "auto") == 0
+    one, two = (
+        [json.loads(line) for line in (tmp_path / part / "log" / "seen" / "metrics.jsonl").read_text().splitlines()]
+        for part in ("whole", "parts")
+    )
+    assert [s["loss"] for s in one if "loss" in s] == [s["loss"] for s in two if "loss" in s]
+    found = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(tmp_path / "parts").items())
 
 
 @pytest.mark.parametrize("how", ["lora", "full"])
