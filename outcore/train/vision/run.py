@@ -29,9 +29,9 @@ from outcore.model.adapters import linear_names
 from outcore.monitor import MetricsLog, RunProgress, make_loggers
 from outcore.runs import RunFolder, default_name, folder_of
 from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
-from outcore.train.methods.log import RunLog
 from outcore.train.process import StopRequest
 from outcore.train.process.alone import in_one_process
+from outcore.train.process.log import RunLog
 
 READ = frozenset((
     "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
