@@ -131,7 +131,7 @@ def method_answer(args: PlanConfig) -> MethodPlan:
 def _plan(args: PlanConfig) -> int:
     if args.infer is not None:
         return _infer(args)
-    if args.method != "sft" or _shape(args).seeing_params:
+    if args.method != "sft" or (_model_of(args) is not None and _shape(args).seeing_params):
         found = method_answer(args)
         print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(found.words))
         return 0 if found.fits else 1
