@@ -69,7 +69,12 @@ def make(folder: Path, text: str | None) -> Path:
         vision_feature_select_strategy="full", chat_template=TEMPLATE.replace("<end>", tokenizer.eos_token),
         image_token=PLACE, num_additional_image_tokens=0,
     )  # fmt: skip
-    layers = {"num_hidden_layers": 4, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 4}
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_attention_heads": 4,
+    }
     own = transformers.LlamaConfig(
         vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512, **layers
     )

@@ -158,7 +158,8 @@ def _counted(asked: Any, adapts: bool) -> ModelShape | None:
     model, tied_numels = skeleton_and_tied(seeing or model_class_of(config), config)
     facts = model_facts(model)
     text = config.get_text_config(decoder=True)
-    of_text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()] if seeing else [model]
+    whole: Any = model
+    of_text = [whole.get_decoder(), whole.get_input_embeddings(), whole.get_output_embeddings()] if seeing else [whole]
     in_text = {id(p): p.numel() for module in of_text if module is not None for p in module.parameters()}
     stacks = _layer_stacks(of_text[0])
     if not stacks:
