@@ -26,6 +26,7 @@ PIECE_CHARS = 1 << 16
 15 MB takes 20 s."""
 CUT_TOKENS = 64
 """Tokens that a cut between two pieces may add."""
+TEXT_ONLY = "text only"
 TOO_LONG = "tokens, more than is read here"
 """Words of the refusal of such a text."""
 MASK_S = 0.25
@@ -52,16 +53,17 @@ class Bench:
 
     def prompt(
         self, messages: Any, tools: list[Any] | None, variables: Mapping[str, Any], goes_on: bool
-    ) -> tuple[str, list[int]]:
-        """Text and tokens of a conversation, up to where the answer begins, or where the last message goes on."""
+    ) -> tuple[str, list[int], dict[str, Any]]:
+        """Text and tokens of a conversation, up to where the answer begins, or where the last message goes on; and what
+        a model that sees reads beside them, which one of text does not."""
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages is empty: give at least one.")
-        read, _ = read_messages([_plain(message) for message in messages], "messages")
+        read, _ = read_messages([plain_message(message) for message in messages], "messages")
         if self._encoder is None:
             self._encoder = ChatEncoder(self.tokenizer, train_on_all=True)
         example = ChatExample(read, tools or None, variables=variables)
         text = self._encoder.template(example).prompt(example, goes_on=goes_on)
-        return text, self._ids(text, False)
+        return text, self._ids(text, False), {}
 
     def pairs(self, first: str, seconds: Sequence[str]) -> list[list[int]]:
         """Tokens of one text with each of the others behind it, as the tokenizer joins two."""
@@ -144,8 +146,8 @@ def first_line(error: str) -> str:
     return error.strip().splitlines()[0] if error.strip() else "no answer can have it"
 
 
-def _plain(message: Any) -> Any:
-    """A message whose content is one text, however the client's library writes it."""
+def plain_message(message: Any, reads: str = TEXT_ONLY) -> Any:
+    """A message whose content is one text, however the client's library writes it. `reads`: what the model reads."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("a message must be an object with a role.")
     content, refusal = message.get("content"), message.get("refusal")
@@ -154,7 +156,7 @@ def _plain(message: Any) -> Any:
     if content is None and message["role"] != "assistant":  # who may have called functions only
         raise ValueError(f"a message of the role {message['role']!r} has no content.")
     if isinstance(content, list):
-        content = "".join(map(_text_of_part, content))
+        content = "".join(_text_of_part(part, reads) for part in content)
     if not isinstance(content, str | None):
         raise ValueError("a message's content must be a text or a list of parts.")
     calls = message.get("tool_calls") or []
@@ -168,13 +170,13 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _text_of_part(part: Any) -> str:
+def _text_of_part(part: Any, reads: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("refusal" if kind == "refusal" else "text", "") if isinstance(part, Mapping) else None
     if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-        raise ValueError(f"a message holds content of type {kind!r}; this model reads text only.")
+        raise ValueError(f"a message holds content of type {kind!r}; this model reads {reads}.")
     return text
 
 

@@ -8,4 +8,4 @@ transformers' own, and so do losses, heads and trainers."""
 from outcore.hf.adamw import StreamedAdamW, optimizer
 from outcore.hf.by_name import OutcoreConfig, OutcoreQuantizer
 from outcore.hf.stream import stream
-from outcore.hf.vision import answer, encoder_of, load_image_text, vision_parameters
+from outcore.hf.vision import encoder_of, load_image_text, vision_parameters

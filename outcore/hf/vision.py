@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from outcore.data import DataError
@@ -43,12 +42,3 @@ def vision_parameters(model: Any) -> dict[str, nn.Parameter]:
     text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     of_text = {id(p) for module in text if module is not None for p in module.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in of_text}
-
-
-@torch.no_grad()
-def answer(model: Any, encoder: PictureEncoder, talk: Any, streamer: Any = None, **sampling: Any) -> list[int]:
-    """Tokens of the answer to a conversation, by transformers' own `generate`."""
-    device = model.get_input_embeddings().weight.device
-    asked = {name: value.to(device) for name, value in encoder.asked(talk).items()}
-    told = model.generate(**asked, streamer=streamer, **sampling)
-    return told[0, asked["input_ids"].shape[1] :].tolist()

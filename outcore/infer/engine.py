@@ -64,6 +64,8 @@ class Speech:
     labels: Labels | None = None
     """Labels that the model gives to texts; it writes none then."""
     pooling: Pooling = "mean"
+    scores: bool = True
+    """Whether texts can be scored."""
 
 
 @dataclass
@@ -184,6 +186,8 @@ class InferenceEngine:
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
+        if not self.speech.scores:
+            raise ValueError("this model answers about pictures; scores and vectors are of models of text.")
         self._texts.check(texts)
 
     def cancel(self, name: str) -> None:

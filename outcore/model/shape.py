@@ -154,11 +154,14 @@ def _counted(asked: Any, adapts: bool) -> ModelShape | None:
     from outcore.model.states import state_numels
 
     config = asked.config
-    model_class = model_class_of(config)
-    model, tied_numels = skeleton_and_tied(model_class, config)
+    seeing = _seeing_class(config)
+    model, tied_numels = skeleton_and_tied(seeing or model_class_of(config), config)
     facts = model_facts(model)
     text = config.get_text_config(decoder=True)
-    stacks = _layer_stacks(model)
+    whole: Any = model
+    of_text = [whole.get_decoder(), whole.get_input_embeddings(), whole.get_output_embeddings()] if seeing else [whole]
+    in_text = {id(p): p.numel() for module in of_text if module is not None for p in module.parameters()}
+    stacks = _layer_stacks(of_text[0])
     if not stacks:
         return None
     layers = [layer for stack in stacks for layer in stack]
@@ -179,7 +182,8 @@ def _counted(asked: Any, adapts: bool) -> ModelShape | None:
         vocab_size=facts.vocab_size,
         embedding_params=embedding,
         layer_params=layer_params,
-        head_params=facts.total_params - embedding - sum(layer_params),
+        head_params=sum(in_text.values()) - embedding - sum(layer_params),
+        seeing_params=facts.total_params - sum(in_text.values()),
         active_layer_params=sum(layer_params)
         - (sum(in_experts) * (num_experts - top_k) // num_experts if top_k else 0),
         largest_weight_numel=facts.largest_weight_numel,
@@ -204,8 +208,16 @@ def _counted(asked: Any, adapts: bool) -> ModelShape | None:
         matrices=_by_layer(layers, _matrices(layers)),
         windows=_windows(text, len(layers)),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
-        states=(0, 0) if facts.is_encoder_decoder else state_numels(model, config),
+        states=(0, 0) if facts.is_encoder_decoder or seeing else state_numels(model, config),
     )
+
+
+def _seeing_class(config: Any) -> Any:
+    """The image-text model of a configuration that transformers knows for no model of text alone; else None."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return kinds[type(config)] if type(config) in kinds and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def _layer_stacks(model: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
 from outcore.common.classes import same_named
-from outcore.common.quantities import GIB
+from outcore.common.quantities import GIB, format_gib
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
 from outcore.model import named_config, resolve_shape
@@ -92,6 +92,8 @@ def answer_to(args: PlanConfig) -> Asked:
         raise ValueError(f"method {args.method}: outcore plan MODEL --method {args.method} forecasts it.")
     check_undecided(args)
     hardware, shape = _hardware(args), _shape(args)
+    if shape.seeing_params:
+        raise ValueError(f"{shape.name} is an image-text model: outcore plan {shape.name} forecasts its training.")
     request = _request(args, hardware)
     if args.lora_r:
         shape = shape.with_lora(args.lora_r).packed(args.quantize, published=_published(args)[0])
@@ -119,15 +121,17 @@ def method_answer(args: PlanConfig) -> MethodPlan:
     if args.upgrade:
         raise ValueError(f"upgrade: not with --method {args.method}; it is of --method sft.")
     hardware, shape = _hardware(args), _shape(args)
+    if shape.seeing_params and args.method != "sft":
+        raise ValueError(f"method {args.method}: image-text models are trained on answers alone; leave it out.")
     if args.lora_r:
         shape = shape.with_lora(args.lora_r).packed(args.quantize)
-    return plan_method(args.method, shape, _request(args, hardware), hardware)
+    return plan_method("pictures" if shape.seeing_params else args.method, shape, _request(args, hardware), hardware)
 
 
 def _plan(args: PlanConfig) -> int:
     if args.infer is not None:
         return _infer(args)
-    if args.method != "sft":
+    if args.method != "sft" or (_model_of(args) is not None and _shape(args).seeing_params):
         found = method_answer(args)
         print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(found.words))
         return 0 if found.fits else 1
@@ -189,6 +193,12 @@ def answers_to(args: PlanConfig) -> AskedAnswers:
     """The plan of answers by its flags. DoesNotFit, and ValueError for what cannot be planned."""
     hardware, shape = _hardware(args).for_answers(), _shape(args)
     published, ends = _published(args)
+    if shape.seeing_params:
+        raise ValueError(
+            f"{shape.name} is an image-text model: its answers about pictures are not forecast. Its text has "
+            f"{format_gib(2 * shape.base_params)} in 16 bits, its tower and projector "
+            f"{format_gib(2 * shape.seeing_params)}."
+        )
     shape = replace(shape, packed_ends=ends)
     asked: dict[str, Any] = {
         "preset": args.aim,

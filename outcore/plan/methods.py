@@ -19,7 +19,7 @@ from outcore.plan.terms import step_flops
 from outcore.sizing.shape import ModelShape
 
 MICRO_BATCH, ACCUMULATION = 2, 4
-SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1})
+SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1, "pictures": 1})
 """Texts of a row; of other methods two: chosen and rejected, query and partner, an answer and another row's."""
 REFERENCE = ("dpo", "kto")
 STATE_BYTES = 16
@@ -52,7 +52,9 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
     micro, accumulation = request.micro_batch or MICRO_BATCH, request.accumulation or ACCUMULATION
     texts = micro * SIDES.get(method, 2)
     tokens = texts * seq
-    plain_bytes, packed_bytes = e * shape.base_params, e * shape.base_params - shape.saved_bytes(e)
+    seeing_bytes = e * shape.seeing_params
+    plain_bytes = e * shape.base_params + seeing_bytes
+    packed_bytes = plain_bytes - shape.saved_bytes(e)
     layer_bytes = e * max(shape.layer_params) - shape.layer_saved_bytes(e)
     ends_bytes = e * (shape.embedding_params + shape.head_params)
     features = sum(map(sum, shape.layer_matrices)) / layers
@@ -84,6 +86,14 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
         f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
         f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
         f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
+        *(
+            [
+                f"  its tower and projector ({format_gib(seeing_bytes)}) are frozen in RAM; what they compute is not "
+                "counted"
+            ]
+            if seeing_bytes
+            else []
+        ),
         *(["  its reference is the model with the adapters switched off: one forward more"] if refers else []),
         *(
             ["  its reference's log-probabilities are computed once, before the first step"]

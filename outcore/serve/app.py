@@ -209,7 +209,7 @@ def _add_answers(
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
         async with _understood(http, models, understand) as (service, call):
-            places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
+            places = call.places
             service.take_place(places)
         headers = ignored_header(call.ignored)
         if call.is_stream and events is not None:

@@ -55,6 +55,7 @@ class CompletionCall:
             room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
             said = fields if says_length else fields | {"max_tokens": room}
             self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
+        self.places = len(self.requests)
         self.num_top = self.requests[0].sampling.logprobs
         self.prompt_top = prompt_top(service, fields, self.requests)
         if self.is_stream and self.echo:

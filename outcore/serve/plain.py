@@ -24,7 +24,8 @@ def listed(models: Models) -> dict[str, Any]:
     """GET /v1/models."""
     data = [described(models, name) for name in models.named]
     ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
-    catalogue = [_of_catalogue(one["id"], one["context_length"]) for one in data if one["state"] == "loaded"]
+    views = [(name, base.views[name]) for name, base in models.named.items() if base.views]
+    catalogue = [_of_catalogue(name, of.max_context, of.opened.found.pictures is not None) for name, of in views]
     return {"object": "list", "data": data, **ends, "models": catalogue}
 
 
@@ -48,7 +49,7 @@ def described(models: Models, name: str) -> dict[str, Any]:
     return found | ({"error": base.error} if base.error else {})
 
 
-def _of_catalogue(name: str, context: int) -> dict[str, Any]:
+def _of_catalogue(name: str, context: int, sees: bool) -> dict[str, Any]:
     """Entry of the catalogue that Codex reads: which tools it gives a model, and when it shortens a conversation."""
     return {
         "slug": name,
@@ -71,7 +72,7 @@ def _of_catalogue(name: str, context: int) -> dict[str, Any]:
         "context_window": context,
         "effective_context_window_percent": 90,
         "experimental_supported_tools": [],
-        "input_modalities": ["text"],
+        "input_modalities": ["text", "image"] if sees else ["text"],
     }
 
 
@@ -122,7 +123,7 @@ EMBEDDING_FIELDS = frozenset({"input", "encoding_format", "dimensions"})
 class TextsCall:
     """A request about texts that are read and nothing else. ApiError for what cannot be."""
 
-    is_stream = False
+    is_stream, places = False, 1
     texts: list[tuple[int, ...]]
 
     def __init__(

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from outcore.apart import Bench
+from outcore.apart.pictures import PictureBench
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.quantities import counted
 from outcore.infer import Answer, EngineThread, InferenceEngine, Piece, Request, Sampling
@@ -177,7 +178,8 @@ class Service:
         self.opened, self.settings = opened, settings
         self.name, self.adapter = settings.name or opened.found.words, 0
         tokenizer, ends = opened.found.tokenizer, opened.engine.speech.end_tokens
-        self.reading = Reading(Bench(tokenizer, sorted(ends), max(self.max_context, READ_TOKENS)))
+        bench, pictures = (sorted(ends), max(self.max_context, READ_TOKENS)), opened.found.pictures
+        self.reading = Reading(Bench(tokenizer, *bench) if pictures is None else PictureBench(pictures, *bench))
         self.prompts = Prompts(tokenizer, self.reading.ask)
         self.grammars = Grammars(tokenizer, ends, self.reading.ask)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())

@@ -76,6 +76,8 @@ class ModelShape:
     """Elements of the base's parameters that are trained whole beside the adapters."""
     whole_in_ends: int = 0
     """Elements of them in embedding and head."""
+    seeing_params: int = 0
+    """Elements of towers and projectors; all other figures are of the text model between them."""
     matrices: Blocks = ()
     """(elements, columns) of each matrix of the layers that a packed base packs, in turn."""
     quantize: str = ""

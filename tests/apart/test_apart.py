@@ -104,7 +104,7 @@ def test_a_bench_that_has_worked_here_works_there_and_one_that_cannot_be_sent_is
     here = bench.ask("prompt", HI, None, {}, False)
     apart = Apart(bench)
     try:
-        assert apart.call("prompt", HI, None, {}, False) == here == ("Hi", [2, 3])
+        assert apart.call("prompt", HI, None, {}, False) == here == ("Hi", [2, 3], {})
     finally:
         apart.close()
     refused(RuntimeError, "a process of its own", lambda: Apart(Bench(Alone())))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outcore import apart
+from tests import tiny_vision
 from tests.docs.pages import PAGES, snippets
 from tests.forked import ROOT
 from tests.infer.models import save_tiny_model
@@ -36,12 +37,12 @@ def run_snippet(page: str, filled: dict[str, str], **names: Any) -> dict[str, An
 
 
 @contextmanager
-def served(tiny: Path, logs: Path) -> Iterator[str]:
+def served(tiny: Path, logs: Path, **infer: Any) -> Iterator[str]:
     """The URL of a server of the tiny model."""
     from outcore.serve import ServeSettings
     from tests.serve.running import Running
 
-    server = Running(tiny, ServeSettings(logs=logs, name="MODEL", max_answer_tokens=8))
+    server = Running(tiny, ServeSettings(logs=logs, name="MODEL", max_answer_tokens=8), **infer)
     try:
         yield server.url
     finally:
@@ -105,10 +106,19 @@ def serving(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
     run_snippet("serving.md", {"http://127.0.0.1:8000": stack.enter_context(served(tiny, tmp_path))})
 
 
+def vision(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    pytest.importorskip("openai")
+    stack.enter_context(chdir(tmp_path))
+    Path("cat.jpg").write_bytes(tiny_vision.picture(kind="JPEG"))
+    url = stack.enter_context(served(tiny_vision.save(tmp_path / "sees"), tmp_path, context=None, ram_gib=None))
+    filled = {"http://127.0.0.1:8000": url, "Qwen/Qwen3-VL-8B-Instruct": "MODEL"}
+    assert run_snippet("vision.md", filled)["answer"].choices[0].message.content is not None
+
+
 RUN: dict[str, Callable[[Path, Path, ExitStack], None]] = {
     "deepspeed_config.md": infinity, "inference.md": inference, "models.md": models, "monitoring.md": monitoring,
     "planning.md": planning, "python_api.md": python_api, "from_your_own_code.md": own_code, "runs.md": runs,
-    "serving.md": serving,
+    "serving.md": serving, "vision.md": vision,
 }  # fmt: skip
 
 

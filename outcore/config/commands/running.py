@@ -101,6 +101,11 @@ def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")
     group.add_argument("--prefix_path", help="folder where beginnings of prompts are kept for the next start")
     group.add_argument("--prefix_gib", type=float, help="room there for each model (default 8)")
+    group.add_argument(
+        "--pictures",
+        action="store_true",
+        help="see: open an image-text model with its tower, one answer at a time, also where its text model goes alone",
+    )
     group.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
 
 

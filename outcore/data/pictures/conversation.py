@@ -31,26 +31,26 @@ class PictureTalk(NamedTuple):
     """What was done to single pictures that a person should know."""
 
 
-def marked(messages: Any, own: list[Any]) -> Any:
-    """Messages with `<image>` in the place of each content part that is a picture; `own` gets the part's picture, or
-    None where it stands elsewhere. What is no list of messages is returned as it is."""
+def marked(messages: Any, own: list[Any], mark: str = MARK) -> Any:
+    """Messages with `mark` in the place of each content part that is a picture; `own` gets the part's picture, or None
+    where it stands elsewhere. What is no list of messages is returned as it is."""
     if not isinstance(messages, list):
         return messages
-    return [_marked(message, own) if isinstance(message, Mapping) else message for message in messages]
+    return [_marked(message, own, mark) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _marked(message: Mapping[str, Any], own: list[Any]) -> dict[str, Any]:
+def _marked(message: Mapping[str, Any], own: list[Any], mark: str) -> dict[str, Any]:
     key = "content" if "content" in message else "value"
     parts, found = message.get(key), list[Any]()
     if isinstance(parts, str):
-        own += [None] * parts.count(MARK)
+        own += [None] * parts.count(mark)
     if not isinstance(parts, list):
         return dict(message)
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES:
             value = next((part[name] for name in VALUE_KEYS if part.get(name)), None)
             own.append(value["url"] if isinstance(value, Mapping) and "url" in value else value)
-            part = {"type": "text", "text": MARK}
+            part = {"type": "text", "text": mark}
         found.append(part)
     return {**message, key: found}
 
@@ -68,13 +68,14 @@ def conversation_of(
     values: Sequence[Any] | None,
     folder: Path | None = None,
     limits: PictureLimits = LIMITS,
+    mark: str = MARK,
 ) -> PictureTalk:
-    """Messages of text, in which `<image>` is a place, and pictures brought together. PictureError says what does not
-    fit. `values` None: nobody speaks of pictures, and `<image>` is text like any other."""
+    """Messages of text, in which `mark` is a place, and pictures brought together. PictureError says what does not fit.
+    `values` None: nobody speaks of pictures, and the mark is text like any other."""
     if values is None:
         values, found = (), [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     else:
-        found = [{**message, "content": _parts(message["content"])} for message in messages]
+        found = [{**message, "content": _parts(message["content"] or "", mark)} for message in messages]
     places = sum(part["type"] == "image" for message in found for part in message["content"])
     if values and not places:
         first = next((message for message in found if message["role"] == "user"), None)
@@ -100,9 +101,9 @@ def conversation_of(
     return PictureTalk(found, pictures, said)
 
 
-def _parts(text: str) -> list[dict[str, Any]]:
+def _parts(text: str, mark: str) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
-    for number, piece in enumerate(text.split(MARK)):
+    for number, piece in enumerate(text.split(mark)):
         found += [{"type": "image"}] if number else []
         found += [{"type": "text", "text": piece}] if piece else []
     return found

@@ -35,6 +35,7 @@ def load_processor(name: str, *, chat_template: str | None = None, trust_remote_
     if getattr(processor, "chat_template", None) is None:
         raise DataError(f"{name}: its processor has no chat template; give one with --chat_template")
     processor.tokenizer.padding_side = "right"
+    processor.tokenizer.chat_template = processor.chat_template  # for who reads answers by it
     if processor.tokenizer.pad_token is None:
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
     return processor
@@ -49,10 +50,22 @@ class PictureEncoder:
         told = getattr(processor, "image_token", None)
         self._marks = [str(told)] if told else []
 
-    def asked(self, conversation: PictureTalk) -> dict[str, torch.Tensor]:
-        """Inputs of one conversation that is to be answered."""
-        text = self._text(conversation.messages, add_generation_prompt=True)
-        return self._inputs([text], [conversation.pictures])
+    def written(
+        self, conversation: PictureTalk, tools: list[Any] | None = None, *, goes_on: bool = False, **variables: Any
+    ) -> str:
+        """The text up to where the answer begins, or, where it `goes_on`, to the end of the last message."""
+        how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, "tools": tools}
+        return self._text(conversation.messages, **how, **variables)
+
+    def inputs_of(self, text: str, conversation: PictureTalk) -> dict[str, torch.Tensor]:
+        """Inputs of one written conversation. DataError where its template left a picture out."""
+        places, num = sum(map(text.count, self._marks)), len(conversation.pictures)
+        if places and places != num:
+            raise DataError(f"the chat template writes {places} places for {num} pictures")
+        inputs = self._inputs([text], [conversation.pictures])
+        if torch.isin(inputs["input_ids"], self._image_tokens).any() != bool(num):
+            raise DataError("pictures and placeholders do not go together after encoding")
+        return inputs
 
     def batch(
         self, conversations: Sequence[PictureTalk], untrained: Sequence[Collection[int]], where: Sequence[Any]
@@ -119,14 +132,12 @@ class PictureEncoder:
             )
         return same
 
-    def _text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
         for message in messages:
             for part in message["content"]:
                 if part["type"] == "text" and (mark := next((m for m in self._marks if m in part["text"]), None)):
                     raise DataError(f"a text holds {mark}, which stands for a picture in this model, and brings none")
-        return self._processor.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return self._processor.apply_chat_template(list(messages), tokenize=False, **how)
 
     def _inputs(self, texts: list[str], pictures: list[list[Any]]) -> dict[str, torch.Tensor]:
         images = pictures if any(pictures) else None

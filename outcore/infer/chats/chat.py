@@ -61,7 +61,7 @@ class Chat:
             words = "continue_final_message and add_generation_prompt are each other's opposite."
             raise ChatError(words, "continue_final_message")
         try:
-            self._prompt, self.ids = prompts.of_chat(messages, tools, self.goes_on, **more)
+            self._prompt, self.ids, self.seen = prompts.of_chat(messages, tools, self.goes_on, **more)
         except (ValueError, TypeError) as error:
             raise ChatError(str(error), "messages", too_long_code(error)) from error
         self._tools, self._template = tools, getattr(prompts.tokenizer, "response_template", None)
@@ -134,7 +134,9 @@ def request_of(
     ValueError for what cannot be."""
     count = 1 if body.get("n") is None else body["n"]
     grammar = grammars.of(*(chat.form if chat else (body.get("response_format"), "response_format")))
-    reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on} if chat else {"goes_on": True}
+    reads: dict[str, Any] = {"goes_on": True}
+    if chat:
+        reads = {"keeps_special": chat.keeps_special, "goes_on": chat.goes_on, "seen": chat.seen}
     return Request(name, ids, sampling, count, priority, grammar, deadline_s, **reads)
 
 

@@ -1,110 +1,69 @@
-"""`--image`: an image-text model answers about pictures, one answer at a time, by transformers' own `generate` over
-streamed layers. Flags that this way does not read are refused, not ignored."""
+"""`--image`: an image-text model answers about pictures, one answer at a time."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outcore import hf
 from outcore.common.output import say, show
 from outcore.common.quantities import counted
-from outcore.config.commands import SAMPLING_FLAGS, chat_flags, generate_flags
+from outcore.config.commands import chat_flags
 from outcore.data.pictures import conversation_of
-from outcore.infer.opening import find_place
+from outcore.infer.commands.options import sampling_fields, sampling_from, settings_of
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.requests import Request
 
 MAX_TOKENS = 512
 """Length of an answer when nobody says."""
-READ = frozenset(
-    {
-        "model",
-        "prompt",
-        "image",
-        "chat",
-        "system",
-        "adapter",
-        "vram_gib",
-        "ram_gib",
-        "nvme_path",
-        "quantize",
-        "trust_remote_code",
-    }
-    | {
-        "nvme_path",
-        "quantize",
-        "trust_remote_code",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "max_tokens",
-        "seed",
-    }
-)
 
 
 class Sight:
     """A model that sees, opened once."""
 
-    def __init__(self, args: argparse.Namespace, flags: argparse.ArgumentParser) -> None:
-        from peft import PeftModel
+    def __init__(self, args: argparse.Namespace, settings: InferSettings) -> None:
+        self._opened = open_engine(args.model, replace(settings, pictures=True), say)
+        self._sampling = sampling_from(self._opened, {"max_tokens": MAX_TOKENS} | sampling_fields(args))
+        self.close, self._turn = self._opened.close, 0
 
-        plain = vars(flags.parse_args([args.model]))
-        others = [name for name, value in vars(args).items() if name in plain.keys() - READ and value != plain[name]]
-        others = ["aim" if name == "preset" else name for name in others]
-        if others:
-            raise ValueError(f"answers about pictures do not read --{', --'.join(sorted(others))}; leave it out.")
-        place = find_place(args.model, args.adapter)
-        if place.checkpoint is not None:
-            raise ValueError(f"{place.checkpoint} is a checkpoint of a text model, which takes no pictures.")
-        self.model = hf.load_image_text(place.weights, trust_remote_code=args.trust_remote_code)
-        self.encoder = hf.encoder_of(place.weights, self.model, trust_remote_code=args.trust_remote_code)
-        if place.adapter is not None:
-            self.model = PeftModel.from_pretrained(self.model, place.adapter).merge_and_unload()
-        nvme = args.nvme_path or None
-        quantize = None if args.quantize in (None, "none") else args.quantize
-        ram_gib = args.ram_gib if nvme else None
-        hf.stream(self.model.eval(), vram_gib=args.vram_gib, ram_gib=ram_gib, nvme=nvme, quantize=quantize)
-        self.seed, self.sampling = args.seed, _sampling(args)
-
-    def answer(self, messages: Sequence[dict[str, Any]], pictures: Sequence[str], folder: Path) -> str:
+    def answer(self, messages: Sequence[dict[str, Any]], pictures: Sequence[str]) -> str:
         """The answer, shown as it is written. PictureError (a ValueError) for a picture that cannot be used."""
-        import torch
-        from transformers import TextStreamer
-
-        talk = conversation_of(messages, list(pictures) or None, folder)
+        talk, encoder = conversation_of(messages, list(pictures) or None, Path()), self._opened.found.pictures
+        assert encoder is not None
         for line in talk.said:
             say(line)
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
-        tokenizer = self.encoder.tokenizer
-
-        class Shown(TextStreamer):
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                show(text)
-
-        streamer = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        began_s = time.perf_counter()
-        tokens = hf.answer(self.model, self.encoder, talk, streamer, **self.sampling)
+        seen = encoder.inputs_of(encoder.written(talk), talk)
+        ids = tuple(seen.pop("input_ids")[0].tolist())
+        del seen["attention_mask"]
+        self._turn += 1
+        request = Request(f"turn-{self._turn}", ids, self._sampling(len(ids)), seen=seen)
+        (answer,) = self._opened.engine.generate([request], lambda piece: show(piece.text))
         print(flush=True)
-        seconds = max(1e-9, time.perf_counter() - began_s)
-        say(f"{counted(len(talk.pictures), 'picture')}, {counted(len(tokens), 'token')} in {seconds:.1f} s")
-        return tokenizer.decode(tokens, skip_special_tokens=True)
+        if answer.finish == "error":
+            raise RuntimeError(answer.error)
+        cost = f"{counted(len(talk.pictures), 'picture')}, {counted(len(answer.tokens), 'token')}"
+        say(f"{cost} in {answer.timings.total_s:.1f} s")
+        return answer.text
 
 
 def answer_about(args: argparse.Namespace, prompt: str) -> int:
     """Answer one question about pictures; the exit code."""
-    Sight(args, generate_flags()).answer([{"role": "user", "content": prompt}], args.image, Path())
+    sight = Sight(args, settings_of(args, deterministic=args.deterministic))
+    try:
+        sight.answer([{"role": "user", "content": prompt}], args.image)
+    finally:
+        sight.close()
     return 0
 
 
 def chat_about(args: argparse.Namespace, lines: Iterable[str]) -> int:
     """A conversation about pictures; `/image PATH` shows one more, with the next message."""
-    sight, messages, pictures = Sight(args, chat_flags()), list[dict[str, Any]](), list[str]()
+    settings = settings_of(args)
+    if args.preset == chat_flags().get_default("preset"):  # nobody said an aim, and there is one way
+        settings = replace(settings, preset=InferSettings.preset)
+    sight, messages, pictures = Sight(args, settings), list[dict[str, Any]](), list[str]()
     if args.system:
         messages.append({"role": "system", "content": args.system})
     waiting = list(args.image)
@@ -120,21 +79,12 @@ def chat_about(args: argparse.Namespace, lines: Iterable[str]) -> int:
             break
         asked = {"role": "user", "content": "<image>" * len(waiting) + line}
         try:
-            told = sight.answer([*messages, asked], [*pictures, *waiting], Path())
+            told = sight.answer([*messages, asked], [*pictures, *waiting])
         except ValueError as error:
             say(f"{error} (this message is left out)")
             waiting = []
             continue
         messages += [asked, {"role": "assistant", "content": told}]
         pictures, waiting = [*pictures, *waiting], []
+    sight.close()
     return 0
-
-
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said, as transformers' `generate` takes it; the model's own defaults for the rest."""
-    said = {name: getattr(args, name) for name, _, _ in SAMPLING_FLAGS if getattr(args, name, None) is not None}
-    found = {name: said[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in said}
-    found["max_new_tokens"] = said.get("max_tokens", MAX_TOKENS)
-    if said.get("temperature") == 0:
-        return {**found, "do_sample": False, "top_k": None, "top_p": None, "temperature": None}
-    return found | ({"do_sample": True, "temperature": said["temperature"]} if "temperature" in said else {})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
 from outcore.common.words import own_command
+from outcore.data.chat import end_tokens_of
 from outcore.flow import (
     CompiledLayers,
     Flow,
@@ -19,10 +20,10 @@ from outcore.flow import (
     PartRunner,
     let_segments_grow,
 )
-from outcore.flow.experts import FewTokens
+from outcore.flow.experts import ExpertCache, FewTokens
 from outcore.flow.weights import InPlaceProducts, Scratch
 from outcore.infer.attention import PagedAttention
-from outcore.infer.cache import KvCache, open_memory
+from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.labels import labels_of
 from outcore.infer.opening.arrival import ResidentWeights
@@ -35,7 +36,7 @@ from outcore.infer.opening.limits import (
     runs_graphs,
     schedule_limits,
 )
-from outcore.infer.opening.model import FoundModel, open_model
+from outcore.infer.opening.model import FoundModel, ModelPlace, find_place, open_model
 from outcore.infer.opening.pages import cache_of, kept_of
 from outcore.infer.opening.place import PlacedModel, place_found
 from outcore.infer.opening.rotary import fix_factors
@@ -52,16 +53,18 @@ from outcore.infer.passes import (
     PagedRunner,
     PassRunner,
     RunnerLimits,
+    SeeingRunner,
     SmallPasses,
     StatesRunner,
     WholeRunner,
 )
-from outcore.infer.schedule import Scheduler
-from outcore.sizing.inference import (
-    PassSize,
-    Placement,
-)
+from outcore.infer.schedule import ScheduleLimits, Scheduler
+from outcore.model import LoadedModel, max_positions
+from outcore.model.facts import model_facts
+from outcore.model.trial import Abilities
+from outcore.sizing.inference import PRESETS, PartSize, PassSize, Placement
 from outcore.sizing.streaming import SLOT_BYTES
+from outcore.staging.lanes import UploadLane
 
 DRAFT_ANSWERS = 4
 """Answers at a time that a draft model guesses for."""
@@ -71,6 +74,13 @@ MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
 WARM_TOKENS = 8
 """Tokens of the shortest prompt that is read before the first request comes."""
+SEEING_READS = frozenset((
+    "pictures", "adapter", "quantize", "context", "vram_gib", "ram_gib", "nvme_path", "trust_remote_code",
+    "page_tokens", "deterministic",
+))  # fmt: skip
+"""Settings that a model that sees reads, and some that change nothing here."""
+MOST_CONTEXT = 32_768
+"""Tokens of prompt and answer where nobody says, of models that know more positions."""
 
 
 @dataclass
@@ -81,9 +91,24 @@ class OpenedModel:
     found: FoundModel
     placement: Placement
     way: Way
-    weights: OpenedWeights
+    weights: OpenedWeights | None
+    """Weights that flow brings; None: transformers' own model, streamed by `outcore.hf`."""
     device: torch.device
     _undo: ExitStack
+
+    @property
+    def experts(self) -> ExpertCache | None:
+        """Experts that come as they are chosen, if any do."""
+        return None if self.weights is None else self.weights.experts
+
+    @property
+    def lanes(self) -> Mapping[str, UploadLane]:
+        """Ways of weights to the device, by name."""
+        return {} if self.weights is None else self.weights.lanes
+
+    def waited_s(self) -> Mapping[str, float]:
+        """How long the device waited in the last pass, by what for."""
+        return {} if self.weights is None else self.weights.arrival.waited_s()
 
     def also(self, undo: ExitStack) -> None:
         """Close these, too, behind everything else."""
@@ -108,6 +133,8 @@ def open_engine(
     settings = settings or InferSettings()
     device = device_of(settings)
     settings.check_device(device.type)
+    if (place := find_place(name, settings.adapter)).sees or settings.pictures:
+        return _open_seeing(place, settings, device, progress)
     found = open_model(
         name,
         precision=precision_of(settings, device),
@@ -126,6 +153,61 @@ def open_engine(
         opened = open_found(found, _less(settings, used), device, progress, draft, share)
         opened.also(undo.pop_all())
         return opened
+
+
+def _open_seeing(
+    place: ModelPlace, settings: InferSettings, device: torch.device, progress: Callable[[str], None]
+) -> OpenedModel:
+    """Open the image-text model at this place. ValueError or RuntimeError, in words."""
+    from outcore import hf
+
+    _check_seeing(place, settings)
+    trust, nvme = settings.trust_remote_code, [str(path) for path in settings.nvme_path] or None
+    model = hf.load_image_text(place.weights, trust_remote_code=trust)
+    encoder = hf.encoder_of(place.weights, model, trust_remote_code=trust)
+    if place.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, place.adapter).merge_and_unload()
+    model.eval().requires_grad_(False)
+    facts, dtype, size = model_facts(model), model.dtype, sum(p.nbytes for p in model.parameters())
+    seen = sum(p.nbytes for p in hf.vision_parameters(model).values())
+    ram_gib = settings.ram_gib if nvme else None
+    hf.stream(model, vram_gib=settings.vram_gib, ram_gib=ram_gib, nvme=nvme, quantize=settings.quantize)
+    why = "its sequences are answered one by one"
+    loaded = LoadedModel(
+        model, model.config, facts, Abilities(False, why, None, why), place.words, quantize=settings.quantize
+    )
+    known = max_positions(model.config)
+    context = settings.context or min(known or MOST_CONTEXT, MOST_CONTEXT)
+    ends = end_tokens_of(model, encoder.tokenizer)
+    folders = (place.weights, *([] if place.adapter is None else [str(place.adapter)]))
+    found = FoundModel(loaded, encoder.tokenizer, place.words, ends, known, folders, pictures=encoder)
+    parts = PartSize("text", size - seen, True), PartSize("vision", seen, True)
+    in_ram_bytes = int((settings.ram_gib or 0) * GIB) if nvme else size
+    kv_home = "ram" if device.type == "cpu" else "vram"
+    placement = Placement.of_one_answer(PRESETS["latency"], parts, in_ram_bytes, kv_home, context)
+    for line in placement.lines():
+        progress(line)
+    pages = CacheSettings((GroupPlan(None, -(-context // settings.page_tokens)),), settings.page_tokens, dtype)
+    limits = ScheduleLimits(1, context, context, 0)
+    engine = InferenceEngine(
+        SeeingRunner(model, device),
+        Scheduler(KvCache(pages), limits),  # its pages only count
+        Speech(encoder.tokenizer, ends, facts.vocab_size, context, scores=False),
+        speculates=False,
+    )
+    return OpenedModel(engine, found, placement, "whole", None, device, ExitStack())
+
+
+def _check_seeing(place: ModelPlace, settings: InferSettings) -> None:
+    if place.checkpoint is not None:
+        raise ValueError(f"{place.checkpoint} is a checkpoint of a text model, which takes no pictures.")
+    plain, names = InferSettings(), {field.name for field in fields(settings)} - SEEING_READS
+    others = sorted(name for name in names if getattr(settings, name) != getattr(plain, name))
+    others = ["aim" if name == "preset" else name for name in others]
+    if others:
+        raise ValueError(f"models that see do not read --{', --'.join(others)}; leave it out.")
 
 
 def _open_draft(settings: InferSettings, device: torch.device, progress: Callable[[str], None]) -> OpenedModel:

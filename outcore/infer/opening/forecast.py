@@ -43,7 +43,7 @@ class AgainstPlan:
             kv_tokens = sum(work.start + work.count for work in works)
             answers = sum(work.num_drafts + 1 for work in works if work.is_last)
             seen = sum(pairs(work.start, work.count) for work in works)
-            experts = self._opened.weights.experts
+            experts = self._opened.experts
             hit_rate = 0.0 if experts is None else experts.counts.hit_rate or 0.0
             self.last_forecast = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen, hit_rate)
             self.last_forecast_s = self.last_forecast.seconds
@@ -70,7 +70,7 @@ class AgainstPlan:
             "measured_s": self.measured_s,
             "measured_tokens_per_s": tokens / self.measured_s if self.measured_s else None,
         }
-        if (experts := opened.weights.experts) is not None:
+        if (experts := opened.experts) is not None:
             counts = experts.counts
             found |= {"experts_asked": counts.asked, "expert_hit_rate": counts.hit_rate}
             found["expert_read_bytes"] = counts.read_bytes + counts.for_cpu_bytes
@@ -119,6 +119,8 @@ def taken_bytes(device: torch.device) -> int:
 def against_plan(opened: OpenedModel) -> AgainstPlan:
     """The plan's view of this model as it is placed on this machine, if that was measured."""
     loaded = opened.found.loaded
+    if opened.weights is None:
+        return AgainstPlan(opened, None, "passes over pictures are not forecast")
     try:
         hardware, rates = load_hardware(), opened.placement.cpu_rates
         dtype = next(p.dtype for p in loaded.model.parameters())

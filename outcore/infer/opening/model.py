@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
@@ -22,6 +27,7 @@ from outcore.common.files import check_utf8
 from outcore.common.hub import near_models
 from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
+from outcore.data.pictures import PictureEncoder
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
 from outcore.model.adapters import RowChoice, add_to_products, by_rows
@@ -55,6 +61,8 @@ class FoundModel:
     """Asks for each row's, where there are such."""
     pooling: Pooling = "mean"
     """Way from a text's hidden states to its vector."""
+    pictures: PictureEncoder | None = None
+    """What makes pictures its input, of a model that sees."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,17 @@ class ModelPlace:
     """Folder in peft's format, or a checkpoint of a LoRA run."""
     quantize: str | None = None
     """What the adapter's base was packed into when it was trained."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether transformers knows its kind as an image-text model, and as none of text."""
+        if not self.weights or Path(self.weights).suffix.lower() == ".gguf":
+            return False
+        try:
+            kind = PreTrainedConfig.get_config_dict(self.weights)[0].get("model_type")
+        except (OSError, ValueError):  # what opens it says why
+            return False
+        return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 class CheckpointWeights:
@@ -173,7 +192,8 @@ def open_model(
     ends = end_tokens_of(unwrap(loaded.model), tokenizer)
     most = max_positions(loaded.config)
     said = [read_pooling(folder) for folder in reversed(folders)]  # an adapter's own word before its base's
-    pooling: Pooling = next((way for way in said if way is not None), "mean")
+    told = [way for way in said if way is not None]
+    pooling: Pooling = told[0] if told else "mean"
     return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice, pooling)
 
 

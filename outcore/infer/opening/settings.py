@@ -75,6 +75,8 @@ class InferSettings:
     deterministic: bool = False
     """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
+    pictures: bool = False
+    """Open an image-text model whole, to answer about pictures, also where its text model could be opened alone."""
     scores_only: bool = False
     """Make room for scoring texts, not for answers."""
 

@@ -3,9 +3,10 @@
 from outcore.infer.passes.choice import TokenChoice
 from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
-from outcore.infer.passes.rows import lay_out, lay_out_texts
+from outcore.infer.passes.rows import lay_out
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits
 from outcore.infer.passes.scores import TextScores, TokenScore
+from outcore.infer.passes.seeing import SeeingRunner
 from outcore.infer.passes.states import StatesOfCall, StatesRunner, cache_argument, fresh_layers
 from outcore.infer.passes.texts import OnScores, OnVectors, Texts, WaitingTexts
 from outcore.infer.passes.whole import WholeRunner
@@ -18,6 +19,7 @@ __all__ = [
     "PagedRunner",
     "PassRunner",
     "RunnerLimits",
+    "SeeingRunner",
     "SmallPasses",
     "StatesOfCall",
     "StatesRunner",
@@ -30,5 +32,4 @@ __all__ = [
     "cache_argument",
     "fresh_layers",
     "lay_out",
-    "lay_out_texts",
 ]

@@ -49,8 +49,8 @@ class Prompts:
 
     def of_chat(
         self, messages: Any, tools: list[Any] | None = None, goes_on: bool = False, **variables: Any
-    ) -> tuple[str, tuple[int, ...]]:
-        """Conversation as the model reads it, and its tokens; `variables`: what the template takes beside. `goes_on`:
-        the answer goes on with the last message."""
-        text, ids = self.ask("prompt", messages, tools, variables, goes_on)
-        return text, tuple(ids)
+    ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
+        """Conversation as the model reads it, its tokens, and what a model that sees reads of its pictures;
+        `variables`: what the template takes beside. `goes_on`: the answer goes on with the last message."""
+        text, ids, seen = self.ask("prompt", messages, tools, variables, goes_on)
+        return text, tuple(ids), seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from outcore.infer.requests.grammar import Grammar
 from outcore.infer.requests.sampler import Chosen
@@ -35,6 +35,9 @@ class Request:
     """Whether the answer's text goes on from the prompt's, as a completion does; a chat's begins anew."""
     adapter: int = 0
     """Number of the adapter that answers, of those that the model was opened with; 0: the base alone."""
+
+    seen: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the model reads of pictures, beside their places in the prompt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))

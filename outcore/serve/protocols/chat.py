@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from outcore.apart import TEXT_ONLY
 from outcore.infer import Answer, Piece, Request
 from outcore.infer.chats import CHAT_FIELDS, Chat, ChatError, Parsed
 from outcore.infer.commands import of_chat
@@ -21,6 +22,8 @@ UNSUPPORTED: dict[str, Any] = {
     "audio": None, "modalities": ["text"], "prediction": None, "functions": None, "function_call": None,
     "web_search_options": None,
 }  # fmt: skip
+PLACE_BYTES = 4 << 20
+"""Bytes of pictures that wait for each further place of a request: 2 GiB in all, by the usual limit."""
 ENDPOINT = "/v1/chat/completions"
 
 
@@ -29,7 +32,10 @@ def chat_of(service: Service, fields: dict[str, Any]) -> Chat:
     try:
         return Chat(service.prompts, fields)
     except ChatError as error:
-        raise bad(str(error), error.field, error.code) from error
+        words = str(error)
+        if words.endswith(f"reads {TEXT_ONLY}."):
+            words = words.replace("this model", f"the model {service.name!r}")
+        raise bad(words, error.field, error.code) from error
 
 
 class ChatCall:
@@ -47,6 +53,11 @@ class ChatCall:
         self.prompt_top = prompt_top(service, fields, [self.request])
         if self.request.grammar is not None:
             self.ignored += [f"{self.chat.form[1]} ({words})" for words in self.request.grammar.warnings]
+
+    @property
+    def places(self) -> int:
+        """Places that it takes: pictures wait in RAM."""
+        return 1 + sum(value.nbytes for value in self.request.seen.values()) // PLACE_BYTES
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""

@@ -47,6 +47,7 @@ class MessagesCall:
                 raise bad(f"prompt is too long: {error.message}", "messages", error.code) from error
             raise
         self.ignored += self.chat.ignored
+        self.places = self.chat.places
         # clients say the most that a model of theirs can give; this one gives what the server and its context leave
         request = self.chat.request
         try:
@@ -155,24 +156,49 @@ def _remind(messages: list[dict[str, Any]], texts: list[str]) -> None:
     templates refuse a system's message behind the first, or two of one side in a row."""
     marked = [f"<system-reminder>\n{text}\n</system-reminder>" for text in texts]
     if marked:
-        before = [messages.pop()["content"]] if messages[-1]["role"] == "user" else []
-        messages.append({"role": "user", "content": "\n\n".join(before + marked)})
+        before = messages.pop()["content"] if messages[-1]["role"] == "user" else []
+        messages.append(_user([before] if isinstance(before, str) else before, marked))
 
 
 def _said_by_user(blocks: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    results, texts = [], []
+    results, said = list[dict[str, Any]](), list[Any]()
     for where, block in blocks:
         if _kind_of(block) == "tool_result":
             content = block.get("content")
             inner = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
             if not isinstance(inner, list):
                 raise bad(f"{where}.content: must be a text or a list of blocks.", "messages")
-            text = "\n".join(_text_of(one, f"{where}.content.{at}") for at, one in enumerate(inner))
+            # pictures of a result stand in the user's words behind it: templates write none in a result
+            said += [_picture_of(one) for one in inner if _kind_of(one) == "image"]
+            texts = [(at, one) for at, one in enumerate(inner) if _kind_of(one) != "image"]
+            text = "\n".join(_text_of(one, f"{where}.content.{at}") for at, one in texts)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         else:
-            texts.append(_text_of(block, where))
-    user = [{"role": "user", "content": "\n\n".join(texts)}] if texts or not results else []
-    return [*results, *user]
+            said.append(_picture_of(block) if _kind_of(block) == "image" else _text_of(block, where))
+    return [*results, *([_user(said)] if said or not results else [])]
+
+
+def _user(*said: list[Any]) -> dict[str, Any]:
+    """A user's message of texts and pictures: one text where there are no pictures."""
+    parts: list[Any] = [part for group in said for part in group]
+    if all(isinstance(part, str) for part in parts):
+        return {"role": "user", "content": "\n\n".join(parts)}
+    content = list[Any]()
+    for part in parts:
+        text = part if isinstance(part, str) else part.get("text")
+        if text is not None and content and content[-1]["type"] == "text":
+            content[-1]["text"] += f"\n\n{text}"
+        else:
+            content.append({"type": "text", "text": text} if text is not None else part)
+    return {"role": "user", "content": content}
+
+
+def _picture_of(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A picture's block as a part of the one form; what is none becomes a part without a picture."""
+    source = block.get("source")
+    source = source if isinstance(source, Mapping) else {}
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}" if source.get("data") else source.get("url")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _said_by_assistant(blocks: list[tuple[str, Any]]) -> list[dict[str, Any]]:

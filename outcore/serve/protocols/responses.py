@@ -138,6 +138,7 @@ class ResponseCall:
         self.name = service.responses.new_name()
         self.chat = ChatCall(service, chat, self.name)
         self.ignored += self.chat.ignored
+        self.places = self.chat.places
         self.created_s = int(time.time())
         # here, on a thread for it: what clients put beside the words of an item may be long
         self._before = None if fields.get("store") is False else packed(before)

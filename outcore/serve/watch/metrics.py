@@ -95,8 +95,8 @@ class ServeMetrics(RequestMetrics):
         gauge("kv_bytes", "Bytes of keys and values", lambda: cache.size_bytes)
         gauge("prefix_pages", "Pages kept for prompts that begin alike", lambda: len(cache.index or ()))
         gauge("kept_prefix_pages", "Such pages on the drive", lambda: 0 if cache.kept is None else len(cache.kept))
-        drives = [lane for name, lane in self._opened.weights.lanes.items() if name != "upload"]
-        experts = self._opened.weights.experts
+        drives = [lane for name, lane in self._opened.lanes.items() if name != "upload"]
+        experts = self._opened.experts
         counts = ExpertCounts() if experts is None else experts.counts
         if drives:
             under_way = "Reads of weights under way"
@@ -142,10 +142,10 @@ class ServeMetrics(RequestMetrics):
         """Note the pass that has just run."""
         self.pass_time.observe(seconds)
         self.pass_rows.observe(rows_of(works))
-        if (experts := self._opened.weights.experts) is not None:
+        if (experts := self._opened.experts) is not None:
             so_far = experts.counts.read_bytes
             self._expert_bytes = so_far, so_far - self._expert_bytes[0]
-        for name, waited_s in self._opened.weights.arrival.waited_s().items():
+        for name, waited_s in self._opened.waited_s().items():
             self.stalls.labels(name).inc(waited_s)
 
     def answered(self, answer: Answer, prompt_tokens: int) -> None:

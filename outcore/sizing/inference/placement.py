@@ -123,6 +123,15 @@ class Placement:
     runs_few: bool = True
     """Whether passes of few tokens may compute experts where they lie."""
 
+    @classmethod
+    def of_one_answer(
+        cls, preset: PresetRule, parts: Sequence[PartSize], ram_bytes: int, kv_home: Home, context_tokens: int
+    ) -> Placement:
+        """Place a model that passes through the device layer by layer and gives one answer at a time."""
+        why = "pictures: answers are transformers' own, one after another; keys and values grow with them"
+        sizes = context_tokens, 1, context_tokens, context_tokens, 1
+        return cls(preset, in_ram(parts, ram_bytes), kv_home, 0, *sizes, reasons=(why,))
+
     def pass_size(self, guessed_tokens: int = 0) -> PassSize:
         """Size of the largest pass."""
         return PassSize(self.pass_tokens, self.chunk_tokens, self.context_tokens, self.max_sequences, guessed_tokens)

@@ -43,11 +43,11 @@ from outcore.train.configure.rooms import model_settings_of, run_length, schedul
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
 from outcore.train.methods.address import is_address
-from outcore.train.methods.log import RunLog
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
 from outcore.train.process.alone import in_one_process
+from outcore.train.process.log import RunLog
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 

@@ -1,4 +1,4 @@
-"""A run as a process: what stops it, its random numbers and fixed order."""
+"""A run as a process: what stops it, its random numbers and fixed order, what a foreign trainer's steps are for it."""
 
 from outcore.train.process.random_state import (
     explain_order,

@@ -26,10 +26,12 @@ from outcore.data.chat import read_template
 from outcore.data.look import data_settings_of
 from outcore.data.pictures import PictureRow, picture_rows
 from outcore.model.adapters import linear_names
-from outcore.monitor.metrics import MetricsLog
+from outcore.monitor import MetricsLog, RunProgress, make_loggers
 from outcore.runs import RunFolder, default_name, folder_of
 from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
+from outcore.train.process import StopRequest
 from outcore.train.process.alone import in_one_process
+from outcore.train.process.log import RunLog
 
 READ = frozenset((
     "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
@@ -40,7 +42,7 @@ READ = frozenset((
     "lr_scheduler_type", "min_lr_ratio", "lr_decay_ratio", "warmup_ratio", "warmup_steps", "max_steps",
     "num_train_epochs", "seed", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
     "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "export", "deepspeed_config",
-    "nvme_offload_path", "ram_budget_gib", "local_rank",
+    "nvme_offload_path", "ram_budget_gib", "local_rank", "report_to",
 ))  # fmt: skip
 """Settings that a run with pictures reads."""
 
@@ -64,13 +66,18 @@ def train_vision(config: TrainConfig) -> int:
         opened.callback(folder.remove_empty)
         model, encoder = _load(config, name)
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
-        log = MetricsLog(folder.metrics, resume_step=None if resumed is None else _step_of(resumed), say=say)
-        opened.callback(log.close)
-        plan = {"total_steps": length.total_steps, "train_batch_size": settings.train_batch_size, "engine": "hf"}
-        log.write_header({"run": folder.name, "plan": plan, "config": asdict(config)})
+        stop = opened.enter_context(StopRequest())
+        step = None if resumed is None else _step_of(resumed)
+        log = _log(config, length, folder, step, settings.train_batch_size, stop, opened)
         trainer = _trainer(config, settings, length, model, rows, encoder, folder, log)
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
-        say(f"done: {counted(trainer.state.global_step, 'step')} in {format_s(time.perf_counter() - began_s)}")
+        if (step := trainer.state.global_step) < length.total_steps:
+            saved = config.save_strategy != "no"
+            words = "saved. Go on with the same command and --resume_from_checkpoint auto"
+            say(f"stopped at step {step} of {length.total_steps} and {words if saved else 'not saved'}")
+            return stop.exit_code
+        say(f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}")
+        stop.finishing = "finishing the export"
         if config.export:
             _export(config, name, model, encoder, folder.export)
             say(f"model: {folder.export}")
@@ -202,21 +209,31 @@ def _adapted(config: TrainConfig, model: Any, vision: dict[str, Any]) -> Any:
     return get_peft_model(model, adapters)
 
 
+def _log(
+    config: TrainConfig, length: RunLength, folder: RunFolder, step: int | None, batch: int, stop: StopRequest,
+    opened: ExitStack,
+) -> RunLog:  # fmt: skip
+    """The log of a run that begins, or goes on at this step."""
+    metrics = MetricsLog(folder.metrics, resume_step=step, say=say)
+    opened.callback(metrics.close)
+    loggers = make_loggers(config.report_to, folder.logs, resume_step=step, say=say)
+    opened.callback(loggers.close)
+    progress = RunProgress(length.total_steps, first_step=step or 0, plain_every_steps=config.logging_steps)
+    opened.callback(progress.close)
+    plan = {"total_steps": length.total_steps, "train_batch_size": batch, "engine": "hf"}
+    header = {"run": folder.name, "plan": plan, "config": asdict(config)}
+    metrics.write_header(header)
+    loggers.log_header(header)
+    return RunLog(metrics, progress, loggers, stop)
+
+
 def _trainer(
     config: TrainConfig, settings: Any, length: RunLength, model: Any, rows: list[PictureRow], encoder: Any,
-    folder: RunFolder, log: MetricsLog,
+    folder: RunFolder, log: RunLog,
 ) -> Any:  # fmt: skip
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
-
-    class Told(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if logs and "loss" in logs:
-                said = {"step": state.global_step, "loss": float(logs["loss"]), "lr": float(logs["learning_rate"])}
-                log.write_step(said)
-                say(f"step {state.global_step}/{length.total_steps}: loss {said['loss']:.4f}, lr {said['lr']:.2e}")
-
     states = hf.optimizer(
         model,
         settings.learning_rate,
@@ -249,16 +266,10 @@ def _trainer(
         train_dataset=rows,  # type: ignore[arg-type]  # a list has a length and takes an index
         data_collator=_collator(encoder),
         optimizers=(states, rates),
-        callbacks=[Told()],
+        callbacks=[log],
     )
-    trainer.remove_callback(_printer())
+    trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _printer() -> Any:
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
 
 
 def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tensor]]:

@@ -35,7 +35,8 @@ def plain(made: Path, *turns: str, pictures: tuple[str, ...]) -> str:
     roles = ("user", "assistant") * len(turns)
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
     talk = conversation_of(messages, [str(made / name) for name in pictures], made)
-    asked = PictureEncoder(processor, [model.config.image_token_id]).asked(talk)
+    encoder = PictureEncoder(processor, [model.config.image_token_id])
+    asked = encoder.inputs_of(encoder.written(talk), talk)
     with torch.no_grad():
         told = model.generate(**asked, do_sample=False, max_new_tokens=8)
     return processor.tokenizer.decode(told[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)

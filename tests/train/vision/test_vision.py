@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -88,6 +92,32 @@ def test_a_frozen_tower_is_exported_byte_for_byte_and_a_resumed_run_ends_alike(m
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(tmp_path / "cut").items())
 
 
+@pytest.mark.parametrize("told", [("--train_vision", "none", "--lora_r", "4"), ("--train_vision", "full")])
+def test_a_run_that_is_stopped_saves_and_goes_on_to_the_same_bits(told, made, tmp_path, capsys, monkeypatch):
+    assert train(made, tmp_path / "whole", *told, "--max_steps", "3") == 0
+    read = PictureEncoder.batch
+
+    def stopping(self: PictureEncoder, *given: Any) -> Any:
+        if next(batches) == 3:  # of the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(self, *given)
+
+    batches = itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(PictureEncoder, "batch", stopping)
+        assert train(made, tmp_path / "parts", *told, "--max_steps", "3") == 128 + signal.SIGTERM
+    out = capsys.readouterr().out
+    assert "of 3 and saved. Go on with" in out and not (tmp_path / "parts" / "export").exists()
+    assert train(made, tmp_path / "parts", *told, "--max_steps", "3", "--resume_from_checkpoint", "auto") == 0
+    one, two = (
+        [json.loads(line) for line in (tmp_path / part / "log" / "seen" / "metrics.jsonl").read_text().splitlines()]
+        for part in ("whole", "parts")
+    )
+    assert [s["loss"] for s in one if "loss" in s] == [s["loss"] for s in two if "loss" in s]
+    found = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(tmp_path / "parts").items())
+
+
 @pytest.mark.parametrize("how", ["lora", "full"])
 def test_the_tower_learns_beside_adapters_over_a_packed_base(how, made, tmp_path):
     told = ("--train_vision", how, "--lora_r", "4", "--quantize", "int8", "--max_steps", "2")
@@ -160,3 +190,38 @@ def test_pictures_for_a_text_model_are_refused(made, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert train(tmp_path, tmp_path, "--train_vision", "none", "--lora_r", "4") == 2
     assert "takes no pictures: llama is a model of text alone" in " ".join(capsys.readouterr())
+
+
+def _odd(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """(rows that are trained, rows that are not, by the words of their refusal), with their pictures in the folder."""
+    frames, exif, asked = [Image.new("RGB", (20, 20), c) for c in ("red", "blue")], Image.Exif(), {"completion": "test"}
+    exif[0x0112] = 6
+    frames[0].save(folder / "moves.gif", save_all=True, append_images=frames[1:])
+    Image.new("1", (9000, 9000)).save(folder / "huge.png")
+    (folder / "cmyk.jpg").write_bytes(picture((0, 255, 255, 0), kind="JPEG", mode="CMYK"))
+    (folder / "turned.jpg").write_bytes(picture("green", (40, 20), "JPEG", exif=exif))
+    (folder / "red.png").write_bytes(picture())
+    (folder / "cut.png").write_bytes(picture()[:-30])
+    good = [{**asked, "prompt": "hello", "images": [name]} for name in ("moves.gif", "cmyk.jpg", "turned.jpg")]
+    good.append({**asked, "prompt": "no picture", "images": []})
+    return good, {
+        "there is no file": {**asked, "prompt": "hello", "images": ["gone.png"]},
+        "damaged or cut off": {**asked, "prompt": "hello", "images": ["cut.png"]},
+        "9,000 x 9,000 pixels": {**asked, "prompt": "hello", "images": ["huge.png"]},
+        "2 places for pictures, and there is 1": {**asked, "prompt": "<image> or <image>", "images": ["red.png"]},
+        "1 place for pictures, and there are 2": {**asked, "prompt": "<image>", "images": ["red.png", "red.png"]},
+    }
+
+
+def test_a_bad_row_ends_the_run_by_name_or_is_left_out_and_odd_pictures_are_trained(made, tmp_path, capsys):
+    good, bad = _odd(tmp_path)
+    told = ("--train_vision", "none", "--lora_r", "4", "--max_steps", "1", "--export", "false")
+    for words, row in bad.items():
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [good[0], row])))
+        assert train(made, tmp_path, *told, "--dataset", str(tmp_path / "rows.jsonl")) == 2
+        said = " ".join(capsys.readouterr())
+        assert "rows.jsonl, line 2" in said and words in said, said
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*bad.values(), *good])))
+    assert train(made, tmp_path, *told, "--dataset", str(tmp_path / "rows.jsonl"), "--on_bad_row", "skip") == 0
+    said = " ".join(capsys.readouterr())
+    assert "left out: 5 rows" in said and "the first of 2 frames" in said and "data: 8 rows, 9 pictures" in said

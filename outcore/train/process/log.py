@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from outcore.monitor import MetricsLog, RunProgress
-from outcore.train.process import StopRequest
+from outcore.train.process.stop_request import StopRequest
 
 OF_TRAINER = ("epoch", "step", "total_flos", "train_loss")
 RENAMED: dict[str, str] = {"learning_rate": "lr", "num_tokens": "tokens"}
