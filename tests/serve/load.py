@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -192,21 +191,12 @@ def address(url: str | None, folder: Path) -> Iterator[str]:
         yield url
         return
     from tests.infer.models import save_tiny_model
+    from tests.serve.running import served
 
     save_tiny_model(folder / "tiny")
-    flags = ["--device=cpu", "--context=256", "--ram_gib=1", "--max_queue=1000", "--port=0", "--served_name=tiny"]
-    command = [sys.executable, "-m", "outcore.cli", "serve", *flags, f"--log_dir={folder / 'logs'}", "--"]
-    with open(folder / "said", "w+b") as said:
-        process = subprocess.Popen([*command, str(folder / "tiny")], stdout=said, stderr=said)
-        try:
-            while b"listening on http" not in (words := (folder / "said").read_bytes()):
-                if process.poll() is not None:
-                    raise RuntimeError(words.decode())
-                time.sleep(0.05)
-            yield words.partition(b"listening on ")[2].split()[0].decode().removesuffix("/v1")
-        finally:
-            process.terminate()
-            process.wait(60)
+    flags = ["--device=cpu", "--context=256", "--ram_gib=1", "--max_queue=1000", "--served_name=tiny"]
+    with served(folder / "tiny", folder, *flags) as found:
+        yield found
 
 
 def tiny_server(folder: Path) -> Any:

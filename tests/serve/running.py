@@ -1,10 +1,15 @@
-"""A server of the test's own process, on a free port of this machine."""
+"""Servers on a free port of this machine: of the test's own process, or `outcore serve` as a process."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from outcore.infer.opening import InferSettings
 from outcore.serve import ServeSettings, listen, open_server
@@ -55,6 +60,23 @@ class Running:
         self.server.should_exit = True
         self._thread.join(120)
         assert not self._thread.is_alive()
+
+
+@contextmanager
+def served(model: Path, folder: Path, *flags: str) -> Iterator[str]:
+    """Address of an `outcore serve` over this model; what it says lies in `folder`."""
+    command = [sys.executable, "-m", "outcore.cli", "serve", "--port=0", *flags, f"--log_dir={folder / 'logs'}", "--"]
+    with open(folder / "said", "w+b") as said:
+        process = subprocess.Popen([*command, str(model)], stdout=said, stderr=said)
+        try:
+            while b"listening on http" not in (words := (folder / "said").read_bytes()):
+                if process.poll() is not None:
+                    raise RuntimeError(words.decode())
+                time.sleep(0.05)
+            yield words.partition(b"listening on ")[2].split()[0].decode().removesuffix("/v1")
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 @contextmanager

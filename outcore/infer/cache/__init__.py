@@ -1,7 +1,7 @@
 """Keys and values of running sequences: pages, their users, shared beginnings."""
 
 from outcore.infer.cache.drive import DriveMemory, open_memory
-from outcore.infer.cache.kept import KeptPrefixes, PrefixesDamaged
+from outcore.infer.cache.kept import KeptPrefixes, KeptStates, PrefixesDamaged
 from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
@@ -15,6 +15,7 @@ __all__ = [
     "DriveMemory",
     "GroupPlan",
     "KeptPrefixes",
+    "KeptStates",
     "KvCache",
     "KvMemory",
     "KvShape",

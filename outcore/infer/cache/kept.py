@@ -4,7 +4,8 @@ A page is a record in one file: its key, the tokens before it by their key, its 
 values of all attentions. It counts only when those tokens are what was asked for, read from the record itself; a record
 that is damaged or another's is forgotten, and said. All space is reserved at the start, so the budget is never
 exceeded; the least recently used ends of chains go first. A list of pages lies beside the records and is replaced whole
-after every commit: what a kill loses is what was kept in the last minute."""
+after every commit: what a kill loses is what was kept in the last minute. Recurrent states at ends of pages are records
+of a file of their own, under the names of those pages."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ import logging
 import time
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outcore.common import make_folder, write_json
-from outcore.common.quantities import KIB, format_gib, round_up
+from outcore.common.quantities import KIB, MIB, format_gib, round_up
 from outcore.infer.cache.prefix import PrefixIndex, is_root, key_of
+from outcore.infer.cache.states import LayerStates, SequenceStates
 from outcore.storage import BlockFile, StorageError, StoreInUse, Transfer, aligned_bytes, open_engine
 from outcore.storage.store import lock_directories
 
@@ -31,8 +33,10 @@ COMMIT_EVERY_S = 60.0
 SECTOR_BYTES, KEY_BYTES, SUM_BYTES = 4 * KIB, 16, 4
 MAX_PAGES = 1 << 14
 """Each has its line in the list: 8 GiB of a tiny model's small pages would be a million."""
-MAX_UNDER_WAY = 8
-"""Records being written, each a page's bytes of memory."""
+MAX_UNDER_WAY, MAX_UNDER_WAY_BYTES = 8, 64 * MIB
+"""Records being written, which hold memory; a single one may be larger."""
+NAME_BYTES = 256
+"""Bytes that name a tensor of states in its file, at most: its name, type, shape and place."""
 
 
 class PrefixesDamaged(ValueError):
@@ -42,21 +46,31 @@ class PrefixesDamaged(ValueError):
 class KeptPrefixes:
     """Pages of one model in `folder` / a name that `identity` gives: whatever changes keys and values must be in it.
 
-    `page_bytes`: keys and values of all attentions. One process at a time. ValueError, in words, for a
-    folder that is in use or on a drive without room; PrefixesDamaged for one that was made and cannot be read."""
+    `page_bytes`: keys and values of all attentions; `is_chained`: a page is of use only behind the one before it, which
+    has to be here too. One process at a time. ValueError, in words, for a folder that is in use or on a drive without
+    room; PrefixesDamaged for one that was made and cannot be read."""
 
     def __init__(
-        self, folder: Path, budget_bytes: int, identity: Mapping[str, Any], page_tokens: int, page_bytes: int
+        self,
+        folder: Path,
+        budget_bytes: int,
+        identity: Mapping[str, Any],
+        page_tokens: int,
+        page_bytes: int,
+        *,
+        is_chained: bool = True,
     ) -> None:
         name = key_of(b"", list(json.dumps(identity, sort_keys=True).encode())).hex()
         self.folder, self._page_tokens = folder.expanduser() / name, page_tokens
         self._head_bytes = round_up(2 * KEY_BYTES + 8 * page_tokens + SUM_BYTES, SECTOR_BYTES)
         self._record_bytes = round_up(self._head_bytes + page_bytes, SECTOR_BYTES)
-        self._most = min(budget_bytes // self._record_bytes, MAX_PAGES)
+        self._most, self._is_chained = min(budget_bytes // self._record_bytes, MAX_PAGES), is_chained
+        self._most_under_way = max(1, min(MAX_UNDER_WAY, MAX_UNDER_WAY_BYTES // self._record_bytes))
         if not self._most:
+            what = f"one page of {page_tokens} tokens" if is_chained else "the recurrent states of one prompt"
             raise ValueError(
-                f"prefix_gib is {format_gib(budget_bytes)}, but one page of {page_tokens} tokens takes "
-                f"{format_gib(self._record_bytes)}: raise it, or lower --page_tokens."
+                f"prefix_gib leaves {format_gib(budget_bytes)}, but {what} takes {format_gib(self._record_bytes)}: "
+                "raise it, or lower --page_tokens."
             )
         self._index = PrefixIndex(page_tokens)
         self._free = list(range(self._most - 1, -1, -1))
@@ -127,7 +141,7 @@ class KeptPrefixes:
     def put(self, parent: bytes, tokens: Sequence[int], contents: Sequence[Sequence[torch.Tensor]]) -> None:
         """Keep a page whose parent is kept or which begins a prompt. A drive that fails is logged once; nothing is
         kept from then on."""
-        if self.why_not or not (is_root(parent) or parent in self._index):
+        if self.why_not or not self._may_follow(parent):
             return
         if not self._free:
             self._make_room(parent)
@@ -141,7 +155,7 @@ class KeptPrefixes:
             at += flat.numel()
         record[: self._head_bytes] = self._head(parent, tokens, record)
         try:
-            while len(self._under_way) >= MAX_UNDER_WAY:
+            while len(self._under_way) >= self._most_under_way:
                 self._under_way.pop(0).wait()
             self._under_way.append(self._engine.submit_write(self._file, slot * self._record_bytes, record))
             self._index.add(parent, tokens, (slot,))
@@ -205,7 +219,7 @@ class KeptPrefixes:
         while waiting:
             left = []
             for parent, tokens, slot in waiting:
-                if not is_root(parent) and parent not in self._index:
+                if not self._may_follow(parent):
                     left.append((parent, tokens, slot))
                 else:
                     self._index.add(parent, tokens, (slot,))
@@ -214,6 +228,9 @@ class KeptPrefixes:
             waiting = left
         used = {page.pages[0] for page in self._index.all()}
         self._free = [slot for slot in self._free if slot not in used]
+
+    def _may_follow(self, parent: bytes) -> bool:
+        return not self._is_chained or is_root(parent) or parent in self._index
 
     def _make_room(self, parent: bytes) -> None:
         """Forget the least recently used end of a chain, but not of the one that is to get longer."""
@@ -245,3 +262,45 @@ class KeptPrefixes:
 
     def _empty(self) -> torch.Tensor:
         return torch.from_numpy(aligned_bytes(self._record_bytes))
+
+
+class KeptStates:
+    """Recurrent states at ends of kept pages. `state_bytes`: those of one sequence; `fresh`: gives layers that hold
+    none, as the model has them. Errors are those of `KeptPrefixes`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        identity: Mapping[str, Any],
+        page_tokens: int,
+        state_bytes: int,
+        fresh: Callable[[], dict[int, LayerStates]],
+    ) -> None:
+        self._fresh = fresh
+        num_states = sum(2 * layer.number_of_states for layer in fresh().values())
+        self._most_bytes = state_bytes + NAME_BYTES * (1 + num_states)
+        identity, record_bytes = {**identity, "states": state_bytes}, 8 + self._most_bytes
+        self.records = KeptPrefixes(folder, budget_bytes, identity, page_tokens, record_bytes, is_chained=False)
+
+    def read(self, parent: bytes, tokens: Sequence[int], length: int) -> SequenceStates | None:
+        """Get those at the end of a page, `length` tokens from the beginning; None: none are kept, or damaged."""
+        if not self.records.has(parent, tokens):
+            return None
+        like = [torch.empty(1, dtype=torch.int64)], [torch.empty(self._most_bytes, dtype=torch.uint8)]
+        found = self.records.read(parent, tokens, like)
+        if found is None:
+            return None
+        (size,), (data,) = found
+        return SequenceStates.from_bytes(data[: int(size)].numpy().tobytes(), self._fresh(), length)
+
+    def put(self, parent: bytes, tokens: Sequence[int], states: SequenceStates) -> None:
+        """Keep those at the end of a page, unless they are."""
+        if self.records.has(parent, tokens):
+            return
+        data = states.to_bytes()
+        if len(data) > self._most_bytes:
+            self.records.give_up(f"states of {len(data):,} bytes, where {self._most_bytes:,} were counted")
+            return
+        size = torch.tensor([len(data)])
+        self.records.put(parent, tokens, [[size], [torch.frombuffer(bytearray(data), dtype=torch.uint8)]])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outcore.infer.cache.kept import KeptPrefixes
+from outcore.infer.cache.kept import KeptPrefixes, KeptStates
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage, is_root, key_of
@@ -105,10 +105,15 @@ Site = tuple[int, int]
 
 class KvCache:
     """Keys and values in pages. Stores of single attentions are made when they are first written to. `kept`: where
-    shared beginnings go that memory forgets; None: nowhere."""
+    shared beginnings go that memory forgets; None: nowhere. `kept_states`: where their states go, if the model has
+    some."""
 
     def __init__(
-        self, settings: CacheSettings, memory: KvMemory | None = None, kept: KeptPrefixes | None = None
+        self,
+        settings: CacheSettings,
+        memory: KvMemory | None = None,
+        kept: KeptPrefixes | None = None,
+        kept_states: KeptStates | None = None,
     ) -> None:
         self.settings, self.memory = settings, memory or KvMemory(torch.device("cpu"))
         self.ledgers = [PageLedger(group.num_pages) for group in settings.groups]
@@ -118,7 +123,7 @@ class KvCache:
         self.counts = PrefixCounts()
         self.stores: dict[Site, KvStore] = {}
         self.group_of_site: dict[Site, int] = {}
-        self.kept, self._is_sealed = kept, False
+        self.kept, self.kept_states, self._is_sealed = kept, kept_states, False
 
     @property
     def size_bytes(self) -> int:
@@ -167,20 +172,25 @@ class KvCache:
     def open(self, tokens: Sequence[int], adapter: int = 0) -> SequencePages:
         """Pages for a new sequence: those that hold its beginning already."""
         root = self.settings.roots[adapter]
-        sequence = SequencePages([[] for _ in self.ledgers], adapter, parent=root)
-        if self.index is None:
-            return sequence
-        found = self.index.find(tokens, root)
-        if self.snapshots is not None:
-            found = self._with_states(sequence, tokens, found)
-        for page in found:
-            self._use(sequence, page)
-            if self.kept is not None:
-                self._keep(page)  # a beginning that came twice may come again
-        while self.kept is not None and (page := self._brought(sequence, tokens)) is not None:
-            self._use(sequence, page)
-            sequence.num_read += 1
-            self.counts.read_pages += 1
+        known = self._known(tokens, root)
+        while True:
+            sequence = SequencePages([[] for _ in self.ledgers], adapter, parent=root)
+            if self.index is None:
+                return sequence
+            most = len(known) if self.snapshots is None else self._with_states(sequence, tokens, known)
+            for page in self.index.find(tokens, root)[:most]:
+                self._use(sequence, page)
+                if self.kept is not None:
+                    self._keep(page)  # a beginning that came twice may come again
+            while sequence.num_offered < most and (page := self._brought(sequence, tokens)) is not None:
+                self._use(sequence, page)
+                sequence.num_read += 1
+                self.counts.read_pages += 1
+            if self.snapshots is None or sequence.num_offered == most:
+                break
+            # A page of the drive's is damaged, or memory has no room for it: its states are of more tokens than that.
+            known = known[: sequence.num_offered]
+            self.close(sequence)
         sequence.num_cached = sequence.num_offered * self.settings.page_tokens
         self._give_all_passed(sequence, sequence.num_cached)
         self.counts.asked_tokens += len(tokens)
@@ -189,25 +199,42 @@ class KvCache:
 
     def known_tokens(self, tokens: Sequence[int], adapter: int = 0) -> int:
         """Tokens of the beginning that are kept, in memory or on the drive; nothing counts as used."""
-        parent, size, known = self.settings.roots[adapter], self.settings.page_tokens, 0
-        while self.index is not None and known + size < len(tokens):
-            own = tokens[known : known + size]
+        return len(self._known(tokens, self.settings.roots[adapter])) * self.settings.page_tokens
+
+    def _known(self, tokens: Sequence[int], root: bytes) -> list[tuple[bytes, Sequence[int]]]:
+        """Pages of the beginning that memory or the drive has, each as the key of the one before and its tokens."""
+        parent, size = root, self.settings.page_tokens
+        known: list[tuple[bytes, Sequence[int]]] = []
+        if self.index is None:
+            return known
+        for start in range(0, len(tokens) - size, size):
+            own = tokens[start : start + size]
             if self.index.get(parent, own) is None and (self.kept is None or not self.kept.has(parent, own)):
                 break
-            parent, known = key_of(parent, own), known + size
+            known.append((parent, own))
+            parent = key_of(parent, own)
         return known
 
-    def _with_states(self, sequence: SequencePages, tokens: Sequence[int], found: list[PrefixPage]) -> list[PrefixPage]:
-        """Cut the found pages behind the last one at whose end states are kept."""
+    def _with_states(
+        self, sequence: SequencePages, tokens: Sequence[int], known: Sequence[tuple[bytes, Sequence[int]]]
+    ) -> int:
+        """Begin at the last of these pages at whose end states are kept; how many pages that is."""
         assert self.snapshots is not None
-        size, known = self.settings.page_tokens, len(found)
-        while found and found[-1].key not in self.snapshots:
-            found = found[:-1]
-        if found:
-            sequence.beginning = self.snapshots.get(found[-1].key)
-        ends = {known * size, (len(tokens) - 1) // size * size} if self.snapshots.most else set()
-        sequence.cuts = frozenset(end for end in ends if end > len(found) * size)
-        return found
+        size, count = self.settings.page_tokens, len(known)
+        while count and sequence.beginning is None:
+            parent, own = known[count - 1]
+            key = key_of(parent, own)
+            if key not in self.snapshots and self.kept_states is not None:
+                states = self.kept_states.read(parent, own, count * size)
+                if states is not None:
+                    self.snapshots.put(key, states)
+            if key in self.snapshots:
+                sequence.beginning = self.snapshots.get(key)
+            else:
+                count -= 1
+        ends = {len(known) * size, (len(tokens) - 1) // size * size} if self.snapshots.most else set()
+        sequence.cuts = frozenset(end for end in ends if end > count * size)
+        return count
 
     def _use(self, sequence: SequencePages, page: PrefixPage) -> None:
         """Let a sequence have a shared page as its next."""
@@ -261,6 +288,8 @@ class KvCache:
                 store.page_contents(page.pages[self.group_of_site[site]]) for site, store in self.stores.items()
             ]
             self.kept.put(page.parent, page.tokens, contents)
+        if self.kept_states is not None and self.snapshots is not None and page.key in self.snapshots:
+            self.kept_states.put(page.parent, page.tokens, self.snapshots.get(page.key))
 
     def close_kept(self) -> None:
         """Bring all shared beginnings to the drive, those used last in the end so that they stay longest."""
@@ -268,6 +297,8 @@ class KvCache:
             for page in () if self.index is None else self.index.all():
                 self._keep(page)
             self.kept.close()
+        if self.kept_states is not None:
+            self.kept_states.records.close()
 
     def extend(self, sequence: SequencePages, length: int) -> None:
         """Have pages for `length` tokens. OutOfPages, and nothing changed, when there are not enough."""
@@ -298,6 +329,9 @@ class KvCache:
                     ledger.share([page])
             states = sequence.taken.pop(sequence.num_offered * size, None)
             if states is not None and self.snapshots is not None and self.index.get(before, own) is not None:
+                going = self.index.by_key(self.snapshots.next_to_go() or ROOT)
+                if going is not None and self.kept is not None:
+                    self._keep(going)
                 self.snapshots.put(sequence.parent, states)
         self._give_all_passed(sequence, computed)
 

@@ -1,7 +1,8 @@
 """Recurrent and convolution states: what a layer keeps of all tokens so far, however many, instead of keys and values.
 
 They are one more kind of page with a rule of its own: a state stands for everything before it and cannot be cut, so
-copies are made at page ends where another prompt may begin, and no token can be taken back but by an older copy.
+copies are made at page ends where another prompt may begin, and no token can be taken back but by an older copy. The
+copies lie in RAM; those that RAM forgets are kept on a drive (`KeptStates`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
 LayerStates = Any
 """One layer of a transformers cache that holds states: tensors in dictionaries by number, beside flags."""
@@ -58,6 +60,21 @@ class SequenceStates:
         for at, states in enumerate(of_sequences):
             states.layers[layer] = _mapped(together, lambda t, at=at: t[at : at + 1].clone())
 
+    def to_bytes(self) -> bytes:
+        """The states as a safetensors file: each by its layer, the layer's dictionary and its number there."""
+        held = [(number, found) for number, layer in self.layers.items() for found in _tensors(layer)]
+        return save({f"{number}.{name}.{k}": tensor.contiguous() for number, (name, k, tensor) in held})
+
+    @staticmethod
+    def from_bytes(data: bytes, layers: Mapping[int, LayerStates], length: int) -> SequenceStates:
+        """States that `to_bytes` told, in `layers` that hold none so far."""
+        for key, tensor in load(data).items():
+            number, name, k = key.split(".")
+            layer = layers[int(number)]
+            update = layer.update_conv_state if name == "conv_states" else layer.update_recurrent_state
+            update(tensor, state_idx=int(k))
+        return SequenceStates(layers, length)
+
     @property
     def size_bytes(self) -> int:
         return sum(t.nbytes for layer in self.layers.values() for _, _, t in _tensors(layer))
@@ -80,6 +97,10 @@ class Snapshots:
         """The states at the end of this page; not to be written to."""
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def next_to_go(self) -> bytes | None:
+        """Key of those that the next new ones push out, if any."""
+        return next(iter(self._kept), None) if len(self._kept) >= self.most else None
 
     def put(self, key: bytes, states: SequenceStates) -> None:
         """Keep these."""

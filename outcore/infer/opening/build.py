@@ -353,7 +353,7 @@ def _open_cache(
     undo.callback(memory.close)
     if memory.note:
         progress(memory.note)
-    cache = cache_of(placed, memory, None if settings.prefix_path is None else kept_of(placed, progress))
+    cache = cache_of(placed, memory, kept_of(placed, progress))
     undo.callback(cache.close_kept)  # its folder is locked from now on, though there be no memory for the stores
     cache.make_stores(placed.kept.shapes)
     return cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from outcore.common.quantities import GIB, format_gib
@@ -13,6 +15,7 @@ from outcore.infer.cache import (
     CacheSettings,
     GroupPlan,
     KeptPrefixes,
+    KeptStates,
     KvCache,
     KvMemory,
     PrefixesDamaged,
@@ -20,12 +23,17 @@ from outcore.infer.cache import (
 )
 from outcore.infer.opening.model import MANIFEST, FoundModel
 from outcore.infer.opening.place import PlacedModel
+from outcore.infer.passes import fresh_layers
 
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""
 
 
-def cache_of(placed: PlacedModel, memory: KvMemory, kept: KeptPrefixes | None) -> KvCache:
+Kept = tuple[KeptPrefixes | None, KeptStates | None]
+"""What a drive keeps: pages of prompts, and the states at their ends; None: nothing."""
+
+
+def cache_of(placed: PlacedModel, memory: KvMemory, kept: Kept) -> KvCache:
     """Pages for as many tokens as the placement's bytes hold, the same for every group without a window; copies of
     states as many as the needs count. `kept`: where shared beginnings go that memory forgets."""
     settings, placement, needs, way = placed.settings, placed.placement, placed.needs, placed.way
@@ -49,20 +57,21 @@ def cache_of(placed: PlacedModel, memory: KvMemory, kept: KeptPrefixes | None) -
     shares = settings.share_prefixes and (way == "paged" or (way == "states" and needs.num_snapshots > 0))
     most = needs.num_snapshots if way == "states" else None
     roots = (ROOT, *(root_of(_of_place(Path(folder), with_times=True)) for folder in placed.found.adapters))
-    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most, roots), memory, kept)
+    return KvCache(CacheSettings(groups, size, placed.dtype, settings.kv_format, shares, most, roots), memory, *kept)
 
 
-def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> KeptPrefixes | None:
+def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> Kept:
     """Beginnings of prompts on the drive; None, said aloud, where those kept before cannot be read: a start that nobody
     watches does not fail by what is only computed again. ValueError for another fault of the folder, or where nothing
     names the weights."""
     found, settings, shapes, dtype = placed.found, placed.settings, placed.kept.shapes, placed.dtype
-    assert settings.prefix_path is not None
-    if placed.way != "paged":
-        raise ValueError(
-            "prefix_path: a beginning of this model's prompts is of use only with its states, which are kept in RAM "
-            "alone. Leave it out."
-        )
+    if settings.prefix_path is None:
+        return None, None
+    if placed.way != "paged" and not placed.needs.num_snapshots:
+        why = "this model reads a prompt in one piece"
+        if placed.way == "states":
+            why = "states of this model are not shared" if settings.deterministic else "RAM has no room for its states"
+        raise ValueError(f"prefix_path: {why}, so no prompt begins where another one did. Leave it out.")
     identity = {
         "weights": bytes_of(found),
         "config": found.loaded.config.to_json_string(use_diff=False),
@@ -81,14 +90,29 @@ def kept_of(placed: PlacedModel, progress: Callable[[str], None]) -> KeptPrefixe
     page_bytes = settings.page_tokens * sum(
         shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
     )
-    budget = int((settings.prefix_gib or PREFIX_GIB) * GIB)
-    try:
-        kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
-    except PrefixesDamaged as error:
-        progress(f"warning: {error} This run keeps no beginnings of prompts, and finds none.")
-        return None
-    progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
-    return kept
+    budget, has_states = int((settings.prefix_gib or PREFIX_GIB) * GIB), placed.way == "states"
+    where = settings.prefix_path
+    with ExitStack() as undo:
+        try:
+            pages = KeptPrefixes(where, budget >> has_states, identity, settings.page_tokens, page_bytes)
+            undo.callback(pages.close)
+            progress(f"beginnings of prompts: {len(pages):,} pages in {pages.folder}, {_reserved(pages)}")
+            if not has_states:
+                undo.pop_all()
+                return pages, None
+            of_states = placed.kept.state_bytes, partial(fresh_layers, found.loaded.config)
+            states = KeptStates(where, budget - pages.size_bytes, identity, settings.page_tokens, *of_states)
+            undo.pop_all()
+        except PrefixesDamaged as error:
+            progress(f"warning: {error} This run keeps no beginnings of prompts, and finds none.")
+            return None, None
+    kept = states.records
+    progress(f"recurrent states at their ends: {len(kept):,} in {kept.folder}, {_reserved(kept)}")
+    return pages, states
+
+
+def _reserved(kept: KeptPrefixes) -> str:
+    return f"{format_gib(kept.size_bytes)} reserved"
 
 
 HASHED_BYTES = 1 << 20

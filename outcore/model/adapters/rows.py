@@ -2,7 +2,7 @@
 
 A linear layer holds the thin matrices of all its adapters as two: A [ranks of all, in], B [out, ranks of all]. What a
 row's own adapter does not use is multiplied by zero between them, so the two products are those of one call whatever
-its rows ask for, and a row gets the numbers that it gets alone."""
+its rows ask for. The scale comes behind them, in fp32, as peft has it: a row gets the numbers that it gets alone."""
 
 from __future__ import annotations
 
@@ -52,25 +52,37 @@ class RowAdapted(nn.Module):
         self.base_layer, self.choice = base_layer, choice
         self.lora_A = nn.Parameter(torch.cat([down for _, down, _, _ in factors]), requires_grad=False)
         self.lora_B = nn.Parameter(torch.cat([up for _, _, up, _ in factors], 1), requires_grad=False)
-        gains = torch.zeros(num_adapters + 1, len(self.lora_A), dtype=self.lora_A.dtype)
+        picks = torch.zeros(num_adapters + 1, len(self.lora_A), dtype=self.lora_A.dtype)
+        scales = torch.zeros(num_adapters + 1, 1)
         at = 0
         for number, down, _, scale in factors:
-            gains[number, at : at + len(down)] = scale
+            picks[number, at : at + len(down)] = 1
+            scales[number] = scale
             at += len(down)
-        self.lora_gains = nn.Parameter(gains, requires_grad=False)
-        """Scale of each rank for a row of each adapter; 0 where the rank is another's. A parameter, because layers that
-        are alike share code and lend it their own."""
+        self.lora_picks = nn.Parameter(picks, requires_grad=False)
+        """1 for each rank that a row of an adapter uses, 0 where the rank is another's. A parameter, because layers
+        that are alike share code and lend it their own; so are the scales."""
+        self.lora_scales = nn.Parameter(_in_pieces(scales, self.lora_A.dtype), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.base_layer(x)
         if torch.compiler.is_compiling():  # which rows are whose is known when the code runs
-            return whole + row_adapted(x, self.lora_A, self.lora_B, self.lora_gains, self.choice.number)
+            return whole + row_adapted(
+                x, self.lora_A, self.lora_B, self.lora_picks, self.lora_scales, self.choice.number
+            )
         rows = self.choice.source()
-        return whole if rows is None else whole + _product(x, self.lora_A, self.lora_B, self.lora_gains, rows)
+        if rows is None:
+            return whole
+        return whole + _product(x, self.lora_A, self.lora_B, self.lora_picks, self.lora_scales, rows)
 
 
 def _product(
-    x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, gains: torch.Tensor, rows: torch.Tensor
+    x: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    picks: torch.Tensor,
+    scales: torch.Tensor,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     thin = F.linear(x.flatten(0, -2), down)
     if len(thin) != len(rows):
@@ -78,22 +90,35 @@ def _product(
             f"an adapted layer got {len(thin)} rows of a call of {len(rows)}: this model hands on some of its tokens "
             "only, and adapters of several requests cannot share its calls. Serve one adapter by --adapter."
         )
-    return F.linear(thin * gains[rows], up).view(*x.shape[:-1], len(up))
+    added = F.linear(thin * picks[rows], up)
+    return (added * scales[rows].float().sum(-1, keepdim=True)).to(x.dtype).view(*x.shape[:-1], len(up))
+
+
+def _in_pieces(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Fp32 numbers [N, 1] as sums [N, 3] of numbers of a type: a layer's parameters are streamed in one type, and 16
+    bits alone would lose 0.4 % of what is no power of two."""
+    pieces: list[torch.Tensor] = []
+    for _ in range(3):  # of 8 bits or more each, the 24 of an fp32 number
+        pieces.append(numbers.to(dtype))
+        numbers = numbers - pieces[-1].float()
+    return torch.cat(pieces, 1)
 
 
 @torch.library.custom_op("outcore::row_adapted", mutates_args=())
 def row_adapted(
-    x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, gains: torch.Tensor, number: int
+    x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, picks: torch.Tensor, scales: torch.Tensor, number: int
 ) -> torch.Tensor:
     """What adapters add to [.., out], by the choice of this number."""
     rows = _choices[number].source()
     if rows is None:
         return x.new_zeros((*x.shape[:-1], len(up)))
-    return _product(x, down, up, gains, rows)
+    return _product(x, down, up, picks, scales, rows)
 
 
 @row_adapted.register_fake
-def _(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, gains: torch.Tensor, number: int) -> torch.Tensor:
+def _(
+    x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, picks: torch.Tensor, scales: torch.Tensor, number: int
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], len(up)))
 
 

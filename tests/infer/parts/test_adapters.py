@@ -9,18 +9,19 @@ from transformers import AutoModelForCausalLM
 from outcore.infer.opening.check import CPU
 from outcore.infer.passes import SmallPasses
 from outcore.infer.requests import Request, Sampling
+from outcore.model.adapters import by_rows
 from tests.infer.models import greedy, opening, prompts_of, save_tiny_model
 from tests.refused import refused
 
 pytest.importorskip("peft")
 
 
-def save_adapter(model, folder, *, seed, rank=4, targets=("q_proj", "v_proj", "down_proj"), **more):
+def save_adapter(model, folder, *, seed, rank=4, alpha=12, targets=("q_proj", "v_proj", "down_proj"), **more):
     """A LoRA adapter that changes what the model says."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=12, target_modules=list(targets), **more)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), **more)
     adapted = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -52,12 +53,21 @@ def together(engine, prompts, count=12):
     return [[found[f"{adapter} {number}"] for number in range(len(prompts))] for adapter in range(3)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"compile": "on", "max_sequences": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"deterministic": True},
+        {"deterministic": True, "precision": "bf16"},
+        {"compile": "on", "max_sequences": 4},
+    ],
+)
 def test_each_adapter_says_in_company_what_it_says_alone(base, settings):
     folder, adapters = base
     prompts, alone = prompts_of(4), []
+    numbers = {name: value for name, value in settings.items() if name in ("deterministic", "precision")}
     for adapter in (None, *adapters):
-        with opening(folder, adapter=adapter, deterministic=settings.get("deterministic", False)) as opened:
+        with opening(folder, adapter=adapter, page_tokens=4, **numbers) as opened:
             alone.append(greedy(opened.engine, prompts, 12, ignore_eos=True))
     assert alone[0] != alone[1] != alone[2] != alone[0]
     with opening(folder, adapters=adapters, page_tokens=4, **settings) as opened:
@@ -65,6 +75,55 @@ def test_each_adapter_says_in_company_what_it_says_alone(base, settings):
         assert together(opened.engine, prompts) == alone, "from the cache, each from its own"
         assert opened.engine.counts.cached_tokens
         refused(ValueError, "opened with 2", lambda: opened.engine.submit(Request("x", (1,), Sampling(), adapter=3)))
+
+
+def test_each_adapter_gives_the_likelihoods_that_peft_gives(base, tmp_path):
+    """With odd scales: 7 / 4, 13 / sqrt(6), 5 / 3."""
+    from peft import PeftModel
+
+    folder, prompts = base[0], [prompt for prompt in prompts_of(4) if len(prompt) > 1]
+    asked = (
+        {"alpha": 7},
+        {"alpha": 13, "rank": 6, "use_rslora": True},
+        {"alpha": 5, "rank": 3, "targets": ("o_proj",)},
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    places = [str(tmp_path / str(number)) for number in range(3)]
+    for number, (place, fields) in enumerate(zip(places, asked, strict=True)):
+        save_adapter(model, place, seed=number, **fields)
+    sampling = Sampling(temperature=0, max_tokens=2, ignore_eos=True, logprobs=20)
+    requests = [
+        Request(f"{number} {adapter}", tuple(prompt), sampling, adapter=adapter)
+        for number, prompt in enumerate(prompts)
+        for adapter in (1, 2, 3)
+    ]
+    with opening(folder, adapters=places) as opened:
+        found = {answer.request: answer.tokens for answer in opened.engine.generate(requests)}
+    for adapter, place in enumerate(places, 1):
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), place).eval()
+        for number, prompt in enumerate(prompts):
+            tokens = found[f"{number} {adapter}"]
+            with torch.no_grad():
+                logits = theirs(input_ids=torch.tensor([[*prompt, tokens[0].token]])).logits[0, -2:]
+            for expected, said in zip(logits.log_softmax(-1), tokens, strict=True):
+                assert said.token == expected.argmax()
+                assert [p for _, p in said.top] == pytest.approx([float(expected[t]) for t, _ in said.top], abs=1e-5)
+
+
+def test_a_scale_is_not_rounded_to_the_16_bits_of_the_weights():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=6, lora_alpha=13, use_rslora=True, target_modules=["0"])
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False)), config, "own").bfloat16()
+    with torch.no_grad():  # whole numbers whose products 16 bits hold: only the scale is left to round
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape))
+        x = torch.randint(-1, 2, (5, 32)).bfloat16()
+        expected = model(x)
+        choice = by_rows(model, ["own"], None)
+        choice.source = lambda: torch.ones(5, dtype=torch.long)
+        assert torch.equal(model(x), expected)
 
 
 def test_small_passes_at_fixed_addresses_know_whose_rows_they_are(base):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
 from contextlib import closing
 
 import pytest
 import torch
 
+from outcore.data import train_byte_bpe
 from outcore.infer.cache import SequenceStates
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.opening.check import way_of
@@ -25,6 +29,17 @@ FIELDS = {
 }
 STATES = ["mamba2", "qwen3_next", "lfm2", "olmo_hybrid"]
 MORE_STATES = ["bamba", "granitemoehybrid", "falcon_h1", "qwen3_5_text", "kimi_linear", "bailing_hybrid", "lfm3"]
+AGENTS = [
+    *(
+        pytest.param(name, most, marks=[needs(name), pytest.mark.more(after=1)])
+        for name, most in (("qwen3_next", 2), ("mamba2", 256))
+    ),
+    *(
+        pytest.param(name, most, marks=[needs(name), pytest.mark.slow])
+        for name, most in (("lfm2", 2), ("falcon_h1", 256))
+    ),
+]
+"""Families, and copies of states that RAM has room for."""
 STEPS = ["mamba", "jamba"]
 MORE_STEPS = ["falcon_mamba", "nemotron_h"]
 ALONE = ("mamba", "mamba2", "falcon_mamba")
@@ -181,9 +196,114 @@ def test_a_hybrid_model_opened_by_name(hybrid, settings):
         assert cached > 0 or not settings
 
 
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory):
+    """A folder of a tiny hybrid of each family, made when it is first asked for."""
+    made = {}
+
+    def of(family: str):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            loaded = loaded_of(family)
+            loaded.config.max_position_embeddings = loaded.model.config.max_position_embeddings = 4096
+            loaded.model.save_pretrained(made[family])
+            train_byte_bpe(["The fox. "] * 40, 512).save_pretrained(made[family])
+        return made[family]
+
+    return of
+
+
+def turns():
+    """Prompts of thirty turns, each a question and a tool's result behind all before; titles of their own between."""
+    draws = random.Random(5)
+    said = [draws.randrange(2, 100) for _ in range(700)]
+    for turn in range(30):
+        for _ in range(2):
+            said += [draws.randrange(2, 100) for _ in range(6)]
+            yield [*said]
+        if turn % 6 == 5:
+            yield [draws.randrange(2, 100) for _ in range(12)]
+
+
+def session(folder, prompts, **settings):
+    """Answers one after another, tokens of prompts, of which from the cache, and pages brought from the drive."""
+    with opening(folder, page_tokens=4, max_sequences=2, **{"context": 512, **settings}) as opened:
+        assert opened.way == "states"
+        found = [greedy(opened.engine, [prompt], 3, ignore_eos=True)[0] for prompt in prompts]
+        counts = opened.engine.counts
+        return found, counts.prompt_tokens, counts.cached_tokens, opened.engine.scheduler.cache.counts.read_pages
+
+
+@pytest.mark.parametrize(("family", "snapshots"), AGENTS)
+def test_thirty_turns_with_a_restart_come_from_the_cache(agents, family, snapshots, tmp_path, monkeypatch):
+    """Also where RAM has room for two copies of states only: the others come from the drive."""
+    monkeypatch.setattr("outcore.sizing.inference.needs.MOST_SNAPSHOTS", snapshots)
+    prompts, middle = list(turns()), 32
+    expected = session(agents(family), prompts[::9], context=2048, share_prefixes=False)[0]
+    kept = {"context": 2048, "prefix_path": tmp_path, "prefix_gib": 0.05}
+    first = session(agents(family), prompts[:middle], **kept)
+    second = session(agents(family), prompts[middle:], **kept)
+    assert (first[0] + second[0])[::9] == expected
+    assert second[3] > 0, "the first prompt after the restart begins on the drive"
+    assert second[2] / second[1] >= 0.98, "what was read before the restart is not read again"
+    assert (first[2] + second[2]) / (first[1] + second[1]) >= 0.97
+
+
+def change(folder, how: str, *, of_states: bool) -> None:
+    """Damage every record but the first of a kind, behind its head: a bit, or the second half never written."""
+    (records,) = (
+        path
+        for path in folder.rglob("records.bin")
+        if ("states" in json.loads((path.parent / "model.json").read_text())) == of_states
+    )
+    listed = json.loads((records.parent / "pages.json").read_text())
+    data, size = bytearray(records.read_bytes()), records.stat().st_size // listed["most"]
+    for _, _, slot in listed["pages"][0 if of_states else 1 :]:
+        if how == "flip":
+            data[slot * size + 4096 + 9] ^= 1
+        else:
+            data[slot * size + 4608 : (slot + 1) * size] = bytes(size - 4608)
+    records.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "tear"])
+@pytest.mark.parametrize("of_states", [True, False])
+def test_states_that_are_damaged_or_stand_behind_a_damaged_page_are_computed_again(
+    hybrid, tmp_path, caplog, how, of_states
+):
+    prompt = [draw % 250 + 2 for draw in range(0, 120, 3)]
+    kept = {"prefix_path": tmp_path, "prefix_gib": 0.05}
+    expected, _, _, _ = session(hybrid[0], [prompt, prompt], **kept)
+    change(tmp_path, how, of_states=of_states)
+    found, _, cached, _ = session(hybrid[0], [prompt, prompt], **kept)
+    assert found == expected and "computed again" in caplog.text
+    assert cached == 36, "the second asking begins with what the first one left"
+    assert session(hybrid[0], [prompt], **kept)[2] == 36, "and so does a third, after a restart"
+
+
+def test_a_kill_leaves_states_that_are_right_or_none(hybrid, tmp_path, monkeypatch):
+    """Lists are written at every record, and the folder is copied between any two prompts."""
+    monkeypatch.setattr("outcore.infer.cache.kept.COMMIT_EVERY_S", 0)
+    monkeypatch.setattr("outcore.sizing.inference.needs.MOST_SNAPSHOTS", 1)
+    prompts = [
+        [(7 * draw + 3 * (draw > 20) * first) % 250 + 2 for draw in range(30 + first)] for first in range(0, 12, 2)
+    ]
+    expected = session(hybrid[0], prompts, share_prefixes=False)[0]
+    with opening(hybrid[0], context=512, page_tokens=4, prefix_path=tmp_path / "live", prefix_gib=0.01) as opened:
+        for number, prompt in enumerate(prompts):
+            assert greedy(opened.engine, [prompt], 3, ignore_eos=True) == [expected[number]]
+            shutil.copytree(tmp_path / "live", tmp_path / str(number))
+    cached = [
+        session(hybrid[0], prompts, prefix_path=tmp_path / str(number), prefix_gib=0.01)
+        for number in range(len(prompts))
+    ]
+    assert all(found[0] == expected for found in cached)
+    assert cached[-1][3] > cached[0][3], "the last copy has more than the first"
+
+
 def test_what_a_hybrid_model_cannot_is_said(hybrid, tmp_path):
-    with pytest.raises(ValueError, match="states, which are kept in RAM"):
-        open_engine(str(hybrid[0]), InferSettings(context=128, ram_gib=1, prefix_path=tmp_path))
+    with pytest.raises(ValueError, match="are not shared, so no prompt begins"):
+        open_engine(str(hybrid[0]), InferSettings(context=128, ram_gib=1, prefix_path=tmp_path, deterministic=True))
     with pytest.raises(ValueError, match="cannot step back"):
         open_engine(str(hybrid[0]), InferSettings(context=128, ram_gib=1, draft_model=str(hybrid[0])))
 

@@ -239,6 +239,11 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
         {"input": [{"role": "user", "content": [{"type": "hologram"}]}]},
     ),
+    "an unknown kind of turn": (
+        {"messages": [*HI, {"role": "hologram", "content": "x"}]},
+        {"messages": [*HI, {"role": "hologram", "content": "x"}]},
+        {"input": [*HI, {"type": "hologram_call", "call_id": "c1"}]},
+    ),
     "ten thousand tools": (
         {
             "messages": HI,

