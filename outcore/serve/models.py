@@ -160,8 +160,12 @@ class Models:
 
     @asynccontextmanager
     async def held(self, name: Any) -> AsyncIterator[Service]:
-        """The service of this name, which stays open meanwhile. ApiError where it cannot be opened."""
+        """The service of this name, which stays open meanwhile. ApiError where it cannot be opened, and where too many
+        wait for that."""
         name, base = self.find(name)
+        if not base.views and base.num_waiting >= (most := self.first.settings.max_queue):
+            words = f"{most} requests wait until {name!r} is loaded. Try again later."
+            raise ApiError(429, words, code="queue_full", retry_s=5)
         base.num_waiting += 1
         try:
             if not base.views:

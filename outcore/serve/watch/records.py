@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from outcore.common.files import opener_for_us
 from outcore.infer import Answer, Request
@@ -24,9 +26,10 @@ class Records:
 
     def __init__(self, folder: Path, header: Mapping[str, Any], *, with_text: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.path = folder / f"requests-{stamp}.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115
+        for old in folder.glob("requests-*.jsonl"):
+            with suppress(PermissionError):  # another user's, who alone may shut it
+                old.chmod(0o600)
+        self.path, self._file = _new_file(folder)
         self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
         self.model_hash, self._kv_home = str(header["model_hash"]), header.get("kv_home", "")
         self.write({"header": True, **header})
@@ -66,6 +69,16 @@ class Records:
                 if not self._is_broken:
                     logger.warning("no more records of requests: %s", error)
                 self._is_broken = True
+
+
+def _new_file(folder: Path) -> tuple[Path, TextIO]:
+    """A file of this server's start that no other has: two models may be opened in one second."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = folder / f"requests-{stamp}{f'-{number}' if number > 1 else ''}.jsonl"
+        with suppress(FileExistsError):
+            return path, open(path, "x", encoding="utf-8", opener=opener_for_us)
+    raise AssertionError
 
 
 def header_of(opened: OpenedModel, name: str) -> dict[str, Any]:

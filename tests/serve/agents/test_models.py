@@ -133,6 +133,29 @@ def test_a_model_that_cannot_start_gives_its_room_back(server, monkeypatch):
     assert asked(server(), "B")[0] == 400 and len(closed) == 1
 
 
+def test_who_waits_for_a_model_takes_no_place_of_another(server, expected, monkeypatch):
+    is_open, begun, start, found = threading.Event(), threading.Event(), Service.start, []
+
+    def waits(self):
+        if self.name == "B":
+            begun.set()
+            assert is_open.wait(120)
+        start(self)
+
+    one = server(max_queue=1)
+    monkeypatch.setattr(Service, "start", waits)
+    waiting = threading.Thread(target=lambda: found.append(said(one, "B")))
+    waiting.start()
+    try:
+        assert begun.wait(120) and said(one, "A") == expected["A"]
+        status, reply = asked(one, "B")
+        assert status == 429 and "1 requests wait until 'B' is loaded" in reply["error"]["message"]
+    finally:
+        is_open.set()
+        waiting.join()
+    assert found == [expected["B"]]
+
+
 class StandIn:
     """What `Models` asks of a service."""
 
