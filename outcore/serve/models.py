@@ -109,7 +109,8 @@ def _key(weights: str, quantize: str | None) -> tuple[str, ...]:
 
 
 def settings_beside(settings: InferSettings, opened: Sequence[OpenedModel]) -> InferSettings:
-    """What the user gave, less what other models have of it."""
+    """What the user gave, less what other models have of it. Code of its own was allowed to the first model alone: who
+    asks for another by its name must not have that one's code run."""
     left: dict[str, Any] = {}
     homes: tuple[Literal["vram", "ram"], ...] = "vram", "ram"
     for home in homes:
@@ -118,7 +119,7 @@ def settings_beside(settings: InferSettings, opened: Sequence[OpenedModel]) -> I
             placements = [one.placement for one in opened]
             used = sum(p.bytes_at(home) + p.kv_bytes * (p.kv_home == home) for p in placements)
             left[name] = max(given - used / GIB, 1e-3)
-    return replace(settings, adapter=None, draft_model=None, **left)
+    return replace(settings, adapter=None, draft_model=None, trust_remote_code=False, **left)
 
 
 OpenOne = Callable[[Base, Sequence[OpenedModel]], Service]

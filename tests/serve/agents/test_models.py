@@ -240,6 +240,24 @@ def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
         one.stop()
 
 
+def test_code_that_one_model_may_bring_is_not_allowed_to_others(folders, tmp_path):
+    shutil.copytree(folders / "b", tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    own = {
+        "model_type": "of_b",
+        "auto_map": {"AutoConfig": "code_of_b.Config", "AutoModelForCausalLM": "code_of_b.Model"},
+    }
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config | own))
+    (tmp_path / "b" / "code_of_b.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = ServeSettings(logs=tmp_path / "logs", name="A")
+    one = Running(folders / "a", settings, more=[f"B={tmp_path / 'b'}"], trust_remote_code=True)
+    try:
+        assert asked(one, "B")[0] == 400 and not (tmp_path / "ran").exists()
+        assert asked(one, "A")[0] == 200
+    finally:
+        one.stop()
+
+
 def test_names_that_cannot_be(folders, capsys):
     from outcore.serve.main import main
 
