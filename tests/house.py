@@ -86,7 +86,7 @@ LINES = {
     "plan": 5750,
     "probe": 4500,
     "runs": 650,
-    "serve": 5120,
+    "serve": 5139,
     "sizing": 3750,
     "staging": 3400,
     "states": 1550,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import threading
@@ -11,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from outcore.common.files import opener_for_us
 from outcore.infer import Answer, Request
@@ -29,7 +28,9 @@ class Records:
         for old in folder.glob("requests-*.jsonl"):
             with suppress(PermissionError):  # another user's, who alone may shut it
                 old.chmod(0o600)
-        self.path, self._file = _new_file(folder)
+        # to the nanosecond: several models may be opened in one second
+        self.path = folder / f"requests-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.jsonl"
+        self._file = open(self.path, "x", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115
         self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
         self.model_hash, self._kv_home = str(header["model_hash"]), header.get("kv_home", "")
         self.write({"header": True, **header})
@@ -69,16 +70,6 @@ class Records:
                 if not self._is_broken:
                     logger.warning("no more records of requests: %s", error)
                 self._is_broken = True
-
-
-def _new_file(folder: Path) -> tuple[Path, TextIO]:
-    """A file of this server's start that no other has: two models may be opened in one second."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        path = folder / f"requests-{stamp}{f'-{number}' if number > 1 else ''}.jsonl"
-        with suppress(FileExistsError):
-            return path, open(path, "x", encoding="utf-8", opener=opener_for_us)
-    raise AssertionError
 
 
 def header_of(opened: OpenedModel, name: str) -> dict[str, Any]:
