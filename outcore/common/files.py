@@ -95,8 +95,10 @@ def make_folder(path: Path) -> None:
 
 
 def opener_for_us(path: str, flags: int) -> int:
-    """`opener` of `open`: a new file is for this user alone."""
-    return os.open(path, flags, 0o600)
+    """`opener` of `open`: the file is for this user alone, also one that was there."""
+    descriptor = os.open(path, flags, 0o600)
+    os.chmod(path, 0o600)
+    return descriptor
 
 
 @contextlib.contextmanager

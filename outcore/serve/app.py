@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -178,24 +178,35 @@ def _add_plain(app: FastAPI, models: Models) -> None:
 async def _understood(
     http: HttpRequest, models: Models, understand: Callable[[Service, dict[str, Any]], Any]
 ) -> AsyncIterator[tuple[Service, Any]]:
-    """(who answers, what a body means to `understand`). A place of the first model is taken until then, so that only so
-    many wait for it, and for their models; who answers stays open until this is left."""
+    """(who answers, what a body means to `understand`). A place is taken until then, so that only so many wait for it:
+    of the first model until the body is read, then of the model that is asked; who answers stays open until this is
+    left."""
     first = models.first
     data = await read_bytes(http, first.settings.max_body_bytes)
-    first.take_place()
 
     async def read() -> tuple[Service, Any]:
+        with placed(first):
+            body = await asyncio.to_thread(object_of, data)
         service = await held.enter_async_context(models.held(body.get("model")))
-        return service, await service.reading.of(body, len(data), understand, service, body)
+        with placed(service):
+            return service, await service.reading.of(body, len(data), understand, service, body)
 
     async with AsyncExitStack() as held:
         try:
-            body = await asyncio.to_thread(object_of, data)
             found = await while_connected(http, read(), lambda: first.is_stopping)
         finally:
-            first.leave_place()
             let_go(http.scope)
         yield found
+
+
+@contextmanager
+def placed(service: Service) -> Iterator[None]:
+    """Hold a place of this service."""
+    service.take_place()
+    try:
+        yield
+    finally:
+        service.leave_place()
 
 
 def _add_answers(

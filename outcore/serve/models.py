@@ -109,7 +109,8 @@ def _key(weights: str, quantize: str | None) -> tuple[str, ...]:
 
 
 def settings_beside(settings: InferSettings, opened: Sequence[OpenedModel]) -> InferSettings:
-    """What the user gave, less what other models have of it."""
+    """What the user gave, less what other models have of it. Code of its own was allowed to the first model alone: who
+    asks for another by its name must not have that one's code run."""
     left: dict[str, Any] = {}
     homes: tuple[Literal["vram", "ram"], ...] = "vram", "ram"
     for home in homes:
@@ -118,7 +119,7 @@ def settings_beside(settings: InferSettings, opened: Sequence[OpenedModel]) -> I
             placements = [one.placement for one in opened]
             used = sum(p.bytes_at(home) + p.kv_bytes * (p.kv_home == home) for p in placements)
             left[name] = max(given - used / GIB, 1e-3)
-    return replace(settings, adapter=None, draft_model=None, **left)
+    return replace(settings, adapter=None, draft_model=None, trust_remote_code=False, **left)
 
 
 OpenOne = Callable[[Base, Sequence[OpenedModel]], Service]
@@ -160,8 +161,12 @@ class Models:
 
     @asynccontextmanager
     async def held(self, name: Any) -> AsyncIterator[Service]:
-        """The service of this name, which stays open meanwhile. ApiError where it cannot be opened."""
+        """The service of this name, which stays open meanwhile. ApiError where it cannot be opened, and where too many
+        wait for that."""
         name, base = self.find(name)
+        if not base.views and base.num_waiting >= (most := self.first.settings.max_queue):
+            words = f"{most} requests wait until {name!r} is loaded. Try again later."
+            raise ApiError(429, words, code="queue_full", retry_s=5)
         base.num_waiting += 1
         try:
             if not base.views:

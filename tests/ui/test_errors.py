@@ -460,6 +460,9 @@ def test_each_value_is_one_word_of_the_command_line(client, api, place):
         place.of("model") / "key",
     ]
     assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600] * 3
+    place.own.chmod(0o755)  # as it was made before; older files in it keep what they have
+    client.get("/v1/conversations")
+    assert stat.S_IMODE(place.own.stat().st_mode) == 0o700
     run = client.post("/v1/runs", json={"fields": {"preset": "tiny", "run_name": " --help"}}).json()["run"]
     assert api.training._children[run].argv == ["train", "--preset=tiny", "--run_name= --help"]
 

@@ -197,6 +197,18 @@ def test_who_sends_while_the_model_loads_waits(page, here, monkeypatch):
     assert "--preset=latency" in here.http.get("/v1/model").json()["command"]
 
 
+def test_who_is_refused_may_send_again(page, here):
+    if here.http.get("/v1/model").json()["state"] == "ready":
+        here.http.delete("/v1/model")
+    for _ in range(8):  # the button came back before the refusal, and sometimes not at all
+        ask(page, "hello")
+        page.locator("#notice", has_text="load one first").wait_for()
+        page.locator("#send").wait_for()
+        assert not page.locator("#stop_answer").is_visible()
+        page.locator("#notice button").click()
+        page.locator("#notice [role=alert]").wait_for(state="detached")
+
+
 def test_conversations_are_listed_searched_and_deleted(page, here):
     load(here)
     forget(here)
@@ -280,6 +292,8 @@ def test_what_is_missing_is_said_where_it_is_asked(page, here):
     page.locator("#start_fits").click()
     page.locator("#notice", has_text="--allowed_folder /no/such").wait_for()
     assert "tokens/s" not in page.locator("#start_forecast").inner_text(), "the forecast of another model"
+    tab(page, "Machine")
+    page.locator("#notice [role=alert]").wait_for(state="detached")  # it is about the panel that was left
 
 
 def test_a_file_that_is_uploaded_can_be_trained_on(page, here, tmp_path):

@@ -338,7 +338,7 @@ def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
 
 
 def test_documents_of_an_evaluation_are_drawn_as_questions():
-    from outcore.ui.panels.evaluate import document_of
+    from outcore.ui.panels.evaluate import detail_of, document_of
 
     one = {
         "task": "t",
@@ -358,6 +358,9 @@ def test_documents_of_an_evaluation_are_drawn_as_questions():
     several = document_of(one | {"target": "4", "answers": [["five", ""]]})  # asked for twice
     assert re.findall(r"<td[^>]*>(.*?)</td>", several) == ["4", "five", "4", ""]
     assert "log-probability -20.5" in document_of(one | {"target": "a whole file", "answers": [[-20.5]]})
+    record = dict.fromkeys(("id", "status", "error", "settings", "launch", "versions"), "x") | {"scores": []}
+    whole = detail_of(record, {"total": 1, "data": [one | {"answers": ["five"]}]})
+    assert whole.index("document 4") < whole.index("<summary>Exact settings"), "which are for who asks"
 
 
 def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 ROOT, ROOT_BYTES = b"", 8
 """Before the first page; with an adapter a key of so many bytes (`root_of`)."""
@@ -40,8 +41,8 @@ class PrefixIndex:
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
         """Pages by how often they were asked for, least recently used first."""
-        self._followers: dict[bytes, int] = {}
-        """How many pages stand behind each."""
+        self._followers: dict[bytes, dict[bytes, None]] = {}
+        """Pages right behind each."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -96,7 +97,7 @@ class PrefixIndex:
         if known is None:
             self._pages[key], self._once[key] = PrefixPage(key, parent, own, pages), None
             self._once.move_to_end(key, last=not is_minor)
-            self._followers[parent] = self._followers.get(parent, 0) + 1
+            self._followers.setdefault(parent, {})[key] = None
         return key, known is None
 
     def oldest(self, is_idle: Callable[[PrefixPage], bool]) -> PrefixPage | None:
@@ -109,22 +110,17 @@ class PrefixIndex:
 
     def deepest(self, truth: Callable[[PrefixPage], bool]) -> list[PrefixPage]:
         """A page of which this is true, late in its chain, behind all that stand behind it; none: it is of none."""
-        page = next(
-            (self._pages[key] for key in (*reversed(self._once), *self._again) if truth(self._pages[key])), None
-        )
-        behind: dict[bytes, list[PrefixPage]] = {}
-        for other in self._pages.values() if page is not None else ():
-            behind.setdefault(other.parent, []).append(other)
-        found = [] if page is None else [page]
+        late_first = (self._pages[key] for key in chain(reversed(self._once), self._again))
+        found = list(islice(filter(truth, late_first), 1))
         for one in found:
-            found += behind.get(one.key, ())
+            found += (self._pages[key] for key in self._followers.get(one.key, ()))
         return found[::-1]
 
     def remove(self, page: PrefixPage) -> None:
         """Forget a page."""
         del self._pages[page.key]
         (self._once if page.key in self._once else self._again).pop(page.key)
-        self._followers[page.parent] -= 1
+        del self._followers[page.parent][page.key]
         if not self._followers[page.parent]:
             del self._followers[page.parent]
 

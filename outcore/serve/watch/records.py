@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ class Records:
 
     def __init__(self, folder: Path, header: Mapping[str, Any], *, with_text: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.path = folder / f"requests-{stamp}.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115
+        for old in folder.glob("requests-*.jsonl"):
+            with suppress(PermissionError):  # another user's, who alone may shut it
+                old.chmod(0o600)
+        # to the nanosecond: several models may be opened in one second
+        self.path = folder / f"requests-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.jsonl"
+        self._file = open(self.path, "x", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115
         self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
         self.model_hash, self._kv_home = str(header["model_hash"]), header.get("kv_home", "")
         self.write({"header": True, **header})

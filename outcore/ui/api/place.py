@@ -24,9 +24,10 @@ class Place:
         return self.logs / ".ui"
 
     def of(self, name: str) -> Path:
-        """A folder of the panels' own, made when it is missing."""
+        """A folder of the panels' own, made when it is missing; what lies in it is for this user alone."""
         folder = self.own / name
         folder.mkdir(parents=True, exist_ok=True)
+        self.own.chmod(0o700)
         return folder
 
 

@@ -78,8 +78,9 @@ class ChatPanel:
     def _wire(self) -> None:
         settings = [self.system, *self.sampling.values()]
         self.drawn = [self.chat, self.costs, self.text, self.chosen, self.send, self.halt, self.links]
+        as_before = *[gr.skip()] * 4, *buttons(False), gr.skip()
         answers = [
-            self.notice.on(triggers, work, [self.chosen, *inputs, *settings], self.drawn)
+            self.notice.on(triggers, work, [self.chosen, *inputs, *settings], self.drawn, refused=as_before)
             for triggers, work, inputs in (
                 ([self.send.click, self.text.submit], self._send, [self.text]),
                 ([self.again.click], self._again, []),
@@ -143,15 +144,11 @@ class ChatPanel:
         named = gr.skip() if name else gr.update(choices=self._names(), value=chosen)
         yield *[gr.skip()] * 3, named, *buttons(True), self._links(chosen)  # at once: an answer may be long in coming
         cleared = "" if "text" in what else gr.skip()
-        try:
-            for chat, costs, draft, *rest in self._drawn(
-                chosen, self.client.events("conversations", chosen, "answer", **what)
-            ):
-                yield chat, costs, draft if isinstance(draft, str) else cleared, *rest
-                cleared = gr.skip()  # what is typed from here on is the next message
-        except ClientError:
-            yield *[gr.skip()] * 4, *buttons(False), gr.skip()
-            raise
+        for chat, costs, draft, *rest in self._drawn(
+            chosen, self.client.events("conversations", chosen, "answer", **what)
+        ):
+            yield chat, costs, draft if isinstance(draft, str) else cleared, *rest
+            cleared = gr.skip()  # what is typed from here on is the next message
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         """What the page shows at each event of an answer."""

@@ -33,10 +33,14 @@ class EvaluatePanel:
                 )  # fmt: skip
                 with gr.Row():
                     self.limit = number_box(
-                        "Documents of each", "below 1: a share; empty: all", min_width=140, elem_id="limit"
+                        "Documents of each", "below 1: a share; empty: all `limit`", min_width=140, elem_id="limit"
                     )
-                    self.shots = number_box("Examples before", "empty: as the task says", min_width=140)
-                self.template = gr.Checkbox(False, label="Ask through the chat template")
+                    self.shots = number_box(
+                        "Examples before", "solved in the prompt; empty: as the task says `num_fewshot`", min_width=140
+                    )
+                self.template = gr.Checkbox(
+                    False, label="Ask through the chat template", info="for models that chat `apply_chat_template`"
+                )
                 with gr.Row(elem_classes="oc-actions"):
                     self.start = gr.Button("Evaluate", variant="primary", elem_id="start_evaluation")
                     self.cancel = gr.Button("Cancel", elem_id="cancel_evaluation")
@@ -155,10 +159,9 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
         draw.table(("task", "metric", "value", "±", "documents"), scores, (2, 3, 4)),
         f'<p>Keep it: <a href="{base}?format=json" download>JSON with samples</a>, '
         f'<a href="{base}?format=csv" download>CSV</a></p>',
-        draw.heading("Exact settings, launch descriptor"),
-        _as_json(facts),
         draw.heading(f"Some of {counted(samples['total'], 'document')}"),
         *map(document_of, samples["data"]),
+        f"<details><summary>Exact settings, launch descriptor</summary>{_as_json(facts)}</details>",
     )
 
 

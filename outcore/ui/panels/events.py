@@ -20,9 +20,18 @@ class Notice:
     def __init__(self) -> None:
         self.shown = gr.HTML(js_on_load=DISMISS, elem_id="notice")
 
-    def on(self, triggers: Any, work: Callable[..., Any], inputs: Any, outputs: list[Any], **options: Any) -> Any:
-        """Do this work upon these events. It returns (or yields) a value for each output; ClientError is shown."""
-        still = (gr.skip(),) * len(outputs)
+    def on(
+        self,
+        triggers: Any,
+        work: Callable[..., Any],
+        inputs: Any,
+        outputs: list[Any],
+        refused: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> Any:
+        """Do this work upon these events. It returns (or yields) a value for each output; ClientError is shown, with
+        the outputs as `refused` has them, or as they were. (A value that is yielded just before it may get lost.)"""
+        still = refused or (gr.skip(),) * len(outputs)
 
         @wraps(work)
         def told(*args: Any) -> Iterator[tuple[Any, ...]]:

@@ -88,7 +88,7 @@ html { scroll-padding-bottom: 140px; }
 .gradio-container label:has(input[type=radio]:focus-visible) { outline: 3px solid var(--oc-1); }
 .gradio-container [role=tab][aria-selected=true] { color: var(--oc-1); font-weight: 600; }
 .gradio-container code { font-size: 11px; background: none; padding: 0; border: 0; color: inherit; }
-#notice .oc { position: fixed; z-index: 90; left: 50%; transform: translateX(-50%); top: 10px; display: flex; gap: 12px;
+#notice .oc { position: fixed; z-index: 90; left: 50%; transform: translateX(-50%); top: 68px; display: flex; gap: 12px;
   width: min(640px, calc(100vw - 24px)); box-sizing: border-box; padding: 10px 14px; border-radius: 6px;
   background: var(--background-fill-primary); border: 2px solid var(--oc-bad); box-shadow: 0 4px 18px #0004; }
 #notice p { flex: 1; } #notice button { font-size: 16px; align-self: flex-start; padding: 2px 8px; }

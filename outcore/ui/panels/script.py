@@ -11,7 +11,9 @@ document.addEventListener("click", (event) => {
 """
 DISMISS = """
 element.addEventListener("click", (event) => { if (event.target.closest("button")) props.value = ""; });
+document.addEventListener("click", (event) => { if (event.target.closest("[role=tab]")) props.value = ""; });
 """
+"""Takes a refusal away, also when another panel is opened: it is not about that one."""
 GONE = """
 let unanswered = 0;
 setInterval(async () => {

@@ -1,11 +1,13 @@
 """Pages: nobody reads another's, beginnings are shared and verified, windows give back, room is made."""
 
 import random
+import time
 
 import pytest
 import torch
 
 from outcore.infer.cache import (
+    ROOT,
     CacheSettings,
     GroupPlan,
     KvCache,
@@ -124,6 +126,25 @@ def test_a_conversation_that_is_over_makes_room_for_a_new_one():
         before, new = len(new), [*new, *range(2000 + length, 2004 + length)]
         assert told(cache, new) >= before - 8  # what it said last may have gone
         told(cache, [length * 100 + 5000] * 12)
+
+
+def test_what_goes_for_a_long_text_is_found_as_quickly_among_many_others():
+    def took_s(others: int) -> float:
+        index = cache_of((None, 4)).index
+        assert index is not None
+        for number in range(others):
+            index.add(ROOT, [number] * 4, (0,))
+        first, _ = index.add(ROOT, [-1] * 4, (1,))
+        second, _ = index.add(first, [-1] * 4, (2,))
+        times = []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            found = index.deepest(lambda page: page.key == first)
+            times.append(time.perf_counter() - began_s)
+            assert [page.key for page in found] == [second, first]
+        return min(times)
+
+    assert took_s(20_000) < 20 * took_s(100), "each page of the index was looked at for every page that goes"
 
 
 def test_windows_give_pages_back():

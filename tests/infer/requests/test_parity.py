@@ -13,7 +13,7 @@ from outcore.data.sources import RowError
 from outcore.infer.chats import Chat, ChatError
 from outcore.infer.requests import Prompts
 from tests.data.families import tokenizer_of
-from tests.data.generated import TOOLS, conversations
+from tests.data.generated import conversations
 from tests.refused import refused
 
 WITH_CALLS = [
@@ -73,14 +73,6 @@ def test_a_prompt_is_the_text_that_training_writes(name):
         assert ask().ids == tuple(tokenizer(wanted, add_special_tokens=False)["input_ids"])
         with_calls += has_calls
     assert with_calls >= 2 or name in WITHOUT_CALLS
-
-
-def test_arguments_are_one_object_to_a_template_however_they_are_sent():
-    tokenizer = tokenizer_of("qwen3")
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
-    messages = [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = Prompts(tokenizer).of_chat(as_clients_send(messages), TOOLS)[0]
-    assert '"arguments": {"place": "Oslo"}' in text
 
 
 def test_a_developers_words_are_the_systems_where_the_template_knows_no_developer():

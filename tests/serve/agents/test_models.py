@@ -133,6 +133,29 @@ def test_a_model_that_cannot_start_gives_its_room_back(server, monkeypatch):
     assert asked(server(), "B")[0] == 400 and len(closed) == 1
 
 
+def test_who_waits_for_a_model_takes_no_place_of_another(server, expected, monkeypatch):
+    is_open, begun, start, found = threading.Event(), threading.Event(), Service.start, []
+
+    def waits(self):
+        if self.name == "B":
+            begun.set()
+            assert is_open.wait(120)
+        start(self)
+
+    one = server(max_queue=1)
+    monkeypatch.setattr(Service, "start", waits)
+    waiting = threading.Thread(target=lambda: found.append(said(one, "B")))
+    waiting.start()
+    try:
+        assert begun.wait(120) and said(one, "A") == expected["A"]
+        status, reply = asked(one, "B")
+        assert status == 429 and "1 requests wait until 'B' is loaded" in reply["error"]["message"]
+    finally:
+        is_open.set()
+        waiting.join()
+    assert found == [expected["B"]]
+
+
 class StandIn:
     """What `Models` asks of a service."""
 
@@ -213,6 +236,24 @@ def test_an_adapter_whose_base_is_not_here(folders, tmp_path, caplog):
             assert status == 400 and told == "The model 'E' could not be opened; see the server's log."
         assert str(tmp_path) in caplog.text and str(tmp_path) not in get(one, "/v1/models")
         assert states(one) == {"A": "loaded", "E": "unloaded"} and asked(one, "A")[0] == 200
+    finally:
+        one.stop()
+
+
+def test_code_that_one_model_may_bring_is_not_allowed_to_others(folders, tmp_path):
+    shutil.copytree(folders / "b", tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    own = {
+        "model_type": "of_b",
+        "auto_map": {"AutoConfig": "code_of_b.Config", "AutoModelForCausalLM": "code_of_b.Model"},
+    }
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config | own))
+    (tmp_path / "b" / "code_of_b.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = ServeSettings(logs=tmp_path / "logs", name="A")
+    one = Running(folders / "a", settings, more=[f"B={tmp_path / 'b'}"], trust_remote_code=True)
+    try:
+        assert asked(one, "B")[0] == 400 and not (tmp_path / "ran").exists()
+        assert asked(one, "A")[0] == 200
     finally:
         one.stop()
 

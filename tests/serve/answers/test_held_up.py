@@ -105,11 +105,13 @@ def test_a_form_of_many_parts_is_read_beside_others_answers(open_server):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    answered = 0
+    took_s = []
     while asking.is_alive():
+        began_s = time.monotonic()
         get(open_server, "/health")
-        answered += 1
-    assert found == [400] and answered > 5, "it has no file"
+        took_s.append(time.monotonic() - began_s)
+    assert found == [400], "it has no file"
+    assert max(took_s) < sum(took_s) / 2, "reading the form took nearly all of the time, on the loop"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,10 @@ def test_a_schema_that_no_answer_can_follow_is_refused_and_no_broken_answer_stop
 
 def test_either_of_two_schemas_fits_where_one_of_them_must(open_server):
     pytest.importorskip("llguidance")
-    kinds = [
-        {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name], "additionalProperties": False}
-        for name in "ab"
-    ]
+    both = {"type": "object", "properties": {name: {"type": "boolean"} for name in "ab"}, "additionalProperties": False}
+    kinds = [both | {"required": [name]} for name in "ab"]  # one answer may fit either, so neither can be told apart
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": kinds}}}
     status, reply = send(open_server, CHAT, {"messages": HI, "response_format": schema, "max_tokens": 60})
     (choice,) = json.loads(reply)["choices"]
     assert status == 200 and choice["finish_reason"] == "stop"
-    assert set(json.loads(choice["message"]["content"])) in ({"a"}, {"b"})
+    assert set(json.loads(choice["message"]["content"])) in ({"a"}, {"b"}, {"a", "b"})

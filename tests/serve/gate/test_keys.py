@@ -1,6 +1,7 @@
 """Keys are guessed slowly, and nothing tells a right one from a wrong one before its time."""
 
 import asyncio
+import json
 import stat
 import time
 
@@ -10,9 +11,11 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 
+from outcore.common.files import opener_for_us
 from outcore.serve.additions import ApiError, Keys
 from outcore.serve.gate import keys as keys_module
 from outcore.serve.stopping import Server
+from outcore.serve.watch import Records
 
 HERE, THERE = {"client": ("10.0.0.5", 1)}, {"client": ("10.0.0.6", 1)}
 RIGHT = b"the-right-key-\xc3\xa9"
@@ -63,6 +66,22 @@ def test_what_clients_said_is_for_this_user_alone(server):
     logs = server.service.settings.logs
     assert stat.S_IMODE(server.service.records.path.stat().st_mode) == 0o600
     assert [stat.S_IMODE((logs / name).stat().st_mode) for name in ("files", "batches")] == [0o700] * 2
+
+
+def test_records_of_models_opened_in_one_second_are_files_apart_and_old_ones_are_shut(tmp_path):
+    old = tmp_path / "requests-20200101-000000.jsonl"
+    old.write_text("{}")
+    old.chmod(0o644)
+    made = [Records(tmp_path, {"model_hash": name}, with_text=False) for name in "abc"]
+    for number, records in enumerate(made):
+        records.write({"by": number})
+        records.close()
+    kept = [[json.loads(line) for line in records.path.read_text().splitlines()] for records in made]
+    assert [[line.get("by") for line in lines] for lines in kept] == [[None, 0], [None, 1], [None, 2]]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("requests-*")} == {0o600}
+    old.chmod(0o644)
+    with open(old, "ab", opener=opener_for_us):
+        assert stat.S_IMODE(old.stat().st_mode) == 0o600
 
 
 def test_no_header_chooses_the_address_that_guesses_are_counted_by():
