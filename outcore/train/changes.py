@@ -18,12 +18,13 @@ from outcore.checkpoint.materials import Material, base_material, check_material
 from outcore.common.quantities import format_gib
 from outcore.config import TrainConfig
 from outcore.data import ids_hash
-from outcore.model import ModelSettings, resolve_source
 from outcore.sizing.engine_rule import BELOW_ZERO3
 from outcore.train.configure.schedule import COSINE_FLOOR
 
 ON_PURPOSE = ("schedule ", "train_batch_size", "seed")
 """Beginnings of what may change on purpose; another model, precision or adapter never may."""
+COMPARED = ("dpo", "kto")
+"""Methods that compare with the model as it was, which they ask again when they go on."""
 
 
 def settle_changes(checkpoint: Checkpoint, fingerprint: dict[str, Any], *, on_purpose: bool) -> list[str]:
@@ -66,20 +67,27 @@ def kept_tokenizer(config: TrainConfig, checkpoint: Checkpoint | None) -> Path |
     return folder if checkpoint.files(f"{EXPORT_FOLDER}/tokenizer") else None
 
 
+def base_of_run(config: TrainConfig, name: str | None, source: Any) -> Material | None:
+    """What lies below the run's adapters or is what its answers are compared with: the model called `name`, whose
+    transformers configuration is `source`. None of a run whose checkpoints hold all that it needs."""
+    if not name or not (config.lora_r or config.method in COMPARED):
+        return None
+    return base_material(name, getattr(source, "_commit_hash", None), whole=config.base_hash == "whole")
+
+
 def settle_materials(
     config: TrainConfig,
-    model: ModelSettings,
+    base: Material | None,
     tokenizer: Any,
     checkpoint: Checkpoint | None,
     say: Callable[[str], None],
 ) -> dict[str, Material]:
-    """The run's tokenizer and, below an adapter, its base. CheckpointError where the checkpoint has others: no run may
-    change these on its way, not on purpose either."""
+    """The run's tokenizer and its base. CheckpointError where the checkpoint has others: no run may change these on its
+    way, not on purpose either."""
     named = config.tokenizer_name_or_path or config.model_name_or_path
     found = {"tokenizer": Material(named or f"trained on {' and '.join(config.dataset)}", ids_hash(tokenizer))}
-    if config.lora_r and model.model_name_or_path:
-        commit = getattr(resolve_source(model).config, "_commit_hash", None)
-        found["base"] = base_material(model.model_name_or_path, commit, whole=config.base_hash == "whole")
+    if base is not None:
+        found["base"] = base
     if checkpoint is None:
         return found
     for kind, now in found.items():

@@ -90,6 +90,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 
     A LoRA checkpoint gives its adapter in peft's format. ExportRefused where `target` is there, CheckpointError when it
     cannot be exported or the drive is too full; `target` appears only when it is whole."""
+    checkpoint.check_readable()
     _check_free(target)
     files = checkpoint.path / FOLDER
     names = checkpoint.files(f"{FOLDER}/")
@@ -152,6 +153,8 @@ def how_to_load(folder: Path) -> str:
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
     if "ForSequenceClassification" in "".join(config.get("architectures") or ()):
         kind = "AutoModelForSequenceClassification"
+    if (folder / "processor_config.json").is_file():
+        kind = "AutoModelForImageTextToText"
     return f"{kind}.from_pretrained loads it"
 
 
@@ -283,6 +286,7 @@ def has_adapter(checkpoint: Checkpoint) -> bool:
 def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     """The whole model with the adapter in it, in `target`, which must not exist yet. ExportRefused where it does or
     there is no adapter, CheckpointError where there is no base to merge it into, or another one."""
+    checkpoint.check_readable()
     if not has_adapter(checkpoint):
         raise ExportRefused(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
     base = base_of(checkpoint.path / FOLDER)
@@ -300,7 +304,14 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 def merge_adapter(adapter: Path, target: Path) -> Path:
     """Merge an exported adapter, in peft's format, into its base as `merge_checkpoint` does."""
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoProcessor,
+        AutoTokenizer,
+    )
 
     _check_free(target)
     if damaged := damaged_weights(adapter)[0]:
@@ -312,7 +323,9 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
             "into which only the run itself merges, at its end (--lora_export merged, the default)."
         )
     config = AutoConfig.from_pretrained(base)
+    sees = (adapter / "processor_config.json").is_file()
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if sees else auto
     with warnings.catch_warnings():  # an attribute's old name, which peft asks for
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
@@ -320,7 +333,8 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     read_end_tokens(network.get_base_model(), adapter)
     set_end_tokens(network.get_base_model(), tokenizer, ())
-    export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
+    written: Any = AutoProcessor.from_pretrained(adapter) if sees else tokenizer
+    export_model(target, network, lambda parameter: parameter.detach(), tokenizer=written)
     return target
 
 

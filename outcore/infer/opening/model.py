@@ -176,12 +176,13 @@ def open_model(
 def _checkpoint_place(path: Path) -> ModelPlace:
     found = path if (path / MANIFEST).is_file() else list_checkpoints(path)[-1]
     try:
-        checkpoint = open_checkpoint(found).path
+        opened = open_checkpoint(found)
+        opened.check_readable()
+        checkpoint = opened.path
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     files = checkpoint / EXPORT
     if (files / ADAPTER).is_file():
-        opened = open_checkpoint(found)
         check_material(opened, "base", base_material(_base_of(files)))
         packed = opened.trainer_state()["fingerprint"].get("quantize")
         return replace(

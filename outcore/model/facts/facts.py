@@ -296,6 +296,8 @@ def set_end_tokens(model: Any, tokenizer: Any, trained: Iterable[int]) -> list[i
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return []
+    if not hasattr(config, "eos_token_id"):
+        config = config.get_text_config()  # an image-text model's own has none
     own = end_ids(tokenizer.eos_token_id)
     before = end_ids(generation.eos_token_id if generation is not None else None) or end_ids(config.eos_token_id)
     ends = list(dict.fromkeys([*before, *own, *trained]))
