@@ -36,6 +36,7 @@ from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, 
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.hub import RUN_FOLDERS
 from outcore.common.listing import damaged_weights, write_checksums
+from outcore.common.words import own_command
 from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
 
@@ -99,12 +100,12 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     if not files.is_dir():
         raise CheckpointError(
             f"{checkpoint.path}: holds no {FOLDER}/ with the model's configuration: it was made by an older version. "
-            "Resume it with train_model.py, which exports at the end."
+            f"Resume it with {own_command('train')}, which exports at the end."
         )
     if checkpoint.damaged_export:
         raise CheckpointError(
-            f"{checkpoint.damaged_export[0]} Resume the run with train_model.py (--resume_from_checkpoint auto), which "
-            "makes these files again; the weights are whole."
+            f"{checkpoint.damaged_export[0]} Resume the run with {own_command('train')} "
+            "(--resume_from_checkpoint auto), which makes these files again; the weights are whole."
         )
     shards = [checkpoint.path / name for name in checkpoint.files("model-")]
     architecture = None if (files / ADAPTER).is_file() else _architecture(files)
@@ -193,7 +194,7 @@ def _architecture(folder: Path) -> nn.Module | None:
         return None
 
 
-_WHOLE = "Resume it with train_model.py, which exports the whole model at the end."
+_WHOLE = f"Resume it with {own_command('train')}, which exports the whole model at the end."
 
 
 def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:

@@ -159,3 +159,43 @@ def test_no_library_talks_between_the_lines(kind: str) -> None:
     ours = ("precision:", "device:", "data:", "model:", "step ", "done:", "log and loss curve:", "answers end")
     strange = [line for line in (child.stdout + child.stderr).splitlines() if line and not line.startswith(ours)]
     assert not strange
+
+
+TEXT_ALONE = {
+    "train": ["--dataset", "seen.jsonl", "--lora_r", "4"],
+    "train --method": ["--method", "dpo", "--dataset", "text.jsonl", "--lora_r", "4"],
+    "train --plan": ["--plan", "--dataset", "seen.jsonl"],
+    "plan": ["--nominal"],
+    "score": ["--input", "texts.jsonl"],
+}
+
+
+@pytest.mark.parametrize("name", TEXT_ALONE)
+def test_an_image_text_model_is_refused_by_commands_of_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, with what to do: no engine was chosen, no file made."""
+    Path("texts.jsonl").write_text(json.dumps({"text": "hello world"}))
+    assert main([name.partition(" ")[0], "seen", *TEXT_ALONE[name]]) == 2
+    said = "".join(capsys.readouterr())
+    assert "is an image-text model" in said and "--train_vision none, lora or full" in said
+    assert "engine:" not in said and not any(Path(folder).exists() for folder in ("checkpoints", "logs"))
+
+
+@pytest.mark.parametrize("kind", ["seen", "sft"])
+def test_rows_of_two_shapes_in_a_file_are_named(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = {"prompt": "hello", "completion": "test"}
+    talk = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "test"}]}
+    images = {"images": ["red.png"]} if kind == "seen" else {}
+    Path("mixed.jsonl").write_text("\n".join(json.dumps(row | images) for row in (pair, pair, talk)))
+    asked = command("seen") if kind == "seen" else ["train", "text", "--seq_length", "64", "--max_steps", "1"]
+    assert main([*asked, "--dataset", "mixed.jsonl"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert "mixed.jsonl, line 1: the row is prompt_completion (from prompt, completion)" in said
+    assert "Give each shape a file of its own" in said
+
+
+def test_an_embedder_says_what_loads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"query": f"hello {i}", "positive": f"world {i}"} for i in range(8)]
+    Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(command("text", "--method", "embed", "--max_steps", "1")) == 0
+    said = capsys.readouterr().out
+    assert "AutoModel.from_pretrained loads it: the mean of a text's last hidden states is its vector" in said
