@@ -39,7 +39,8 @@ def stream(
     callers read and change them as before; what lies around the layers goes to the GPU if there is one. The model
     trains and answers as the plain one does, with any caller; gradients of the layers' parameters are in RAM.
     `vram_gib`: device memory for all of it: larger batches are cut inside the layers. `quantize`: nf4 or int8 for the
-    layers' frozen matrices; a model of which everything is still trainable is frozen for it. `nvme`: the former name of `nvme_offload_path`.
+    layers' frozen matrices; a model of which everything is still trainable is frozen for it. `nvme`: the former
+    name of `nvme_offload_path`.
 
     StreamUnsupported (a ValueError) says why a model cannot be streamed, ValueError what is wrong with an argument."""
     options = StreamOptions(vram_gib, ram_gib, nvme_offload_path or nvme, quantize)
