@@ -31,7 +31,7 @@ from outcore.model.forward import unwrap
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import base_of_run, settle_changes, settle_materials
-from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
 from outcore.train.methods.log import RunLog
@@ -115,6 +115,8 @@ class _Story:
         steps = run_length(
             config, len(trained), self.settings.train_batch_size, self.settings.gradient_accumulation_steps
         )
+        if words := epoch_words(config, len(trained), self.settings.train_batch_size):
+            job.say(words)
         schedule = schedule_of(config, self.settings.file, self.settings.learning_rate, steps.total_steps)
         fingerprint = self._fingerprint(schedule)
         if self.checkpoint is not None:

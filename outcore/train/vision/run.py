@@ -31,7 +31,14 @@ from outcore.model.adapters import linear_names
 from outcore.monitor.metrics import MetricsLog
 from outcore.runs import RunFolder, take_run
 from outcore.train.changes import base_of_run, settle_changes, settle_materials
-from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
+from outcore.train.configure.rooms import (
+    RunLength,
+    choose_device,
+    epoch_words,
+    lora_alpha,
+    run_length,
+    schedule_of,
+)
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer
 from outcore.train.run.data import settle_ends
@@ -91,6 +98,8 @@ def train_vision(config: TrainConfig) -> int:
             for line in settle_changes(checkpoint, fingerprint, on_purpose=config.continue_with_changes):
                 say(f"resume: {line}, as asked")
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
+        if words := epoch_words(config, len(rows), settings.train_batch_size):
+            say(words)
         log = MetricsLog(folder.metrics, resume_step=None if checkpoint is None else checkpoint.step, say=say)
         opened.callback(log.close)
         plan = {"total_steps": length.total_steps, "train_batch_size": settings.train_batch_size, "engine": "hf"}

@@ -199,3 +199,12 @@ def test_an_embedder_says_what_loads_it(capsys: pytest.CaptureFixture[str]) -> N
     assert main(command("text", "--method", "embed", "--max_steps", "1")) == 0
     said = capsys.readouterr().out
     assert "AutoModel.from_pretrained loads it: the mean of a text's last hidden states is its vector" in said
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_epochs_that_do_not_divide_are_said(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    epochs = ["--max_steps", "-1", "--num_train_epochs", "2", "--batch_size", "3", "--grad_accum", "1"]
+    rows = Path(f"{kind}.jsonl").read_text().splitlines()
+    Path(f"{kind}.jsonl").write_text("\n".join(rows[:4]))
+    assert main(command(kind, "--eval_strategy", "no", *epochs) if kind == "text" else command(kind, *epochs)) == 0
+    assert "epochs: 2 x 4 rows are 3 steps of 3" in capsys.readouterr().out
