@@ -27,6 +27,7 @@ from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspee
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
 from outcore.model import ModelSettings, resolve_source
+from outcore.model.facts import set_end_tokens
 from outcore.model.forward import unwrap
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
@@ -39,7 +40,7 @@ from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
 from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer, trained_numel
-from outcore.train.run.data import default_seq_length, load_data, load_tokenizer, settle_ends
+from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 
 NEVER = 1 << 30
@@ -326,7 +327,7 @@ class _Story:
         if config.export:
             stop.finishing, job.phase = "finishing the export", "exporting the model"
             adapter_only = config.lora_export == "adapter"
-            settle_ends(unwrap(trainer.model), tokenizer, self.ends, job.say)
+            set_end_tokens(unwrap(trainer.model), tokenizer, self.ends, job.say)
             export_model(
                 folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, adapter_only=adapter_only
             )

@@ -26,6 +26,7 @@ from outcore.data.chat import end_tokens_of
 from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.engine.decide import choose_engine
 from outcore.model import ModelSettings, resolve_source
+from outcore.model.facts import set_end_tokens
 from outcore.model.forward import unwrap
 from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
@@ -44,7 +45,7 @@ from outcore.train.configure.rooms import (
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.loop import BestSoFar, TrainerParts, TrainingLoop, sample_prompt
 from outcore.train.process.random_state import fix_order, seed_everything
-from outcore.train.run.data import default_seq_length, load_data, settle_ends
+from outcore.train.run.data import default_seq_length, load_data
 from outcore.train.run.job import RunJob
 from outcore.train.run.planned import Planned, check_drives, export_bytes, space_reserves
 from outcore.train.run.telling import tell_at_exit
@@ -119,7 +120,7 @@ class RunContext:
         stream = BatchStream(
             self.data.train, micro, engine.rank, engine.world_size, seed=config.seed, group_rows=group_rows
         )
-        end_tokens = settle_ends(unwrap(engine.loaded.model), self.tokenizer, self.data.summary.end_tokens, say)
+        end_tokens = set_end_tokens(unwrap(engine.loaded.model), self.tokenizer, self.data.summary.end_tokens, say)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
         if (model := model_fingerprint(engine.loaded.config)) is not None:
             fingerprint["model"] = model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from outcore.checkpoint import Checkpoint
@@ -11,7 +11,6 @@ from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture,
 from outcore.data.chat import read_template
 from outcore.data.look import data_settings_of
 from outcore.model import LoadedModel, ModelSettings, max_positions, resolve_source
-from outcore.model.facts import set_end_tokens
 from outcore.model.trial import check_abilities, check_token_ids, embedding_rows
 from outcore.train.changes import kept_tokenizer
 from outcore.train.configure.rooms import DEFAULT_SEQ_LENGTH, TINY_SEQ_LENGTH, model_settings_of
@@ -79,12 +78,3 @@ def load_data(
     if data.sample_text:
         say(f"a sample of each shape of rows, loss on the marked parts:\n{data.sample_text}")
     return data
-
-
-def settle_ends(model: Any, tokenizer: Any, trained: Collection[int], say: Say) -> list[int]:
-    """Have the exported model stop where the data's answers end; said where that is not where its text ends."""
-    found = set_end_tokens(model, tokenizer, trained)
-    if found and set(trained) - {tokenizer.eos_token_id}:
-        words = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in found]
-        say(f"answers end with {' or '.join(words)}: the exported generation_config.json says so")
-    return found

@@ -28,6 +28,7 @@ from outcore.data.layout import IGNORE_INDEX
 from outcore.data.look import data_settings_of
 from outcore.data.pictures import PictureEncoder, PictureRow, picture_rows
 from outcore.model.adapters import linear_names
+from outcore.model.facts import set_end_tokens
 from outcore.monitor.metrics import MetricsLog
 from outcore.runs import RunFolder, take_run
 from outcore.train.changes import base_of_run, settle_changes, settle_materials
@@ -41,7 +42,6 @@ from outcore.train.configure.rooms import (
 )
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer
-from outcore.train.run.data import settle_ends
 
 READ = frozenset((
     "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
@@ -301,7 +301,7 @@ def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Pa
             model.save_pretrained(adapter)
             model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
-    settle_ends(plain, encoder.tokenizer, ends, say)
+    set_end_tokens(plain, encoder.tokenizer, ends, say)
     model.save_pretrained(folder)
     if plain.generation_config is not None:
         plain.generation_config.save_pretrained(folder)
