@@ -89,5 +89,5 @@ def save_as_ours(
 
 
 def saved_by_trainer(checkpoint: Checkpoint | None) -> str | None:
-    """Where the trainer finds what it saved, to go on with it; None where nothing was."""
+    """Folder of what the trainer saved, with which it goes on; None without a checkpoint."""
     return None if checkpoint is None else str(next((checkpoint.path / TRAINER).iterdir()))

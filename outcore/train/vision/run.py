@@ -40,7 +40,6 @@ from outcore.train.configure.rooms import (
     run_length,
     schedule_of,
 )
-from outcore.train.configure.schedule import LrSchedule
 from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer
 
 READ = frozenset((
@@ -104,7 +103,7 @@ def train_vision(config: TrainConfig) -> int:
         opened.callback(log.close)
         plan = {"total_steps": length.total_steps, "train_batch_size": settings.train_batch_size, "engine": "hf"}
         log.write_header({"run": folder.name, "plan": plan, "config": asdict(config)})
-        trainer = _trainer(config, settings, length, model, rows, encoder, folder, log, schedule)
+        trainer = _trainer(config, settings, length, model, rows, encoder, folder, log)
         state = {
             "fingerprint": fingerprint,
             "method": "train_vision",
@@ -212,9 +211,11 @@ def _adapted(config: TrainConfig, model: Any, vision: dict[str, Any]) -> Any:
 
 def _trainer(
     config: TrainConfig, settings: Any, length: RunLength, model: Any, rows: list[PictureRow], encoder: Any,
-    folder: RunFolder, log: MetricsLog, schedule: LrSchedule,
+    folder: RunFolder, log: MetricsLog,
 ) -> Any:  # fmt: skip
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
 
     class Told(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
