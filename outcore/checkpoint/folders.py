@@ -56,6 +56,15 @@ class Checkpoint:
         """The loop's state as saved."""
         return dict(self.state)
 
+    def check_readable(self) -> None:
+        """CheckpointError for one of a foreign trainer (`--method`, `--train_vision`), which only that reads."""
+        method = self.state.get("method")
+        if method is not None:
+            raise CheckpointError(
+                f"{self.path}: is of a run by {method}, whose checkpoints only its trainer reads. Let the run come to "
+                "its end (the same command with --resume_from_checkpoint auto), which exports the model."
+            )
+
     def files(self, prefix: str) -> list[str]:
         """Listed files whose path below the folder begins so; nothing else in the folder is read."""
         return sorted(name for name in self.manifest.files if name.startswith(prefix))

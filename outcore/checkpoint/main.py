@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outcore.checkpoint.export import (
+    FOLDER,
     export_checkpoint,
     has_adapter,
     how_to_load,
@@ -46,8 +47,10 @@ def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint
 
 
 def _has_adapter_alone(run: Path, root: Path) -> bool:
-    """True for an exported adapter's folder, and for a run that kept no checkpoint beside its exported adapter."""
-    return not list_checkpoints(root / run) and is_adapter(model_folder(run))
+    """True for an exported adapter's folder, and for a run that kept no checkpoint of ours beside its exported adapter:
+    none, or a foreign trainer's, which only that reads."""
+    ours = any((step / FOLDER).is_dir() for step in list_checkpoints(root / run))
+    return not ours and is_adapter(model_folder(run))
 
 
 def main(argv: list[str] | None = None) -> int:

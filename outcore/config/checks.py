@@ -18,7 +18,7 @@ READ_HERE = ("eval_dataset",)
 
 OF_THE_LOOP = (
     *EngineFields.__annotations__, "model_module", "router_loss", "optimizer", "decay_all", "activation_checkpointing",
-    "label_smoothing", "neftune_noise_alpha", "deterministic", "base_hash", "sample_steps", "sample_prompt",
+    "label_smoothing", "neftune_noise_alpha", "deterministic", "sample_steps", "sample_prompt",
     "sample_tokens", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
     "early_stopping_threshold", "metrics_port", "trace", "packing", "group_by_length", "streaming",
 )  # fmt: skip

@@ -235,7 +235,7 @@ def _check_aio(aio: Mapping[str, Any]) -> None:
         _need(isinstance(aio.get(key, False), bool), f"aio.{key} must be true or false, got {aio.get(key)!r}.")
     _need(
         not aio.get("use_gds"),
-        "aio.use_gds needs GPUDirect Storage, which outcore uses only where gds_optimizer.py has proved a direct path, "
+        "aio.use_gds needs GPUDirect Storage, which outcore uses only where the probe has proved a direct path, "
         "and not through DeepSpeed. Set it to false.",
     )
 

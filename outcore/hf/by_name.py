@@ -29,16 +29,23 @@ class OutcoreConfig(QuantizationConfigMixin):
         self,
         vram_gib: float | None = None,
         ram_gib: float | None = None,
-        nvme: str | list[str] | None = None,
+        nvme_offload_path: str | list[str] | None = None,
         base: str | None = None,
+        nvme: str | list[str] | None = None,
         **others: Any,
     ) -> None:
         others.pop("quant_method", None)
         if others:
-            raise ValueError(f"OutcoreConfig takes vram_gib, ram_gib, nvme and base, not {', '.join(sorted(others))}")
+            takes = "OutcoreConfig takes vram_gib, ram_gib, nvme_offload_path and base"
+            raise ValueError(f"{takes}, not {', '.join(sorted(others))}")
         self.quant_method: Any = "outcore"
-        self.vram_gib, self.ram_gib, self.nvme, self.base = vram_gib, ram_gib, nvme, base
-        StreamOptions(vram_gib, ram_gib, nvme, base)  # wrong ones are found before anything is loaded
+        self.vram_gib, self.ram_gib, self.nvme_offload_path, self.base = (
+            vram_gib,
+            ram_gib,
+            nvme_offload_path or nvme,
+            base,
+        )
+        StreamOptions(vram_gib, ram_gib, self.nvme_offload_path, base)  # wrong ones are found before anything is loaded
 
 
 @register_quantizer("outcore")
@@ -67,7 +74,8 @@ class OutcoreQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config: Any = self.quantization_config
-        stream(model, vram_gib=config.vram_gib, ram_gib=config.ram_gib, nvme=config.nvme, quantize=config.base)
+        nvme = config.nvme_offload_path
+        stream(model, vram_gib=config.vram_gib, ram_gib=config.ram_gib, nvme_offload_path=nvme, quantize=config.base)
         if config.base is None:
             self.remove_quantization_config(model)
             for module in model.modules():

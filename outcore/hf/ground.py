@@ -48,7 +48,9 @@ class StreamOptions:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0 (GiB), got {value}")
         if self.ram_gib is not None and self.nvme is None:
-            raise ValueError("ram_gib limits the weights in RAM, and the rest needs a place: give nvme, a folder")
+            raise ValueError(
+                "ram_gib limits the weights in RAM; the rest needs a place: give nvme_offload_path, a folder"
+            )
         if self.quantize not in (None, *QUANTIZE_CHOICES):
             raise ValueError(f"quantize must be {' or '.join(QUANTIZE_CHOICES)}, got {self.quantize!r}")
 

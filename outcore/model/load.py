@@ -415,7 +415,8 @@ def _own_abilities(model: Any) -> Abilities:
 
 def _attention_error(error: ValueError | ImportError, source: ModelSource, settings: ModelSettings) -> Exception:
     text = str(error)
-    if any(word in text.lower() for word in ("attention", "sdpa", "flash")):
+    said = settings.attn_implementation != "auto"
+    if said and any(word in text.lower() for word in ("attention", "sdpa", "flash")):
         return ValueError(
             f"This {source.config.model_type} model does not run with attn_implementation "
             f"{settings.attn_implementation!r}: {text.strip().splitlines()[0]} Use --attn_implementation auto."

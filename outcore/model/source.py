@@ -92,6 +92,7 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
             config.vocab_size = vocab_size
     else:
         source = _trained_source(settings)
+        _check_it_reads_text_alone(source)
     _apply_overrides(source.config, settings)
     if source.path is None:
         _apply_tokenizer(source.config, tokenizer)
@@ -100,6 +101,23 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
     _check_sizes(source.config, settings.config_file or source.path or source.words)
     check_seq_length(source.config, settings.seq_length)
     return source
+
+
+def _check_it_reads_text_alone(source: ModelSource) -> None:
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
+
+    kind = type(source.config)
+    is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not is_text:
+        raise ValueError(
+            f"{source.path} ({source.config.model_type}) is an image-text model, which this command does not take. "
+            "outcore train trains it with --train_vision none, lora or full; outcore generate and chat ask it with "
+            "--image."
+        )
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

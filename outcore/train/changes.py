@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from outcore.checkpoint.materials import SOURCE, Material, base_material, check_
 from outcore.common.quantities import format_gib
 from outcore.config import TrainConfig
 from outcore.data import ids_hash
-from outcore.model import ModelSettings, resolve_source
 from outcore.sizing.engine_rule import BELOW_ZERO3
 from outcore.train.configure.schedule import COSINE_FLOOR
 
 ON_PURPOSE = ("schedule ", "train_batch_size", "seed")
 """Beginnings of what may change on purpose; another model, precision or adapter never may."""
+COMPARED = ("dpo", "kto")
+"""Methods that compare with the model as it was, which they ask again when they go on."""
 
 
 def settle_changes(checkpoint: Checkpoint, fingerprint: dict[str, Any], *, on_purpose: bool) -> list[str]:
@@ -66,21 +67,27 @@ def kept_tokenizer(config: TrainConfig, checkpoint: Checkpoint | None) -> Path |
     return folder if checkpoint.files(f"{EXPORT_FOLDER}/tokenizer") else None
 
 
+def began_from(config: TrainConfig, name: str | None, source: Any) -> dict[str, Material]:
+    """The model called `name`, whose transformers configuration is `source`, by its kind: the base below the run's
+    adapters or of its comparisons, else the source that its weights began from."""
+    if not name:
+        return {}
+    is_base = bool(config.lora_r) or config.method in COMPARED
+    whole = is_base and config.base_hash == "whole"
+    return {"base" if is_base else SOURCE: base_material(name, getattr(source, "_commit_hash", None), whole=whole)}
+
+
 def settle_materials(
     config: TrainConfig,
-    model: ModelSettings,
+    below: Mapping[str, Material],
     tokenizer: Any,
     checkpoint: Checkpoint | None,
     say: Callable[[str], None],
 ) -> dict[str, Material]:
-    """The run's tokenizer, below an adapter its base, else the model that it began from. CheckpointError where the
-    checkpoint has another tokenizer or base: no run may change these on its way, not on purpose either."""
+    """The run's tokenizer, and what its weights began from. CheckpointError where the checkpoint has another tokenizer
+    or base: no run may change these on its way, not on purpose either."""
     named = config.tokenizer_name_or_path or config.model_name_or_path
-    found = {"tokenizer": Material(named or f"trained on {' and '.join(config.dataset)}", ids_hash(tokenizer))}
-    if model.model_name_or_path:
-        commit = getattr(resolve_source(model).config, "_commit_hash", None)
-        kind, whole = ("base", config.base_hash == "whole") if config.lora_r else (SOURCE, False)
-        found[kind] = base_material(model.model_name_or_path, commit, whole=whole)
+    found = {"tokenizer": Material(named or f"trained on {' and '.join(config.dataset)}", ids_hash(tokenizer)), **below}
     if checkpoint is None:
         return found
     for kind, now in found.items():

@@ -90,7 +90,7 @@ def test_a_checkpoint_without_the_frozen_weights_is_refused(tmp_path: Path, caps
     save_checkpoint(tmp_path / "run", 1, write, needed_bytes=0, keep=1)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert "1 of 21 were not (model.embed_tokens.weight). Resume it with train_model.py" in said
+    assert "1 of 21 were not (model.embed_tokens.weight). Resume it with python train_model.py" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 

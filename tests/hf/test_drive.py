@@ -32,7 +32,7 @@ def test_packed_matrices_and_what_is_not_packed_do_not_wait_for_each_other(tmp_p
     found = []
     for nvme in (None, tmp_path):
         model = tiny("llama", num_hidden_layers=8, hidden_size=256, intermediate_size=512, lora=True)
-        found.append(gradients(outcore.hf.stream(model, nvme=nvme, quantize="nf4")))
+        found.append(gradients(outcore.hf.stream(model, nvme_offload_path=nvme, quantize="nf4")))
     assert not [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,11 +114,15 @@ def test_the_console_command(capsys, tmp_path):
     assert cli.main(["plan", "--model", "tiny", *LAPTOP]) == 0
 
 
-def test_stages_say_that_checkpoints_come_on_top_and_small_rates_are_no_zero(capsys):
+def test_stages_and_tiers_name_the_same_bytes_and_small_rates_are_no_zero(capsys):
     assert main(["--model", "llama-70b", "--machine", "rtx4070-laptop", "--ram_gib", "16", "--seq_length", "64"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "NVMe in GB, without checkpoints" in said
+    assert "NVMe in GB, checkpoints too" in said
     assert " 0 tokens/s" not in said
+    main(["--model", "llama-8b", "--machine", "rtx4070-laptop", "--ram_gib", "16"])
+    tiers, _, stages = capsys.readouterr().out.partition("Every ZeRO stage")
+    total = re.search(r"total, states x 1.5\W+([\d.]+) GB", tiers)
+    assert total and f" {float(total[1]):,.0f} " in stages
 
 
 def test_help_of_plans_is_about_plans(capsys):

@@ -36,6 +36,7 @@ from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, 
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.hub import RUN_FOLDERS
 from outcore.common.listing import damaged_weights, write_checksums
+from outcore.common.words import own_command
 from outcore.model import Origin
 from outcore.model.adapters import settle_trained_modules
 from outcore.model.facts import adapter_name, model_class_of, read_end_tokens, set_end_tokens
@@ -90,6 +91,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 
     A LoRA checkpoint gives its adapter in peft's format. ExportRefused where `target` is there, CheckpointError when it
     cannot be exported or the drive is too full; `target` appears only when it is whole."""
+    checkpoint.check_readable()
     _check_free(target)
     files = checkpoint.path / FOLDER
     names = checkpoint.files(f"{FOLDER}/")
@@ -98,12 +100,12 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     if not files.is_dir():
         raise CheckpointError(
             f"{checkpoint.path}: holds no {FOLDER}/ with the model's configuration: it was made by an older version. "
-            "Resume it with train_model.py, which exports at the end."
+            f"Resume it with {own_command('train')}, which exports at the end."
         )
     if checkpoint.damaged_export:
         raise CheckpointError(
-            f"{checkpoint.damaged_export[0]} Resume the run with train_model.py (--resume_from_checkpoint auto), which "
-            "makes these files again; the weights are whole."
+            f"{checkpoint.damaged_export[0]} Resume the run with {own_command('train')} "
+            "(--resume_from_checkpoint auto), which makes these files again; the weights are whole."
         )
     shards = [checkpoint.path / name for name in checkpoint.files("model-")]
     architecture = None if (files / ADAPTER).is_file() else _architecture(files)
@@ -156,6 +158,8 @@ def how_to_load(folder: Path) -> str:
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
     heads = ("ForSequenceClassification", "ForTokenClassification")
     kind = next((f"AutoModel{head}" for head in heads if head in str(config.get("architectures"))), kind)
+    if (folder / "processor_config.json").is_file():
+        kind = "AutoModelForImageTextToText"
     return f"{kind}.from_pretrained loads it"
 
 
@@ -214,7 +218,7 @@ def _architecture(folder: Path) -> nn.Module | None:
         return None
 
 
-_WHOLE = "Resume it with train_model.py, which exports the whole model at the end."
+_WHOLE = f"Resume it with {own_command('train')}, which exports the whole model at the end."
 
 
 def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
@@ -285,6 +289,7 @@ def has_adapter(checkpoint: Checkpoint) -> bool:
 def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     """The whole model with the adapter in it, in `target`, which must not exist yet. ExportRefused where it does or
     there is no adapter, CheckpointError where there is no base to merge it into, or another one."""
+    checkpoint.check_readable()
     if not has_adapter(checkpoint):
         raise ExportRefused(f"{checkpoint.path}: all weights were trained, nothing is to merge: leave --merge out.")
     base = base_of(checkpoint.path / FOLDER)
@@ -302,7 +307,14 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 def merge_adapter(adapter: Path, target: Path) -> Path:
     """Merge an exported adapter, in peft's format, into its base as `merge_checkpoint` does."""
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoProcessor,
+        AutoTokenizer,
+    )
 
     _check_free(target)
     if damaged := damaged_weights(adapter)[0]:
@@ -314,7 +326,9 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
             "into which only the run itself merges, at its end (--lora_export merged, the default)."
         )
     config = AutoConfig.from_pretrained(base)
+    sees = (adapter / "processor_config.json").is_file()
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if sees else auto
     with warnings.catch_warnings():  # an attribute's old name, which peft asks for
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter), is_trainable=True)
@@ -322,8 +336,9 @@ def merge_adapter(adapter: Path, target: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     read_end_tokens(network.get_base_model(), adapter)
     set_end_tokens(network.get_base_model(), tokenizer, ())
+    written: Any = AutoProcessor.from_pretrained(adapter) if sees else tokenizer
     weight_of = lambda parameter: parameter.detach()  # noqa: E731
-    export_model(target, network, weight_of, tokenizer=tokenizer, origin=_origin_at(base))
+    export_model(target, network, weight_of, tokenizer=written, origin=_origin_at(base))
     return target
 
 

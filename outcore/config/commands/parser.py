@@ -38,9 +38,9 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, common: Sequence[str] = (), **more: Any) -> None:
         super().__init__(*args, add_help=False, **more)
         self._common = common
-        metavar = "all" if common else argparse.SUPPRESS
         words = "this text; all: every flag" if common else "this text"
-        self.add_argument("--help", "-h", action=_Help, nargs="?", metavar=metavar, help=words)
+        more = {"nargs": "?", "metavar": "all"} if common else {"nargs": 0}
+        self.add_argument("--help", "-h", action=_Help, help=words, **more)
 
     def show_help(self, *, everything: bool) -> NoReturn:
         """Print the help, with every flag or the common ones, and leave."""

@@ -96,6 +96,7 @@ class Shape:
 
     def example(self, row: Mapping[str, Any]) -> Example:
         """One row's example. Raises RowError saying what is wrong with the row."""
+        self._check_kind(row)
         for column in self.columns:
             if column not in row:
                 raise RowError(f"no column {column!r}{nearest(column, row)}; the row has: {', '.join(row) or 'none'}")
@@ -117,6 +118,17 @@ class Shape:
             messages = message_list(value) or ()
             if is_number(value) or any(is_number(m.get("content", m.get("value"))) for m in messages):
                 yield column
+
+    def _check_kind(self, row: Mapping[str, Any]) -> None:
+        """RowError for a row without anything in the shape's columns that has what another shape reads."""
+        if any(row.get(column) is not None for column in self.columns):
+            return
+        other = next(iter(_found({c: v for c, v in row.items() if v is not None}, DataSettings()).values()), None)
+        if other is not None:
+            raise RowError(
+                f"the row is {other}, and this file is read as {self}, which other rows of it are: a file has rows of "
+                "one shape. Give each shape a file of its own (--dataset A --dataset B)"
+            )
 
     def _check_media(self, row: Mapping[str, Any]) -> None:
         for column in MEDIA_COLUMNS:

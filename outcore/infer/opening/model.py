@@ -191,21 +191,22 @@ def open_model(
     folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
     ends = end_tokens_of(unwrap(loaded.model), tokenizer)
     most = max_positions(loaded.config)
-    said = [read_pooling(folder) for folder in reversed(folders)]  # an adapter's own word before its base's
-    told = [way for way in said if way is not None]
-    pooling: Pooling = told[0] if told else "mean"
+    pooling: Pooling = "mean"
+    for folder in folders:  # an adapter's own word after its base's
+        pooling = read_pooling(folder) or pooling
     return FoundModel(loaded, tokenizer, place.words, ends, most, folders, tuple(adapters), choice, pooling)
 
 
 def _checkpoint_place(path: Path) -> ModelPlace:
     found = path if (path / MANIFEST).is_file() else list_checkpoints(path)[-1]
     try:
-        checkpoint = open_checkpoint(found).path
+        opened = open_checkpoint(found)
+        opened.check_readable()
+        checkpoint = opened.path
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     files = checkpoint / EXPORT
     if (files / ADAPTER).is_file():
-        opened = open_checkpoint(found)
         check_material(opened, "base", base_material(_base_of(files)))
         packed = opened.trainer_state()["fingerprint"].get("quantize")
         return replace(

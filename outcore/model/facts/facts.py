@@ -15,7 +15,7 @@ their turns with another token than its text would run on in all of them, becaus
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -289,13 +289,17 @@ def end_ids(eos_token_id: Any) -> list[int]:
     return [int(token) for token in eos_token_id] if isinstance(eos_token_id, list | tuple) else [int(eos_token_id)]
 
 
-def set_end_tokens(model: Any, tokenizer: Any, trained: Iterable[int]) -> list[int]:
+def set_end_tokens(
+    model: Any, tokenizer: Any, trained: Collection[int], say: Callable[[str], None] | None = None
+) -> list[int]:
     """Have what is exported of `model` (one of transformers') end its answers with the tokens that ended them so far,
-    the tokenizer's EOS and those that the data trains. Returns all of them; nothing of a model without a configuration.
-    """
+    the tokenizer's EOS and those that the data trains, said where these are others. Returns all of them; nothing of a
+    model without a configuration."""
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return []
+    if not hasattr(config, "eos_token_id"):
+        config = config.get_text_config()  # an image-text model's own has none
     own = end_ids(tokenizer.eos_token_id)
     before = end_ids(generation.eos_token_id if generation is not None else None) or end_ids(config.eos_token_id)
     ends = list(dict.fromkeys([*before, *own, *trained]))
@@ -303,6 +307,9 @@ def set_end_tokens(model: Any, tokenizer: Any, trained: Iterable[int]) -> list[i
         config.eos_token_id = own[0]  # one number: not every architecture's configuration takes more
     if generation is not None and ends:
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    if say is not None and set(trained) - set(own):
+        words = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in ends]
+        say(f"answers end with {' or '.join(words)}: the exported generation_config.json says so")
     return ends
 
 

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from outcore.common.output import tell_error
 from outcore.common.quantities import GB, format_count, format_gb, format_s
+from outcore.common.words import own_command
 from outcore.config.commands import watch_flags
 from outcore.monitor.metrics import Metrics, numbers
 from outcore.monitor.metrics.reader import smooth
@@ -262,7 +263,7 @@ def find_run(run: str | None, logs: Path | str = "logs") -> Path:
     runs = sorted(logs.glob(f"*/{METRICS_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if run is None:
         if not runs:
-            raise ValueError(f"There is no run under {logs.absolute()} yet: start one with train_model.py.")
+            raise ValueError(f"There is no run under {logs.absolute()} yet: start one with {own_command('train')}.")
         return runs[0].parent
     for candidate in (Path(run), logs / run, logs / Path(run).name):  # the last: of another folder of the run
         if candidate.is_file() or (candidate / METRICS_NAME).is_file():

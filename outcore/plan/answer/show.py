@@ -17,7 +17,6 @@ from outcore.plan.answer.advice import Advice, shortage_words
 from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
-from outcore.plan.terms import CHECKPOINTS
 
 BYTES_PER_TOKEN = 4
 """English text takes about so many, by vocabularies of 32,000 to 152,000 entries; JSON's names count in, too."""
@@ -246,7 +245,7 @@ def _stages(answer: PlanAnswer) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    title = "Every ZeRO stage (VRAM, RAM in GiB; NVMe in GB, without checkpoints)"
+    title = "Every ZeRO stage (VRAM, RAM in GiB; NVMe in GB, checkpoints too)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
         left = column in ("stage", "where", "short")
@@ -254,13 +253,13 @@ def _stages(answer: PlanAnswer) -> RenderableType:
     rows = [*answer.stages.items(), *([("stream", answer.stream)] if answer.stream else [])]
     fastest = max((plan.tokens_per_s for _, plan in rows if plan.fits), default=0.0)
     for name, plan in rows:
-        states = plan.used_bytes("nvme") - plan.part_bytes("nvme", CHECKPOINTS)
+        drive_bytes = plan.tier("nvme").used_bytes
         table.add_row(
             name,
             plan.offload,
             f"{plan.used_bytes('vram') / GIB:.1f}",
             f"{plan.tier('ram').used_bytes / GIB:.1f}",
-            f"{states / GB:,.0f}" if states else "-",
+            f"{drive_bytes / GB:,.0f}" if drive_bytes else "-",
             format_s(plan.time.step_s),
             f"{plan.tokens_per_s / fastest:.2f}" if plan.fits and math.isfinite(fastest) else "-",
             ", ".join(TIER_WORDS[use.tier] for use in plan.short_tiers),

@@ -28,31 +28,30 @@ from transformers import (
 
 import outcore.hf
 from outcore import __version__
-from outcore.checkpoint import Checkpoint, save_checkpoint
+from outcore.checkpoint import Checkpoint
 from outcore.checkpoint.export import check_login, export_model, how_to_load, push
 from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
 from outcore.data.chat import ensure_chat_template
-from outcore.model import ModelSettings, Origin
-from outcore.model.forward import Pooling, read_pooling, write_pooling
+from outcore.model import ModelSettings, Origin, resolve_source
+from outcore.model.facts import set_end_tokens
+from outcore.model.forward import Pooling, read_pooling, unwrap, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
-from outcore.train.changes import settle_changes
-from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.changes import began_from, settle_changes, settle_materials
+from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
 from outcore.train.methods.address import is_address
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
-from outcore.train.process.alone import in_one_process
+from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer, trained_numel
 from outcore.train.process.log import RunLog
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 
-TRAINER = "trainer"
-"""Folder of a checkpoint for what the trainer saves."""
 NEVER = 1 << 30
 """A number of steps that no run has."""
 
@@ -95,6 +94,9 @@ class _Story:
         self.job, self.config, self.kind, self.settings, self.folder = job, job.config, kind, settings, taken.folder
         self.checkpoint: Checkpoint | None = taken.checkpoint
         self.saved_path: Path | None = None
+        self.ends: list[int] = []
+        """Tokens that end the answers of the data."""
+        job.saved = lambda: self.saved_path
 
     def tell(self, classes: tuple[Any, Any] | None) -> int:
         job, config = self.job, self.config
@@ -102,24 +104,29 @@ class _Story:
         length = config.seq_length or default_seq_length(config, self.settings.precision)
         model_settings = model_settings_of(config, self.settings.precision, length)
         tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
+        below = began_from(config, model_settings.model_name_or_path, resolve_source(model_settings).config)
+        materials = settle_materials(config, below, tokenizer, self.checkpoint, job.say)
+        made_of = {kind: asdict(material) for kind, material in materials.items()}
         trained, held = self._rows(model_settings, tokenizer)
         first = trained[0]
-        is_talk = any(isinstance(first.get(name), list) for name in ("chosen", "completion"))
-        if is_talk and (note := ensure_chat_template(tokenizer)):
-            job.say(note)
+        talk = next((first[name] for name in ("chosen", "completion") if isinstance(first.get(name), list)), None)
+        if talk is not None:
+            if note := ensure_chat_template(tokenizer):
+                job.say(note)
+            self.ends = _end_of([*first["prompt"], *talk], tokenizer)
         job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
         labels, problem = self._labels(trained, held)
         if labels is not None:
             job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
         job.phase = "loading the model"
         model = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word="words" in first)
-        job.say(
-            f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {_trained_numel(model):,} trainable"
-        )
+        job.say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {trained_numel(model):,} trainable")
         outcore.hf.stream(model, quantize=model_settings.quantize)
         steps = run_length(
             config, len(trained), self.settings.train_batch_size, self.settings.gradient_accumulation_steps
         )
+        if words := epoch_words(config, len(trained), self.settings.train_batch_size):
+            job.say(words)
         schedule = schedule_of(config, self.settings.file, self.settings.learning_rate, steps.total_steps)
         fingerprint = self._fingerprint(schedule)
         if self.checkpoint is not None:
@@ -129,8 +136,21 @@ class _Story:
             log = self._log(stop, steps, model)
             material = _Material(tokenizer, (trained, held), length)
             trainer = self._trainer(classes, model, material, steps, schedule, log, labels)
-            _save_as_ours(trainer, self, fingerprint)
+            state = {"fingerprint": fingerprint, "method": config.method, "made_of": made_of}
+            save_as_ours(
+                trainer, self.folder.checkpoints, state, keep=config.save_total_limit, saved=self._saved, say=job.say
+            )
             return self._train(trainer, log, stop, steps, tokenizer)
+
+    def _loads(self) -> str:
+        """What loads the exported model, in words."""
+        if self.config.method == "embed" and self.config.lora_export != "adapter":
+            what = {"mean": "the mean of a text's last hidden states", "last": "its last token's last hidden state"}
+            return f"AutoModel.from_pretrained loads it: {what[self._pooling()]} is its vector"
+        return how_to_load(self.folder.export)
+
+    def _saved(self, path: Path) -> None:
+        self.saved_path = path
 
     def _rows(self, model: ModelSettings, tokenizer: Any) -> tuple[Any, Any]:
         """(rows to train on, rows to evaluate on)."""
@@ -150,6 +170,7 @@ class _Story:
                     f"teacher: {config.teacher} has other tokens than the student; they must be the same."
                 )
         data = load_data(config, model, tokenizer, None, job.say)
+        self.ends = data.summary.end_tokens
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
         if is_file:
             file = Path(str(config.teacher)).expanduser()
@@ -203,7 +224,7 @@ class _Story:
             "run": folder.name,
             "versions": {"outcore": __version__, "torch": torch.__version__},
             "machine": {"device": job.device.reason},
-            "model": {"words": type(model).__name__, "trainable_params": _trained_numel(model)},
+            "model": {"words": type(model).__name__, "trainable_params": trained_numel(model)},
             "plan": {"total_steps": steps.total_steps, "train_batch_size": self.settings.train_batch_size},
             "config": asdict(config),
         }
@@ -319,9 +340,7 @@ class _Story:
         began_s = time.perf_counter()
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
-            trainer.train(resume_from_checkpoint=str(next((self.checkpoint.path / TRAINER).glob("checkpoint-*"))))
-        else:
-            trainer.train()
+        trainer.train(resume_from_checkpoint=saved_by_trainer(self.checkpoint))
         step = trainer.state.global_step
         if step < steps.total_steps:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto" * bool(self.saved_path)
@@ -334,6 +353,7 @@ class _Story:
             adapter_only = config.lora_export == "adapter"
             is_whole = not self.kind.has_head and config.method != "embed"  # else its head is left out on purpose
             origin = Origin.of(config.model_name_or_path) if is_whole and config.model_name_or_path else None
+            set_end_tokens(unwrap(trainer.model), tokenizer, self.ends, job.say)
             export_model(
                 folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, origin=origin,
                 adapter_only=adapter_only,
@@ -348,34 +368,13 @@ class _Story:
         job.say(words + f"; validation {log.eval_words}" * bool(log.last_eval))
         job.say(f"log and loss curve: {folder.logs}")
         if config.export:
-            job.say(f"model:              {folder.export}  ({how_to_load(folder.export)})")
+            job.say(f"model:              {folder.export}  ({self._loads()})")
             if config.push_to_hub is not None:
                 job.say(f"uploaded: {push(folder.export, config.push_to_hub, folder.name)}")
         return 0
 
 
-def _save_as_ours(trainer: Any, story: _Story, fingerprint: dict[str, Any]) -> None:
-    """Have the trainer's checkpoints written as a run's: aside, under a manifest, the oldest removed."""
-    write_theirs = trainer._save_checkpoint
-
-    def save(model: Any, trial: Any = None) -> None:
-        def write(aside: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
-            before, trainer.args.output_dir = trainer.args.output_dir, str(aside / TRAINER)
-            try:
-                write_theirs(model, trial)
-            finally:
-                trainer.args.output_dir = before
-            return {"tokens_seen": 0, "fingerprint": fingerprint, "method": story.config.method}
-
-        needed = 16 * _trained_numel(trainer.model)  # fp32 masters and moments, and the weights
-        story.saved_path = save_checkpoint(
-            story.folder.checkpoints, trainer.state.global_step, write,
-            needed_bytes=needed, keep=story.config.save_total_limit, say=story.job.say,
-        )  # fmt: skip
-
-    story.job.saved = lambda: story.saved_path
-    trainer._save_checkpoint = save
-
-
-def _trained_numel(model: Any) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def _end_of(talk: list[dict[str, Any]], tokenizer: Any) -> list[int]:
+    """The special token by which the chat template ends a conversation; [] where it ends it by none."""
+    ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False).rstrip(), add_special_tokens=False)["input_ids"]
+    return [token for token in ids[-1:] if token in tokenizer.added_tokens_decoder]

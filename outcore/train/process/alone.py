@@ -1,33 +1,93 @@
-"""Other trainers, one process: what a launcher set for several does not reach them."""
+"""Other trainers: in one process, whatever a launcher set for several, and with a run's own checkpoints."""
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import datasets
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from outcore.checkpoint import Checkpoint, save_checkpoint
+
+TRAINER = "trainer"
+"""Folder of a checkpoint for what the trainer saves."""
+TALKING = ("transformers", "trl", "peft", "accelerate", "datasets", "DeepSpeed")
+"""Loggers of libraries that a foreign trainer brings along. What they say is of their own settings, which no user of
+ours has made; what matters to a run we look at and say ourselves."""
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Within this context trainers find no launcher's variables, for which they would wrap the model, and draw no bars
-    of their own."""
+    """Within this context trainers find no launcher's variables, for which they would wrap the model, draw no bars of
+    their own, and tell no more than errors."""
     kept = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
     quiet = is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
     disable_progress_bar()
     datasets.disable_progress_bars()
+    talking = [logging.getLogger(name) for name in TALKING]
+    levels = [logger.level for logger in talking]
+    for logger in talking:
+        logger.setLevel(logging.ERROR)
+        logger.addFilter(_is_error)  # DeepSpeed sets its level again as it is imported
     try:
         with warnings.catch_warnings():  # an attribute's old name, which TRL and peft ask for
             warnings.filterwarnings("ignore", category=FutureWarning)
             yield
     finally:
         os.environ.update(kept)
+        for logger, level in zip(talking, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeFilter(_is_error)
         if quiet[0]:
             enable_progress_bar()
         if quiet[1]:
             datasets.enable_progress_bars()
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def trained_numel(model: Any) -> int:
+    """Parameters that are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def save_as_ours(
+    trainer: Any,
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    saved: Callable[[Path], None],
+    say: Callable[[str], None],
+) -> None:
+    """Have the trainer's checkpoints written as a run's: aside, under a manifest with `state`, the oldest removed.
+    `saved` hears of each."""
+    write_theirs = trainer._save_checkpoint
+
+    def save(model: Any, trial: Any = None) -> None:
+        def write(aside: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
+            before, trainer.args.output_dir = trainer.args.output_dir, str(aside / TRAINER)
+            try:
+                write_theirs(model, trial)
+            finally:
+                trainer.args.output_dir = before
+            return {"tokens_seen": 0, **state}
+
+        needed_bytes = 16 * trained_numel(trainer.model)  # fp32 masters and moments, and the weights
+        saved(save_checkpoint(folder, trainer.state.global_step, write, needed_bytes=needed_bytes, keep=keep, say=say))
+
+    trainer._save_checkpoint = save
+
+
+def saved_by_trainer(checkpoint: Checkpoint | None) -> str | None:
+    """Folder of what the trainer saved, with which it goes on; None without a checkpoint."""
+    return None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))

@@ -33,7 +33,7 @@ from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch, hold_off_sleep
 from outcore.plan.run import Forecast
 from outcore.runs import RunFolder, TakenRun, default_name, take_run_together
-from outcore.train.changes import changed_by_version, settle_changes, settle_materials
+from outcore.train.changes import began_from, changed_by_version, settle_changes, settle_materials
 from outcore.train.configure.rooms import (
     ComputeDevice,
     epoch_words,
@@ -120,7 +120,7 @@ class RunContext:
         stream = BatchStream(
             self.data.train, micro, engine.rank, engine.world_size, seed=config.seed, group_rows=group_rows
         )
-        end_tokens = self._set_end_tokens(engine, say)
+        end_tokens = set_end_tokens(unwrap(engine.loaded.model), self.tokenizer, self.data.summary.end_tokens, say)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
         if (model := model_fingerprint(engine.loaded.config)) is not None:
             fingerprint["model"] = model
@@ -207,15 +207,6 @@ class RunContext:
             say("resume: the data, its order or its rows changed: they are read from their beginning")
             return False
         return True
-
-    def _set_end_tokens(self, engine: Engine, say: Callable[[str], None]) -> list[int]:
-        """Have the exported model stop where the data's answers end; said where that is not where its text ends."""
-        trained, own = self.data.summary.end_tokens, self.tokenizer.eos_token_id
-        found = set_end_tokens(unwrap(engine.loaded.model), self.tokenizer, trained)
-        if found and set(trained) - {own}:
-            words = [f"{self.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in found]
-            say(f"answers end with {' or '.join(words)}: the exported generation_config.json says so")
-        return found
 
     def _header(self, engine: Engine, sampler: Sampler, end_tokens: list[int]) -> dict[str, Any]:
         """Line 0 of metrics.jsonl."""
@@ -320,7 +311,10 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     taken = _take(job, settings)
     job.phase = "preparing tokenizer and data"
     planned = Planned(job, settings, model, taken.folder.name, taken.checkpoint)
-    made_of = settle_materials(config, model, planned.tokenizer, taken.checkpoint, job.say)
+    below = {}
+    if model.model_name_or_path:
+        below = began_from(config, model.model_name_or_path, resolve_source(model).config)
+    made_of = settle_materials(config, below, planned.tokenizer, taken.checkpoint, job.say)
     decision = planned.decide(taken.checkpoint)
     planned.check(decision)
     check_drives(config, taken.folder, planned.forecast(decision).plan, job.device.precision)

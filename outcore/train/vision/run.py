@@ -6,7 +6,7 @@ are refused, not ignored. The export is the whole model: what was not trained ha
 
 from __future__ import annotations
 
-import re
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,19 +18,30 @@ from typing import Any
 import torch
 
 from outcore import hf
+from outcore.checkpoint.export import how_to_load
 from outcore.common.output import printable
 from outcore.common.quantities import counted, format_count, format_s
 from outcore.config import ConfigError, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import weighted_source
 from outcore.data.chat import read_template
+from outcore.data.layout import IGNORE_INDEX
 from outcore.data.look import data_settings_of
-from outcore.data.pictures import PictureRow, picture_rows
+from outcore.data.pictures import PictureEncoder, PictureRow, picture_rows
 from outcore.model.adapters import linear_names
+from outcore.model.facts import set_end_tokens
 from outcore.monitor import MetricsLog, RunProgress, make_loggers
-from outcore.runs import RunFolder, default_name, folder_of
-from outcore.train.configure.rooms import RunLength, choose_device, lora_alpha, run_length, schedule_of
+from outcore.runs import RunFolder, take_run
+from outcore.train.changes import began_from, settle_changes, settle_materials
+from outcore.train.configure.rooms import (
+    RunLength,
+    choose_device,
+    epoch_words,
+    lora_alpha,
+    run_length,
+    schedule_of,
+)
 from outcore.train.process import StopRequest
-from outcore.train.process.alone import in_one_process
+from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer
 from outcore.train.process.log import RunLog
 
 READ = frozenset((
@@ -42,9 +53,16 @@ READ = frozenset((
     "lr_scheduler_type", "min_lr_ratio", "lr_decay_ratio", "warmup_ratio", "warmup_steps", "max_steps",
     "num_train_epochs", "seed", "run_name", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
     "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "export", "deepspeed_config",
-    "nvme_offload_path", "ram_budget_gib", "local_rank", "report_to",
+    "nvme_offload_path", "ram_budget_gib", "local_rank", "report_to", "continue_with_changes", "base_hash",
 ))  # fmt: skip
 """Settings that a run with pictures reads."""
+SAME = (
+    "train_vision", "lora_r", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "quantize", "seed",
+    "seq_length",
+)  # fmt: skip
+"""Settings that a resumed run has as the one that was saved."""
+ROWS_FOR_ENDS = 64
+"""Rows that are looked at for what ends their answers."""
 
 
 def say(line: str) -> None:
@@ -62,15 +80,40 @@ def train_vision(config: TrainConfig) -> int:
     length = run_length(config, len(rows), settings.train_batch_size, settings.gradient_accumulation_steps)
     with ExitStack() as opened:
         opened.enter_context(in_one_process())
-        folder, resumed = _take(config, opened)
+        taken = take_run(config, say)
+        folder, checkpoint = taken.folder, taken.checkpoint
+        assert taken.lock is not None
+        opened.callback(taken.lock.release)
         opened.callback(folder.remove_empty)
+        folder.make()
         model, encoder = _load(config, name)
+        below = began_from(config, os.path.abspath(name) if os.path.isdir(name) else name, model.config)
+        made_of = settle_materials(config, below, encoder.tokenizer, checkpoint, say)
+        schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
+        fingerprint = {
+            **{name: getattr(config, name) for name in SAME},
+            "train_batch_size": settings.train_batch_size,
+            "schedule": asdict(schedule),
+        }
+        if checkpoint is not None:
+            for line in settle_changes(checkpoint, fingerprint, on_purpose=config.continue_with_changes):
+                say(f"resume: {line}, as asked")
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
+        if words := epoch_words(config, len(rows), settings.train_batch_size):
+            say(words)
         stop = opened.enter_context(StopRequest())
-        step = None if resumed is None else _step_of(resumed)
-        log = _log(config, length, folder, step, settings.train_batch_size, stop, opened)
+        began_at = None if checkpoint is None else checkpoint.step
+        log = _log(config, length, folder, began_at, settings.train_batch_size, stop, opened)
         trainer = _trainer(config, settings, length, model, rows, encoder, folder, log)
-        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        state = {
+            "fingerprint": fingerprint,
+            "method": "train_vision",
+            "made_of": {kind: asdict(material) for kind, material in made_of.items()},
+        }
+        save_as_ours(trainer, folder.checkpoints, state, keep=config.save_total_limit, saved=lambda path: None, say=say)
+        if checkpoint is not None:
+            say(f"resumed from {checkpoint.path} at step {checkpoint.step}")
+        trainer.train(resume_from_checkpoint=saved_by_trainer(checkpoint))
         if (step := trainer.state.global_step) < length.total_steps:
             saved = config.save_strategy != "no"
             words = "saved. Go on with the same command and --resume_from_checkpoint auto"
@@ -79,8 +122,8 @@ def train_vision(config: TrainConfig) -> int:
         say(f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}")
         stop.finishing = "finishing the export"
         if config.export:
-            _export(config, name, model, encoder, folder.export)
-            say(f"model: {folder.export}")
+            _export(config, name, model, encoder, folder.export, _answer_ends(encoder, rows[:ROWS_FOR_ENDS]))
+            say(f"model: {folder.export}  ({how_to_load(folder.export)})")
     return 0
 
 
@@ -95,8 +138,6 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError("train_vision lora: give the adapters a rank (--lora_r 16), or train the tower whole (full)")
     if config.train_vision == "full" and config.lora_r and config.lora_export == "adapter":
         raise ConfigError("train_vision full: an adapter's file holds no tower; use --lora_export merged")
-    if config.resume_from_checkpoint not in (None, "auto"):
-        raise ConfigError("train_vision: --resume_from_checkpoint is auto here, the run's newest checkpoint")
 
 
 def _rows(config: TrainConfig, source: str) -> list[PictureRow]:
@@ -104,40 +145,6 @@ def _rows(config: TrainConfig, source: str) -> list[PictureRow]:
     if weighted.name == "embedded" or weighted.weight != 1.0:
         raise ConfigError(f"train_vision: {source}: name files with pictures (--dataset rows.jsonl), without weights")
     return picture_rows(data_settings_of(config, config.seq_length or 1024, "off"), weighted.name, say)
-
-
-def _take(config: TrainConfig, opened: ExitStack) -> tuple[RunFolder, Path | None]:
-    """The run's folder, locked, and the checkpoint where it goes on."""
-    base, number = config.run_name or default_name(config), 1
-    folder = folder_of(config, base)
-    going_on = config.resume_from_checkpoint == "auto"
-    while not going_on and (folder.is_in_use or any(folder.checkpoints.glob("*"))):
-        if config.run_name:
-            raise ConfigError(
-                f"run_name {base} is in use. Continue that run with --resume_from_checkpoint auto, or choose another"
-            )
-        number += 1
-        folder = folder_of(config, f"{base}-{number}")
-    lock = folder.lock(say)
-    opened.callback(lock.release)
-    folder.make()
-    return folder, _newest_whole(folder.checkpoints) if going_on else None
-
-
-def _newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint that holds all that a run goes on with: a run may have died while it saved one."""
-    names = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
-    saved = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    for path in sorted(saved, key=_step_of, reverse=True):
-        missing = [name for name in names if not (path / name).is_file()]
-        if not missing:
-            return path
-        say(f"resume: {path} is not whole (without {', '.join(missing)}), and is left out")
-    return None
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
@@ -156,7 +163,7 @@ def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
         parameter.requires_grad_(config.train_vision == "full" if is_seen else not config.lora_r)
     quantize = None if config.quantize == "none" else config.quantize
     nvme = config.nvme_offload_path.split(",") if config.nvme_offload_path else None
-    hf.stream(model, quantize=quantize, nvme=nvme, ram_gib=config.ram_budget_gib if nvme else None)
+    hf.stream(model, quantize=quantize, nvme_offload_path=nvme, ram_gib=config.ram_budget_gib if nvme else None)
     if config.lora_r:
         whole = {n: p for n, p in vision.items() if p.requires_grad}
         model = _adapted(config, model, vision)
@@ -252,7 +259,6 @@ def _trainer(
         logging_steps=config.logging_steps,
         save_strategy=config.save_strategy,
         save_steps=length.save_steps or length.total_steps,
-        save_total_limit=config.save_total_limit,
         seed=config.seed,
         report_to=[],
         disable_tqdm=True,
@@ -280,9 +286,18 @@ def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tens
     return collate
 
 
-def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Path) -> None:
+def _answer_ends(encoder: PictureEncoder, rows: list[PictureRow]) -> set[int]:
+    """Special tokens that end the rows' answers."""
+    ends = set[int]()
+    for row in rows:
+        labels = encoder.batch([row.conversation()], [row.example.untrained], [row.where])["labels"][0]
+        ends.add(int(labels[labels != IGNORE_INDEX][-1]))
+    return ends & set(encoder.tokenizer.added_tokens_decoder)
+
+
+def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Path, ends: set[int]) -> None:
     """Write the whole model with its processor, or the adapters alone. Adapters are merged into the model as it was
-    published, so that a packed base loses nothing by it."""
+    published, so that a packed base loses nothing by it. What loads either ends its answers with `ends`."""
     from peft import PeftModel
 
     if config.lora_r and config.lora_export == "merged":
@@ -297,5 +312,9 @@ def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Pa
         with TemporaryDirectory() as adapter:
             model.save_pretrained(adapter)
             model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    set_end_tokens(plain, encoder.tokenizer, ends, say)
     model.save_pretrained(folder)
+    if plain.generation_config is not None:
+        plain.generation_config.save_pretrained(folder)
     encoder.save(folder)

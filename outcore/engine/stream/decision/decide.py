@@ -208,7 +208,7 @@ def stream_decision(
         )
     probed = [f"{name} {getattr(settings, name)}" for name in PROBED if _is_of_file(settings, name)]
     if probed:
-        notes.append(f"as {settings.file.path} has it, where gds_optimizer.py --apply writes: {', '.join(probed)}")
+        notes.append(f"as {settings.file.path} has it, where the probe's --apply writes: {', '.join(probed)}")
     if settings.matmul != "same":
         notes.append(
             f"matmul {settings.matmul}: other numerics (docs/exactness.md); the forecast does not count its speed"
