@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from outcore.common.files import fsync_folder, make_folder
 from outcore.common.os_layer import lock_file
 
 FORMAT = 2
@@ -38,7 +39,7 @@ class LineJournal:
 
     def __init__(self, path: Path, header: Mapping[str, Any], take: Callable[[Place, Any], None]) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115
         try:
             lock_file(self._file.fileno())
@@ -91,6 +92,7 @@ class LineJournal:
             self._file.truncate(0)
             self._file.write((header + "\n").encode())
             self.sync()
+            fsync_folder(self.path.parent)  # else a power cut takes the name, and every synced line with it
             return
         if first.decode(errors="replace").strip() != header:
             raise JournalOfAnother(_differences(first, header))

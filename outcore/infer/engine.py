@@ -243,7 +243,7 @@ class InferenceEngine:
             meanwhile()
             self._accept(works, found)
         except Exception as error:
-            for name in {work.sequence.request.name for work in works}:
+            for name in dict.fromkeys(work.sequence.request.name for work in works):
                 self._end_all(name, "error", f"{type(error).__name__}: {error}")
             raise
         seconds, counts = self._clock() - now_s, self.counts
@@ -393,11 +393,11 @@ class InferenceEngine:
                         still.append((work, logits))
             alive, place = still, place + 1
         waited_s = self._waited_s()
-        for sequence in {work.sequence for work in works}:
+        for sequence in dict.fromkeys(work.sequence for work in works):
             sequence.passed(waited_s)
         for work in works:
             self._settle(work, right[id(work)])
-        for sequence in {work.sequence for work in works if work.sequence.finish is not None}:
+        for sequence in dict.fromkeys(work.sequence for work in works if work.sequence.finish is not None):
             self._leave(sequence)
 
     def _settle(self, work: Work, right: int) -> None:

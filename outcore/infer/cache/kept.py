@@ -113,10 +113,11 @@ class KeptPrefixes:
     def read(
         self, parent: bytes, tokens: Sequence[int], like: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]] | None:
-        """Contents of a page that is kept, in tensors shaped `like` those; None where the drive's are not right, which
-        is logged, and the page is forgotten."""
+        """Contents of a page that is kept, in tensors shaped `like` those; None where it is kept no longer, or where
+        the drive's are not right, which is logged, and the page is forgotten."""
         page = self._index.get(parent, tokens)
-        assert page is not None
+        if page is None:  # memory made room for it by keeping another, for which the drive made room with this one
+            return None
         record = self._empty()
         try:
             self._settle()
@@ -143,18 +144,18 @@ class KeptPrefixes:
         kept from then on."""
         if self.why_not or not self._may_follow(parent):
             return
-        if not self._free:
-            self._make_room(parent)
-        if not self._free:
-            return
-        record, slot = self._empty(), self._free.pop()
-        at = self._head_bytes
-        for tensor in (tensor for of_store in contents for tensor in of_store):
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            record[at : at + flat.numel()].copy_(flat)
-            at += flat.numel()
-        record[: self._head_bytes] = self._head(parent, tokens, record)
         try:
+            if not self._free:
+                self._make_room(parent)
+            if not self._free:
+                return
+            record, slot = self._empty(), self._free.pop()
+            at = self._head_bytes
+            for tensor in (tensor for of_store in contents for tensor in of_store):
+                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                record[at : at + flat.numel()].copy_(flat)
+                at += flat.numel()
+            record[: self._head_bytes] = self._head(parent, tokens, record)
             while len(self._under_way) >= self._most_under_way:
                 self._under_way.pop(0).wait()
             self._under_way.append(self._engine.submit_write(self._file, slot * self._record_bytes, record))
