@@ -27,7 +27,7 @@ from outcore.train.run import Ready, run_config
 
 SHARD = re.compile(r"([^/]+)-\d+-of-\d+\.safetensors")
 STATE = ("engine", "data", "random", "tokens_seen", "first_loss", "last_loss")
-"""What of the loop's state is compared."""
+"""Entries of the loop's state that are compared."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepsAgain:
     recorded: Mapping[int, Mapping[str, Any]]
     """Lines of the log, by their step, up to the last one that is taken."""
     kept: Checkpoint | None
-    """What the run saved at that step."""
+    """Checkpoint that the run saved at that step."""
 
     def __call__(self, ready: Ready) -> int:
         """Take the steps and say how they compare; the exit code."""
@@ -123,7 +123,7 @@ def _words(steps: list[int]) -> str:
 
 
 def _say_what_changed(versions: Mapping[str, str], config: TrainConfig) -> None:
-    """What may give other bits with nothing damaged."""
+    """Facts that may give other bits with nothing damaged."""
     from importlib.metadata import version
 
     from outcore import __version__
