@@ -13,8 +13,9 @@ FRAGMENTS = (
 """A method's docstring starts with a verb or what it gives, a field's with a noun."""
 VAGUE = ("What ", "Who ", "How ", "Until ", "For people")
 PLAIN_ROOMS = (
-    *("common", "engine", "flow", "install", "machine", "monitor", "optim", "performance", "probe", "sizing"),
-    *("staging", "states", "storage"),
+    *("apart", "api", "common", "engine", "evaluate", "flow", "formats", "hf", "install", "integrations"),
+    *("machine", "monitor", "optim", "performance", "probe", "runs", "serve", "sizing", "staging", "states"),
+    *("storage", "ui"),
 )
 """Rooms where none of these words begins a docstring: the list grows until it has all."""
 

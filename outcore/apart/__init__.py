@@ -1,4 +1,4 @@
-"""What a client's text can make slow or fatal, in processes of their own: templates, tokenizers, forms of answers.
+"""Work on a client's text that may be slow or fatal, in processes of its own: templates, tokenizers, forms of answers.
 
 `Bench` does that work; `Apart` calls it elsewhere, with limits of time and memory. Without torch, so that a process
 begins in a moment and takes little RAM."""

@@ -1,4 +1,4 @@
-"""What turns a client's text into tokens for one model, and tries the forms that answers are to have.
+"""Work that turns a client's text into tokens for one model, and tries the forms that answers are to have.
 
 Conversations are read and written as in training: the same reading of messages, the same form of each template."""
 
@@ -17,8 +17,8 @@ Ask = Callable[..., Any]
 """Calls a method of a `Bench`, here or elsewhere: (name, *arguments)."""
 
 JSON_OPTIONS = MappingProxyType({"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?", "coerce_one_of": True})
-"""How JSON is written: few blanks between its parts, as llama.cpp allows them, because a small model may write nothing
-else for ever. oneOf is read as anyOf: no form can tell that two do not fit."""
+"""Options for JSON in answers: few blanks between its parts, as llama.cpp allows them, because a small model may write
+nothing else for ever. oneOf is read as anyOf: no form can tell that two do not fit."""
 TRIED_TOKENS = 64
 """Tokens that a form is tried with: what it cannot go on from shows in the first few."""
 PIECE_CHARS = 1 << 16
@@ -142,7 +142,7 @@ def too_long_code(error: Exception) -> str | None:
 
 
 def first_line(error: str) -> str:
-    """What went wrong, without the state that llguidance adds."""
+    """Take from an error the line that says what went wrong, without the state that llguidance adds."""
     return error.strip().splitlines()[0] if error.strip() else "no answer can have it"
 
 

@@ -57,7 +57,7 @@ class Apart:
         self._lock, self._processes = threading.Lock(), list[_Process]()
 
     def call(self, name: str, *args: Any, limit_s: float | None = None) -> Any:
-        """What the method gives. ValueError with its words where it raises any error, or goes beyond a limit."""
+        """Call the method apart and return its result. ValueError in words where it fails or goes beyond a limit."""
         process = getattr(self._own, "process", None)
         if process is None:
             process = self._own.process = _Process(self._tool, self._memory_bytes)

@@ -50,8 +50,8 @@ Said = Mapping[str, Any]
 
 
 class SamplingParams(dict[str, Any]):
-    """How tokens are chosen: `SamplingParams(temperature=0.8, max_tokens=64, n=2)`, by the names of OpenAI's and vLLM's
-    fields. What is not said is as the model's makers recommend. ValueError for what cannot be."""
+    """Sampling settings, by the names of OpenAI's and vLLM's fields: `SamplingParams(temperature=0.8, max_tokens=64,
+    n=2)`. Those left out are as the model's makers recommend. ValueError for what cannot be."""
 
     def __init__(self, **said: Any) -> None:
         super().__init__(said)
@@ -105,7 +105,7 @@ class LLM(Closing):
         sampling_params: Said | None = None,
         **fields: Any,
     ) -> Iterator[CompletionOutput]:
-        """What each pass adds to the answer to one prompt or conversation, as it comes; the last piece has a
+        """Yield what each pass adds to the answer to one prompt or conversation, as it comes; the last piece has a
         `finish_reason`. Whoever leaves the loop cancels the rest."""
         is_talk = _is_talk(prompt)
         asked = _chat_body(prompt) if is_talk else _prompt_body(prompt)
@@ -113,7 +113,7 @@ class LLM(Closing):
         return self._pieces(*self._understood(asked | said))
 
     def score(self, prompts: str | Sequence[str], completions: str | Sequence[str] | None = None) -> list[ScoreOutput]:
-        """How likely texts are to the model: each prompt as a whole, or the completion behind it."""
+        """Score how likely texts are to the model: each prompt as a whole, or the completion behind it."""
         texts = _listed(prompts, _is_text)
         behind = None if completions is None else _listed(completions, _is_text)
         if behind is not None and len(behind) != len(texts):
@@ -263,7 +263,7 @@ class LLM(Closing):
         return labels, [labels.probabilities(of_text) for of_text in scores]
 
     def _told(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
-        """What the engine's thread tells the callback that `ask` hands on; raises what it tells."""
+        """Wait for what the engine's thread gives to the callback handed to `ask`; raise it where it is an error."""
         heard = SimpleQueue[Any]()
         ask(heard.put)
         self._check_open()

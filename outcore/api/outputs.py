@@ -1,4 +1,4 @@
-"""What an `LLM` gives back; names are vLLM's where vLLM has one."""
+"""Results that an `LLM` gives back; names are vLLM's where vLLM has one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """How likely a text is."""
+    """Log-probabilities of a text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class ScoreOutput:
 
     @property
     def perplexity(self) -> float | None:
-        """How many tokens it is torn between, on average; None where no token counts."""
+        """Number of tokens that the model is torn between, on average; None where no token counts."""
         return math.exp(-self.logprob / len(self.token_logprobs)) if self.token_logprobs else None
 
 
@@ -87,7 +87,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class Classification:
-    """How likely each label is, and the likeliest."""
+    """Probabilities of all labels, and the likeliest label."""
 
     label: str
     probs: list[float]

@@ -29,7 +29,7 @@ Rows = Iterable[Mapping[str, Any] | str]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came of a run."""
+    """Result of a run."""
 
     run: str
     """Name of the run, by which `outcore watch`, `chat` and `export` take it."""

@@ -33,7 +33,7 @@ from outcore.infer.requests import sampling_of
 
 @dataclass(frozen=True)
 class ScoreQuestion:
-    """How likely `continuation` is after `context`; the answer is [log-probability, whether each token is the
+    """Question how likely `continuation` is after `context`; the answer is [log-probability, whether each token is the
     likeliest]."""
 
     context: tuple[int, ...]
@@ -50,7 +50,7 @@ class ScoreQuestion:
 
 @dataclass(frozen=True)
 class WriteQuestion:
-    """What the model writes after `prompt`; the answer is the text."""
+    """Question what the model writes after `prompt`; the answer is the text."""
 
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any] = field(hash=False)
@@ -106,7 +106,7 @@ class Cancelled(Exception):
 
 
 class Answerer(Protocol):
-    """What answers: an engine here, or one that a server runs."""
+    """Protocol of a model that answers: an engine here, or one that a server runs."""
 
     def score(self, questions: Sequence[ScoreQuestion], check: Callable[[], None]) -> list[list[Any]]:
         """[log-probability, is likeliest] of each. `check` raises Cancelled when it is to end."""
@@ -121,7 +121,7 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a list of questions is."""
+    """Progress of a list of questions: `done` of `total` are answered."""
 
     stage: str
     done: int

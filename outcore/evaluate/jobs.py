@@ -121,7 +121,7 @@ class Subject:
 
     @property
     def answers_depend_on(self) -> dict[str, Any]:
-        """What a journal's answers are valid for."""
+        """Model and settings for which a journal's answers are valid."""
         keys = ("device", "precision", "adapter", "chunk_tokens", "context_tokens", "kv_format")
         return {"model": self.name, "model_hash": self.model_hash} | {key: self.launch[key] for key in keys}
 
@@ -153,7 +153,7 @@ def subject_of(opened: OpenedModel, name: str, is_well: Callable[[], bool] | Non
 
 
 def launch_of(opened: OpenedModel) -> dict[str, Any]:
-    """How the model is laid out: ranks, ZeRO's terms for where weights live, and everything the answers depend on."""
+    """Describe the model's layout: ranks, ZeRO's terms for where weights live, and everything the answers depend on."""
     placement = opened.placement
     homes = {home.home for home in placement.parts}
     weights = "nvme" if "nvme" in homes else "cpu" if "ram" in homes and opened.device.type != "cpu" else "none"

@@ -25,7 +25,7 @@ Answers = tuple[Sequence[Record], Sequence[Record], float]
 
 @dataclass(frozen=True)
 class Reference:
-    """What the harness's own backend is given."""
+    """Arguments of the harness's own backend."""
 
     pretrained: str
     adapter: str | None
@@ -38,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Parity:
-    """How two backends compare."""
+    """Comparison of two backends: scores and seconds."""
 
     comparisons: tuple[Comparison, ...]
     ours_s: float
@@ -92,7 +92,7 @@ def softmax_of(device: str) -> dict[str, str]:
 
 
 def run_reference(reference: Reference, settings: EvaluationSettings) -> Answers:
-    """What the harness's own backend says."""
+    """Answer the tasks with the harness's own backend."""
     from lm_eval.models import huggingface
 
     backend: Any = huggingface.HFLM  # its decorator hides the class's own parameters
@@ -115,7 +115,7 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> Answers
 
 
 def timed_suite(lm: Any, settings: EvaluationSettings) -> Answers:
-    """What any model of the harness says."""
+    """Run the tasks on any model of the harness; returns scores, samples and seconds."""
     from outcore.evaluate.harness import load_tasks, run_suite
 
     tasks = load_tasks(settings, trust_remote_code=True)  # the command has loaded them before, or refused them

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do: one frozen value, from flags or from JSON, checked when it is made."""
+"""Settings of an evaluation: one frozen value, from flags or from JSON, checked when it is made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EvaluationSettings:
     apply_chat_template: bool = False
     system_instruction: str | None = None
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What is changed of the tasks' own generation settings."""
+    """Changes to the tasks' own generation settings."""
     seed: int = 1234
     """Key of the few-shot examples and of answers that are drawn."""
     include_path: str | None = None

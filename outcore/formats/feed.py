@@ -107,7 +107,7 @@ class PackedWeights:
         return sorted(sources, key=place)
 
     def _spec(self, name: str, sources: list[Source]) -> PackedSpec | None:
-        """How the parameter is packed; None: not at all."""
+        """Choose how the parameter is packed; None: not at all."""
         shape = tuple(self._parameters[name].shape)
         first = sources[0][2]
         if len(sources) == 1 and tuple(first.shape) == shape:

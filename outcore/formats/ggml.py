@@ -261,7 +261,7 @@ class Q6_K(GgmlFormat):
 
 
 QUANTIZE_CHOICES = ("nf4", "int8")
-"""What `--quantize` packs a 16-bit model into."""
+"""Formats into which `--quantize` packs a 16-bit model."""
 _PLAIN: dict[str, type[PackedFormat]] = {
     "nf4": Nf4,
     "int8": Int8,

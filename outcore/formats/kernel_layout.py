@@ -1,4 +1,4 @@
-"""How the bytes of a packed format lie, as the GPU's kernels are compiled for it."""
+"""Layouts of the bytes of packed formats, as the GPU's kernels are compiled for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KernelLayout:
         return codes, scale, zero
 
     def constants(self, block: int, *, has_zero: bool) -> dict[str, Any]:
-        """What the kernels are compiled for."""
+        """Make the constants for which the kernels are compiled."""
         chunks = self.block_chunks(block)
         return {
             "FORMAT": self.name,

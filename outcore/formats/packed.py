@@ -1,4 +1,4 @@
-"""What a packed format is, and where the bytes of one packed weight lie.
+"""Packed formats, and places of the bytes of one packed weight.
 
 A weight of shape [..., columns] is cut along its columns into blocks of `block` values that share a scale. A format
 keeps them in one or more planes (codes, scales, zero points), each an array with the same bytes for every block, so
@@ -57,7 +57,7 @@ class PackedFormat(ABC):
     is_plain: bool = False
     """Whether its bytes are the values: 16-bit weights as they are."""
     layout: KernelLayout | None = None
-    """How the GPU's kernels see its bytes; None: they do not know it."""
+    """Layout of its bytes for the GPU's kernels; None: they do not know it."""
 
     def table(self, device: torch.device) -> torch.Tensor | None:
         """Values of its codes, fp32, where the kernels look them up."""

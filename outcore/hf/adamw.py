@@ -114,7 +114,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             self._versions[p] = p._version
 
     def _scale(self, grads: list[torch.Tensor]) -> float:
-        """What clipping multiplies the gradients by."""
+        """Compute the factor by which clipping multiplies the gradients."""
         if self._max_grad_norm is None or not grads:
             return 1.0
         tickets = [self._pool.submit_sumsq(number, number, [grad]) for number, grad in enumerate(grads)]

@@ -23,7 +23,7 @@ from outcore.hf.stream import packed_on_arrival, stream
 
 @register_quantization_config("outcore")
 class OutcoreConfig(QuantizationConfigMixin):
-    """How `from_pretrained` is to stream a model; arguments as for `stream`, `base` its `quantize`."""
+    """Settings by which `from_pretrained` streams a model; arguments as for `stream`, `base` its `quantize`."""
 
     def __init__(
         self,

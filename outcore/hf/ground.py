@@ -1,4 +1,4 @@
-"""What the streamed lists of one model share: the device, memory for homes, and the lanes between both."""
+"""Resources that the streamed lists of one model share: the device, memory for homes, and the lanes between both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_GOING = 2
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a model is streamed. ValueError for what cannot be."""
+    """Settings by which a model is streamed. ValueError for what cannot be."""
 
     vram_gib: float | None = None
     """Device memory for all of it at most; None: what is free."""
@@ -63,12 +63,12 @@ class StreamOptions:
 
 
 class Streaming:
-    """How one model is streamed. What its lists share is opened by the first pass, and anew in a copy or a pickle."""
+    """State of one streamed model. What its lists share is opened by the first pass, and anew in a copy or a pickle."""
 
     def __init__(self, options: StreamOptions, device: torch.device) -> None:
         self.options, self.device = options, device
         self.ends_bytes = 0
-        """What stays on the device for good."""
+        """Bytes that stay on the device for good: of the weights around the layers."""
         self.layers_bytes = 0
         """All layers' weights at home."""
         self.buffers_bytes = 0
@@ -92,7 +92,7 @@ class Streaming:
 
     @property
     def ends_gradient_bytes(self) -> int:
-        """What gradients of the ends take on the device, by what is trained of them now."""
+        """Bytes that gradients of the ends take on the device, by what is trained of them now."""
         return sum(p.nbytes for end in self._ends if (p := end()) is not None and p.requires_grad)
 
     @cached_property
@@ -135,7 +135,7 @@ class Ground:
         self.scratch = opened.enter_context(Scratch(options.folders)) if options.folders else None
         self._slots, self._drives = slots, dict[Hashable, UploadLane]()
         self.ram_share = min(1.0, (options.ram_gib or 0) * GIB / max(1, layers_bytes))
-        """What RAM has of each layer's weights whose rest lies on a drive."""
+        """Share of each layer's weights that RAM has, where their rest lies on a drive."""
         self.memory = LastingMemory(device)
         self.budget_bytes = _budget(options, device)
         self._rooms: list[torch.Tensor] = []

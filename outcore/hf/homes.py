@@ -119,7 +119,7 @@ class Owned(NamedTuple):
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        """What changes when the parameter is another one, or has other memory, or is held by another module."""
+        """Values that change when the parameter is another one, or has other memory, or is held by another module."""
         p, places = self.parameter, tuple((id(module), attribute) for module, attribute in self.places)
         return id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), places
 

@@ -1,4 +1,4 @@
-"""How many rows of a batch a layer computes at a time, and cutting its arguments into them.
+"""Cuts of a batch: the rows that a layer computes at a time, and its arguments cut into them.
 
 A layer that is computed again holds far more than its input. Where the device's budget has no room for a whole batch it
 is computed row after row within one visit, so that the weights still cross once. The estimate is a pure function of

@@ -71,7 +71,7 @@ class LayerStack:
         self._gradient_bytes = 0
         """Gradients of the layer that has the most."""
         self._seen: list[list[tuple[Any, ...]]] = []
-        """What the layers were when they were last looked through."""
+        """Values by which the layers are known (`_look`), as they were when they were last looked through."""
         self._going = 0
         """UP or DOWN in a pass."""
         self._next = -1
@@ -279,7 +279,7 @@ def buffers_to(layer: nn.Module, device: torch.device) -> None:
 
 
 def _look(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """What changes when a layer gets other parameters, or a parameter other memory. Quick: before every pass."""
+    """Collect values that change when a layer gets other parameters, or one other memory. Quick: before every pass."""
     found, modules = [], [layer]
     for module in modules:
         modules += [child for child in module._modules.values() if child is not None]

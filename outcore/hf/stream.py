@@ -117,7 +117,7 @@ def lists_that_own(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def packed_on_arrival(model: nn.Module, quantize: str) -> dict[str, PackedSpec]:
-    """How the layers' matrices will be packed, by name, of a model whose weights have not been loaded."""
+    """Choose the packing of the layers' matrices, by name, of a model whose weights have not been loaded."""
     rule, found = packing_rule(quantize, {}), dict[str, PackedSpec]()
     for ones in _layers(lists_that_own(model)):
         for one in ones:

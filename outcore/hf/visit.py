@@ -78,7 +78,7 @@ class LayerVisit:
         return self.stack.layers[self.index]
 
     def output(self) -> Any:
-        """What the layer returns; differentiable where anything of it is."""
+        """Compute what the layer returns; differentiable where anything of it is."""
         if not (torch.is_grad_enabled() and (self._given or self._trained)):
             with self.stack.visit(self.index, UP) as weights, _standing_in(weights):
                 return self._returned(self._joined([self._compute(self._leaves, cut) for cut in self._rows.cuts]))
@@ -197,7 +197,7 @@ class LayerVisit:
         return [torch.cat(parts) for parts in zip(*(of_cut for of_cut, *_ in results), strict=True)]
 
     def _returned(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the caller gets; what the layer gave besides goes where it belongs."""
+        """Make what the caller gets; what the layer gave besides goes where it belongs."""
         others, form = self._result_form
         ahead = iter(tensors)
         filled = [next(ahead) if other is None else other[0] for other in others]
@@ -355,7 +355,7 @@ def _set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
 
 
 def _recorded_keys() -> list[str]:
-    """What transformers records of modules inside the layers at present."""
+    """List what transformers records of modules inside the layers at present."""
     collector = output_capturing._active_collector.get() or {}
     return [key for key in collector if key != "hidden_states" and not key.startswith("_")]
 

@@ -25,7 +25,7 @@ class OutcoreArgs(BaseModel):
 
 
 class OutcorePlugin(BasePlugin):
-    """What axolotl calls."""
+    """Plugin that axolotl calls: it streams the model that axolotl has built."""
 
     def get_input_args(self) -> str:
         return "outcore.integrations.axolotl.OutcoreArgs"

@@ -21,13 +21,13 @@ from outcore.common import os_layer
 from outcore.common.os_layer import lock_file, unlock_file
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What `flock` says on file systems without locks (some network mounts)."""
+"""Errors of `flock` on file systems without locks (some network mounts)."""
 
 ASKED_S = 10.0
-"""How long those who only ask for the holder may be in the way: microseconds, unless they are kept from running."""
+"""Seconds that those who only ask for the holder may be in the way: microseconds, unless kept from running."""
 
 NAMED_S = 2.0
-"""How long a holder may take from its lock to its name."""
+"""Seconds that a holder may take from its lock to its name."""
 
 
 class RunInUse(ValueError):
@@ -129,7 +129,7 @@ def lock_path(parent: Path, run_name: str) -> Path:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Who holds a lock's file: pid, host and since_s ({} while the holder is writing them); None: nobody."""
+    """Read who holds a lock's file: pid, host and since_s ({} while the holder is writing them); None: nobody."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

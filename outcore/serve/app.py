@@ -33,7 +33,7 @@ STOP_WITHIN_S = 5
 PING_EVERY_S = 15
 """A stream that says nothing for so long gets a comment."""
 LOOK_EVERY_S = 0.1
-"""How often it is looked whether a client that waits for a whole answer is still there."""
+"""Seconds between two looks whether a client that waits for a whole answer is still there."""
 
 
 class Addition(Protocol):

@@ -112,7 +112,7 @@ def wants_usage(body: Mapping[str, Any]) -> Literal["never", "end", "always"]:
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int, cached: int = 0) -> dict[str, Any]:
-    """What a request cost."""
+    """Make the `usage` of an answer: tokens of the prompt, of the answer, and those that came from the cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,

@@ -32,7 +32,7 @@ STOPS = "The server stops. Ask again when it has started."
 
 
 class ApiError(Exception):
-    """What a client is told; `param`: the field it is about."""
+    """Error that a client is told; `param`: the field of its request that it is about."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What clients go on from by `previous_response_id`: the last conversations, in memory, within a limit."""
+"""Conversations that clients go on from by `previous_response_id`: the last ones, in memory, within a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outcore.serve.errors import bad
 MOST, MOST_BYTES, MOST_ONE_BYTES = 1024, 64 * MIB, 8 * MIB
 """Conversations, bytes of all and of one at most: each request that goes on reads all of its conversation again."""
 ITEM_BYTES = 41
-"""What an item takes besides its letters: Python's own part of it, and its place in the list."""
+"""Bytes of an item besides its letters: Python's own part of it, and its place in the list."""
 
 
 class KeptResponses:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from outcore.serve.stopping import Server
 
 SWITCH_S = 5e-4
-"""How long one thread may hold Python: each write to a client lets it go, and would wait ten times as long (Python's
-own 5 ms) for the engine's thread to give it back."""
+"""Seconds that one thread may hold Python's lock (the GIL): each write to a client releases it, and would wait ten
+times as long (Python's own 5 ms) for the engine's thread to give it back."""
 NEEDED = ("fastapi", "uvicorn", "python_multipart")
 
 

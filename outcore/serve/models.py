@@ -1,5 +1,5 @@
-"""What a server has by name: the model that it was started with, adapters beside their base, and other models, which
-are opened when they are asked for, closed when nobody has asked for a while, or when another needs their room.
+"""Models of a server by name: the one that it was started with, adapters beside their base, and others, which are
+opened when they are asked for, and closed when nobody has asked for a while or another needs their room.
 
 Adapters of one base share its engine and its passes. The first model stays. Lives on the server's event loop; models
 are opened and closed on threads beside it, one at a time."""
@@ -31,7 +31,7 @@ class Base:
     """A model and the adapters beside it: what one engine answers for."""
 
     place: str
-    """What `open_engine` is asked for."""
+    """Model as `open_engine` takes it: a folder, a file or a hub id."""
     key: tuple[str, ...] | None
     """Tells whose adapters these could be; None: it takes none."""
     names: dict[str, int] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class Base:
     timer: asyncio.TimerHandle | None = None
     """Looks whether it is still asked for."""
     error: str = ""
-    """What clients are told of why it could not be opened when it was asked for last; the log has the cause, which
-    may name folders of this machine."""
+    """Text for clients: why it could not be opened when it was asked for last; the log has the cause, which may name
+    folders of this machine."""
     too_large: str = ""
     """Why it did not fit beside the first model alone."""
 
@@ -109,8 +109,8 @@ def _key(weights: str, quantize: str | None) -> tuple[str, ...]:
 
 
 def settings_beside(settings: InferSettings, opened: Sequence[OpenedModel]) -> InferSettings:
-    """What the user gave, less what other models have of it. Code of its own was allowed to the first model alone: who
-    asks for another by its name must not have that one's code run."""
+    """Make a further model's settings: the user's, less memory that other models hold. Only the first may run code of
+    its own: whoever asks for another by its name must not have that one's code run."""
     left: dict[str, Any] = {}
     homes: tuple[Literal["vram", "ram"], ...] = "vram", "ram"
     for home in homes:

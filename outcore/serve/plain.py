@@ -190,7 +190,7 @@ class LabelCall(TextsCall):
             raise bad("This model writes text and has no labels. Serve one whose head classifies texts.", "model")
 
     async def scored(self) -> list[list[float]]:
-        """How likely each label of each text is."""
+        """Compute the probability of each label for each text."""
         assert self.labels is not None
         return [self.labels.probabilities(found) for found in await self.service.thread.label(self.texts)]
 

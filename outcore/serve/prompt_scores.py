@@ -24,7 +24,7 @@ Entries = list[dict[str, dict[str, Any]] | None]
 
 
 def prompt_top(service: Service, fields: Mapping[str, Any], requests: Sequence[Request]) -> int | None:
-    """How many likeliest tokens are asked for at each place of the prompts; None: no scores at all. ApiError for what
+    """Read how many likeliest tokens each place of the prompts is to get; None: no scores at all. ApiError for what
     cannot be given."""
     wanted = fields.get(PROMPT_LOGPROBS)
     if wanted is None:

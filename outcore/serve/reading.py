@@ -44,11 +44,11 @@ class Reading:
         self._quick.submit(self.ask, "texts", [], True)
 
     async def of(self, body: Mapping[str, Any], size_bytes: int, work: Callable[..., Found], *args: Any) -> Found:
-        """What `work` gives, which understands a body that came as so many bytes."""
+        """Run `work`, which understands a body that came as so many bytes, and return its result."""
         return await self.run(work, *args, is_slow=size_bytes > QUICK_BYTES or _has_form(body))
 
     async def run(self, work: Callable[..., Found], *args: Any, is_slow: bool = True) -> Found:
-        """What `work` gives."""
+        """Run `work` on a thread and return its result."""
         threads = self._slow if is_slow else self._quick
         return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
 

@@ -1,6 +1,6 @@
-"""What routes stand on: one opened model, its engine's thread, limits, metrics, records.
+"""Services that routes ask: one opened model, its engine's thread, limits, metrics, records.
 
-The engine on a thread of its own, for callers that wait without blocking: pieces of answers, scores, failures.
+The engine runs on a thread of its own, for callers that wait without blocking: pieces of answers, scores, failures.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Streams(EngineThread):
         self._ends: set[Callable[[], None]] = set()
         self._is_ending = False
         self._told: list[tuple[asyncio.AbstractEventLoop, Inbox, Piece | Answer]] = []
-        """What passes said that has not been handed over, and to whom; the engine's thread alone touches it."""
+        """Pieces and answers not yet handed over, with loop and inbox of each; the engine's thread alone touches it."""
         self._busy: set[asyncio.AbstractEventLoop] = set()
         """Loops that have not passed on what they were handed last."""
 
@@ -151,7 +151,7 @@ class Streams(EngineThread):
 
 
 async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
-    """What the engine's thread tells the callback that `ask` hands on."""
+    """Wait for the result that the engine's thread gives to the callback handed to `ask`."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -242,7 +242,7 @@ class Service:
         return f"{prefix}-{self._stamp}-{next(self._numbers)}"
 
     def frame(self, name: str, kind: str) -> dict[str, Any]:
-        """What the answer of this id begins with, in OpenAI's shape."""
+        """Make the first fields of the answer of this id, in OpenAI's shape."""
         return {
             "id": name,
             "object": kind,
@@ -268,7 +268,7 @@ class Service:
             )
 
     def defaults_for(self, prompt_tokens: int) -> Sampling:
-        """How tokens are chosen for a prompt of so many where the request does not say."""
+        """Choose the sampling of a prompt of so many tokens, where the request does not say."""
         longest = sampling_of({"max_tokens": self.settings.max_answer_tokens}, self.defaults)
         return longest.fitting(prompt_tokens, self.max_context)
 
@@ -360,7 +360,7 @@ def reason_of(answer: Answer) -> str:
 
 
 def failure_of(answer: Answer) -> ApiError | None:
-    """What a client is told of an answer that failed, or was cancelled by its id."""
+    """Make the ApiError of an answer that failed, or was cancelled by its id; None for any other."""
     why = answer.error
     if answer.finish == "cancelled":
         return ApiError(409, "The request was cancelled.", code="cancelled")

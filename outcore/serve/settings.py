@@ -1,4 +1,4 @@
-"""How the server is reached and what it lets pass."""
+"""Settings of a server: how it is reached and what it lets pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ServeSettings:
     insecure: bool = False
     """Listen on other addresses without a key."""
     name: str = ""
-    """What the model is called over HTTP."""
+    """Name of the model over HTTP."""
     max_queue: int = 512
     """Requests under way at most; more get 429."""
     max_body_bytes: int = 16 * MIB

@@ -1,4 +1,4 @@
-"""What panels and scripts ask the routes for, over HTTP."""
+"""HTTP client of the panels' routes, for panels and scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GONE = "The panels' server does not answer. Start it again with outcore ui; runs
 
 
 class ClientError(RuntimeError):
-    """What a route refused, in its own words; `param`: the field it is about."""
+    """Error of a call: a route's refusal, in its own words, or no answer; `param`: the field it is about."""
 
     def __init__(self, message: str, status: int = 0, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""How the panels are reached."""
+"""Settings of the panels: how they are reached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_READER = "latency"
 
 @dataclass(frozen=True)
 class UiSettings:
-    """ValueError for what is not safe or cannot be."""
+    """Address of the panels, and who may use them. ValueError for what is not safe or cannot be."""
 
     host: str = "127.0.0.1"
     port: int = DEFAULT_UI_PORT

@@ -92,7 +92,7 @@ class SignIn:
 
 
 def _cookie(token: bytes) -> str:
-    """What a browser keeps in place of the token itself."""
+    """Make the value that a browser keeps in place of the token itself."""
     return hmac.new(token, b"outcore ui", hashlib.sha256).hexdigest()
 
 

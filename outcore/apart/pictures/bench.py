@@ -1,4 +1,4 @@
-"""What turns a client's conversation with pictures into tokens and pixels: its processor's own work, and the decoding
+"""Work that turns a client's conversation with pictures into tokens and pixels: its processor's own, and the decoding
 of what strangers send."""
 
 from __future__ import annotations

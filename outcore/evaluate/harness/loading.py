@@ -101,7 +101,7 @@ def _check_code(task: str, config: Mapping[str, Any], trust_remote_code: bool) -
 
 
 def _fetched_code(config: Mapping[str, Any]) -> str:
-    """What of a task is Python from a hub, or from the current folder; '' for nothing."""
+    """Find a part of a task that is Python from a hub, or from the current folder; in words, '' for none."""
     from lm_eval.api import metrics
     from lm_eval.api.registry import metric_registry
 

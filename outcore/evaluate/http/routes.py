@@ -104,7 +104,7 @@ class Evaluations:
             return self._start(record, subject)
 
     def launch(self) -> Record:
-        """How the loaded model is laid out: what every evaluation of it keeps. ApiError without a model."""
+        """Describe the layout of the loaded model, which every evaluation of it keeps. ApiError without a model."""
         opened = self._loaded().opened
         return {
             "model_hash": model_hash(opened.found.folders),

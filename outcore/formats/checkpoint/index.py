@@ -301,9 +301,9 @@ class PackedCheckpoint:
 
     entries: dict[str, Entry]
     method: str
-    """What it is quantized with, for people."""
+    """Text for people: the method that it is quantized with."""
     notes: tuple[str, ...] = field(default=())
-    """What a person should know of it."""
+    """Lines for people: what is worth knowing of it."""
 
     @property
     def formats(self) -> dict[str, int]:
@@ -325,7 +325,7 @@ def open_safetensors(files: Iterable[Path], quantization: dict[str, Any]) -> Pac
 
 
 GGUF = "gguf"
-"""What the configuration of a GGUF file names as its method."""
+"""Method that the configuration of a GGUF file names."""
 KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of a GGUF file that stay packed."""
 
@@ -371,6 +371,6 @@ def _kept(kind: str) -> str:
 
 
 def notes_on(entries: dict[str, Entry]) -> tuple[str, ...]:
-    """What of a checkpoint is expanded when it is read, and why."""
+    """Count the weights of a checkpoint that are expanded when they are read; a line for each reason."""
     whys = Counter(entry.why for entry in entries.values() if isinstance(entry, ExpandedEntry) and entry.why)
     return tuple(f"{count} weights are expanded to 16 bits when they are read: {why}" for why, count in whys.items())

@@ -42,7 +42,7 @@ TYPES: dict[str, torch.dtype] = {
 ONE_OF_TWO = "Which of the two counts is not known: download the model again, or remove the file that is left over."
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 100_000_000
-"""What the safetensors library itself accepts."""
+"""Bytes of a header at most, as the safetensors library itself accepts."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ExpandedEntry:
 
     shape: tuple[int, ...]
     why: str
-    """For people."""
+    """Text for people: why it is expanded; '' where that needs no words."""
     parts: Mapping[str, TensorPlace]
     values: Callable[[Parts], torch.Tensor]
 

@@ -151,7 +151,7 @@ def _add_facts(writer: Any, config: Any, kind: str, folder: Path) -> None:
 
 
 def _add_end_tokens(writer: Any, folder: Path) -> None:
-    """What ends an answer beside the tokenizer's EOS: such a file has two more places for it."""
+    """Write the tokens that end an answer beside the tokenizer's EOS: such a file has two more places for them."""
     file = folder / "generation_config.json"
     ends = end_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")) if file.is_file() else []
     own = writer.kv_data[0].get("tokenizer.ggml.eos_token_id")

@@ -1,4 +1,4 @@
-"""What rooms above build on to add routes to a server."""
+"""Building blocks for rooms above that add routes to a server."""
 
 from outcore.serve.app import Addition, ClosedEvents, add_errors, create_app
 from outcore.serve.body import read_body, read_bytes

@@ -1,4 +1,4 @@
-"""Who may come in to a server, and how far: names, origins, bodies, keys, folders, connections."""
+"""Admission to a server: checks of names, origins, bodies, keys, folders and connections."""
 
 from outcore.serve.gate.bodies import MOST_BYTES, let_go
 from outcore.serve.gate.connections import Connection

@@ -42,7 +42,7 @@ ENVIRONMENT = Path(".venv-vllm")
 
 @dataclass(frozen=True)
 class Handover:
-    """What vLLM is told."""
+    """Settings with which vLLM is started: model, layout over GPUs, arguments."""
 
     model: str
     layout: ParallelLayout
@@ -53,7 +53,7 @@ class Handover:
     """An installed vLLM; None: in the environment that we make."""
     start_timeout_s: float
     lines: tuple[str, ...]
-    """What was chosen, for people."""
+    """Lines for people: what was chosen."""
     precision: str = "auto"
 
     def launch(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Handover:
 
 
 def handover_of(args: argparse.Namespace, defaults: argparse.Namespace, settings: ServeSettings) -> Handover:
-    """What vLLM is to do. `defaults`: the flags as they are when nothing is said. ValueError for what cannot be."""
+    """Choose vLLM's layout and arguments. `defaults`: the flags when nothing is said. ValueError for what cannot be."""
     if sys.platform != "linux":
         raise ValueError("engine vllm runs on Linux only (on Windows: in WSL2). Leave --engine out.")
     refuse_ours(name for name in OURS if getattr(args, name) != getattr(defaults, name))

@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Care:
-    """How a process is looked after."""
+    """Limits by which a process is watched and restarted."""
 
     start_timeout_s: float = 1800.0
     look_every_s: float = 2.0
@@ -35,7 +35,7 @@ class Care:
     """A look at its health counts as failed after this long."""
     max_failed_looks: int = 3
     max_restarts: int = 3
-    """Within `window_s`; one more is a failure for good."""
+    """New starts within `window_s`; one more is a failure for good."""
     window_s: float = 900.0
 
 
@@ -49,7 +49,7 @@ class ServerProcess:
         self.url, self.log, self.restarts = url, log, 0
         self.state: Literal["starting", "up", "failed", "stopped"] = "starting"
         self.why = ""
-        """What went wrong last."""
+        """Text for people: what went wrong last."""
         self._command, self._environ, self._care, self._note = list(command), {**os.environ, **variables}, care, note
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
@@ -118,7 +118,7 @@ class ServerProcess:
         return "\n".join(f"  {line}" for line in [*lines, f"(all of it: {self.log})"])
 
     def _until_trouble(self) -> str:
-        """What ails it, once something does."""
+        """Wait until the process ends, answers no more or is to stop; returns which, in words."""
         process, failed = self._process, 0
         assert process is not None
         while failed < self._care.max_failed_looks:

@@ -32,7 +32,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
 @dataclass(frozen=True)
 class AgentClient:
-    """How one client is told where the model is. `asks`: path and body of a request as it sends them."""
+    """Command and environment that point a client at the model. `asks`: path and body of a request as it sends them."""
 
     command: tuple[str, ...]
     variables: dict[str, str]
@@ -45,7 +45,7 @@ class AgentClient:
 
 
 def client_of(name: str, url: str, key: str, model: str, context: int, answer: int) -> AgentClient:
-    """What this client is told of the server at `url`. `answer`: tokens that it may ask for, of the `context`."""
+    """Make the settings of a client of the server at `url`. `answer`: tokens that it may ask for, of the `context`."""
     open_ai = f"{url}/v1"
     if name == "claude":
         kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "SMALL_FAST_MODEL")

@@ -36,7 +36,7 @@ RUNNING = ("validating", "in_progress", "finalizing")
 MAX_TRIES = 3
 """Times that a line is asked whose answer fails, though passes go on."""
 NEEDED = {"id": str, "status": str, "created_at": int, "input_file_id": str, "request_counts": dict}
-"""What a job's description holds at least."""
+"""Fields that a job's description holds at least, with their types."""
 _ID = re.compile(r"^batch-[0-9a-f]{32}$")
 
 

@@ -23,7 +23,7 @@ _ID = re.compile(r"^file-[0-9a-f]{32}$")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What is told of a file."""
+    """Description of a file, in OpenAI's shape."""
 
     id: str
     bytes: int

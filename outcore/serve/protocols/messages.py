@@ -23,8 +23,8 @@ SAME = (KNOWN - OTHERWISE) | {"model", "stream"}
 """Fields that are called the same in the one form."""
 OWN = frozenset({"max_tokens", "messages", "metadata", "stop_sequences", "system", "thinking", "tool_choice", "tools"})
 BILLING = "x-anthropic-billing-header:"
-"""What a client puts first into its system prompt and changes with every request: a bill that nobody here writes, and
-the beginning of everything that is remembered."""
+"""Beginning of a text that a client puts first into its system prompt and changes with every request: left out, since
+no prompt would begin with what the cache has."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 MARK = "outcore"
 """Signature of thoughts: clients want one and send it back."""
@@ -71,7 +71,7 @@ class MessagesCall:
         }
 
     def usage(self, answer: Answer | None) -> dict[str, Any]:
-        """What it cost: tokens that came from the cache are counted apart."""
+        """Make the `usage` of an answer, in Anthropic's shape: tokens that came from the cache are counted apart."""
         cached = answer.timings.cached_tokens if answer else 0
         return {
             "input_tokens": len(self.chat.request.prompt) - cached,

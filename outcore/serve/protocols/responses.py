@@ -249,7 +249,7 @@ class ResponseOutput:
         return [*found, *self._closed("incomplete" if so_far.is_cut else "completed")]
 
     def _more_input(self) -> str:
-        """What of a free-form call's text is new."""
+        """Read on in the text of a free-form call; returns what is new."""
         told = self.items[-1]["input"]
         self.items[-1]["input"] = self._tools.input_of(self._call)
         return self.items[-1]["input"][len(told) :]

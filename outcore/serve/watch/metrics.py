@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: latencies, queue, batch, pages, prefix hits, guesses, links."""
+"""Metrics that Prometheus reads at /metrics: latencies, queue, batch, pages, prefix hits, guesses, links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 
 class RequestMetrics:
-    """What every server counts of its requests, whichever engine answers them. One registry a server."""
+    """Metrics of requests that every server has, whichever engine answers them. One registry a server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

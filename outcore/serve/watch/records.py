@@ -73,7 +73,7 @@ class Records:
 
 
 def header_of(opened: OpenedModel, name: str) -> dict[str, Any]:
-    """What is the same for all answers of one of our engines."""
+    """Make the header of records: what is the same for all answers of one of our engines."""
     return {
         "model": name,
         "found": opened.found.words,

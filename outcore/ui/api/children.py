@@ -57,7 +57,7 @@ class Child:
 
 
 def lines_of(log: Path) -> list[str]:
-    """What a command printed last, without colours; a line that was drawn over counts once."""
+    """Read the lines that a command printed last, without colours; a line that was drawn over counts once."""
     text = _ESCAPES.sub("", tail_of(log))
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 

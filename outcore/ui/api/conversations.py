@@ -243,8 +243,8 @@ class Conversations:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _left_out(self, one: Mapping[str, Any], running: Running) -> int:
-        """How many of the oldest messages are not sent, so that the rest and an answer are within the context. Where
-        it must grow, half of the context becomes free: the next questions then begin alike, and cost less."""
+        """Count the oldest messages that are not sent, so that the rest and an answer are within the context. Where
+        they must be more, half of the context becomes free: the next questions then begin alike, and cost less."""
         turns = [index for index, message in enumerate(one["messages"]) if message["role"] == "user"]
         with suppress(httpx.HTTPError, ValueError, ApiError):  # told by the answer itself
             base, headers = await self._address(running)
@@ -327,7 +327,8 @@ def _turns(one: Mapping[str, Any]) -> int:
 
 
 def _timings(times: Mapping[str, Any], total_s: float) -> dict[str, Any]:
-    """What an answer cost: seconds to its first word, tokens after it per second, share of the prompt known before."""
+    """Compute an answer's times: seconds to its first word, tokens per second after it, share of cached prompt
+    tokens."""
     usage = times["usage"]
     prompt, tokens = usage.get("prompt_tokens"), usage.get("completion_tokens") or times["pieces"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

@@ -53,7 +53,7 @@ def _row(field: Field) -> dict[str, Any]:
 
 
 def said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a form says beyond the defaults; an empty field says nothing. ApiError for a name that is no setting."""
+    """Read what a form sets beyond the defaults; empty fields say nothing. ApiError for a name that is no setting."""
     found = {}
     for name, value in fields.items():
         field = FIELDS.get(name)

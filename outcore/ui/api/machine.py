@@ -65,7 +65,7 @@ class MachineWatch:
         self._sampler.close()
 
     def facts(self) -> dict[str, Any]:
-        """What the machine is, the links as measured, the reports of set-up and probe."""
+        """Describe the machine, the links as measured, the reports of set-up and probe."""
         profile, why = None, f"This machine was never measured: {own_command('probe')} does, in a few minutes."
         path = newest(user_folder() / "machine_profile.json")
         if path.is_file():

@@ -36,7 +36,7 @@ FIELDS = (
     "compile", "cpu_tokens", "draft_tokens",
 )  # fmt: skip
 OPENED = ("model", "adapter", "nvme_path")
-"""What names folders."""
+"""Settings that name folders."""
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S, ANSWER_S = 0.3, 30.0
 OWNERS = ("outcore", "vllm")
@@ -61,7 +61,7 @@ class ModelHost:
     # --- for routes
 
     def state(self) -> dict[str, Any]:
-        """What is loaded or being loaded: state, model, settings, lines that it said, seconds so far."""
+        """Describe the model that is loaded or being loaded: state, model, settings, lines that it said, seconds."""
         note = self._note.copy()  # at once: whoever waits for the model adds to it
         note = {key: value for key, value in note.items() if key not in ("port", "key", "pid")}
         lines = lines_of(self._log) if note["state"] != "none" else []
@@ -285,7 +285,7 @@ def _get(note: Mapping[str, Any], path: str) -> httpx.Response:
 
 
 def _launch(note: Mapping[str, Any]) -> dict[str, Any]:
-    """How the model was laid out, in its server's words: degrees, ZeRO's terms, homes, precision."""
+    """Ask the model's server how it laid the model out: degrees, ZeRO's terms, homes, precision."""
     try:
         return _get(note, "/v1/launch").json()
     except (httpx.HTTPError, ValueError) as error:

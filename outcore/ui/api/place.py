@@ -20,7 +20,7 @@ class Place:
 
     @property
     def own(self) -> Path:
-        """What the panels keep themselves; hidden, so that it is not taken for a run."""
+        """Folder of what the panels keep themselves; hidden, so that it is not taken for a run."""
         return self.logs / ".ui"
 
     def of(self, name: str) -> Path:

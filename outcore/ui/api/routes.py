@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 
 class PanelsApi:
-    """What the routes work with; `add_to` an application, `begin` and `end` with its server."""
+    """Objects that the panels' routes work with; `add_to` an application, `begin` and `end` with its server."""
 
     def __init__(self, place: Place | None = None, allowed: Sequence[Path] = ()) -> None:
         self.place, self.allowed = place or Place(), tuple(allowed)

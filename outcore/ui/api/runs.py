@@ -90,7 +90,7 @@ class Runs:
         }
 
     def log(self, name: str) -> dict[str, Any]:
-        """What the run printed last, where it was started from here; else what its plan noted."""
+        """Read the lines that the run printed last, where it was started from here; else those that its plan noted."""
         path = self.training.log_of(name)
         lines = lines_of(path)
         if not lines:
@@ -177,7 +177,7 @@ class Runs:
         }
 
     def _model_of(self, run: RunState) -> str | None:
-        """What answers of this run: its finished model, else its newest checkpoint; None before the first."""
+        """Choose what answers for this run: its finished model, else its newest checkpoint; None before the first."""
         if run.folder.export.is_dir():
             return str(run.folder.export)
         return str(run.folder.checkpoints) if list_checkpoints(run.folder.checkpoints) else None

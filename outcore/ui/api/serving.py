@@ -1,4 +1,4 @@
-"""How the loaded model's server fares: its own metrics, looked at again and again, as figures for graphs and alerts."""
+"""Metrics of the loaded model's server, looked at again and again, as figures for graphs and alerts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def sample_of(now: Mapping[str, Any], before: Mapping[str, Any], seconds: float,
 
 
 def alerts_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is wrong with the newest sample, beside the oldest."""
+    """List what is wrong now, by the newest sample and the oldest."""
     if not samples:
         return []
     first, last = samples[0], samples[-1]

@@ -65,7 +65,7 @@ class Training:
         return self.start(settings | {"run_name": name, "resume_from_checkpoint": "auto"})
 
     def settings_of(self, name: str) -> dict[str, Any]:
-        """What a run was told, as far as it differs from the defaults. 404 when it left nothing."""
+        """Read the settings of a run that differ from the defaults. 404 when it left nothing."""
         noted = read_object(self._note(name)).get("settings")
         if noted is None:
             try:

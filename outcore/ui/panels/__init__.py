@@ -58,7 +58,7 @@ def build(client: Client, table: dict[str, Any]) -> gr.Blocks:
 
 
 def gone_of(client: Client) -> str:
-    """What the page shows by itself while nobody answers it."""
+    """Make the notice that the page shows by itself while nobody answers it."""
     command = f"cd {shlex.quote(os.getcwd())} && outcore ui --port {client.base.rpartition(':')[2]}"
     words = "The panels' server does not answer. Runs go on without it, and nothing is lost. This brings it back:"
     return f'<div class="oc" role="alert">{draw.paragraph(words)}</div>{draw.command("", command)}'

@@ -29,7 +29,7 @@ DRAW_EVERY_S, DRAWN_CHARS = 0.2, 2000
 """A page that draws every word of a fast model has no time left for the button that stops it; an answer of more letters
 than these is drawn so much more seldom."""
 STOP_WITHIN_S = 3.0
-"""How long a Stop waits for an answer that was asked for and has not begun."""
+"""Seconds that a Stop waits for an answer that was asked for and has not begun."""
 
 
 class ChatPanel:
@@ -151,7 +151,7 @@ class ChatPanel:
             cleared = gr.skip()  # what is typed from here on is the next message
 
     def _drawn(self, name: str, events: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-        """What the page shows at each event of an answer."""
+        """Draw the page at the events of an answer, more seldom the longer it is."""
         kept: list[dict[str, Any]] = []
         drawn_s = 0.0
         for event in events:
@@ -246,7 +246,7 @@ def _message(index: int, one: dict[str, Any]) -> str:
 
 
 def costs_of(message: dict[str, Any]) -> str:
-    """What an answer cost, in a line; the rest is folded."""
+    """Write the cost of an answer, its tokens and seconds, in a line; the rest is folded."""
     times = message.get("timings")
     if not times:
         return ""

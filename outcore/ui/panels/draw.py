@@ -33,7 +33,7 @@ def text(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def markdown(words: str) -> str:
-    """What a model wrote, as HTML: only what Markdown itself can say. HTML in it is text, pictures are links."""
+    """Turn a model's words into HTML: only what Markdown itself can say. HTML in them is text, pictures are links."""
     if len(words) > MARKDOWN_CHARS:
         return f'<div class="text">{text(words)}</div>'
     lines = [line.count("|") for line in words.splitlines()]
@@ -74,7 +74,7 @@ def paragraph(words: str, kind: str = "") -> str:
 
 
 def refused(words: str) -> str:
-    """What a route refused, with a button that dismisses it."""
+    """Draw a route's refusal, with a button that dismisses it."""
     return (
         f'<div class="oc" role="alert"><p>{text(words)}</p><button type="button" aria-label="Dismiss">✕</button></div>'
     )
@@ -111,7 +111,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[
 
 
 def console(lines: Sequence[str]) -> str:
-    """What a command printed, scrolled to its end."""
+    """Draw the lines that a command printed, scrolled to their end."""
     return (
         f'<pre class="newest" tabindex="0">{text(chr(10).join(lines))}</pre>'
         if lines
@@ -141,7 +141,7 @@ def rate(gb_per_s: float) -> str:
 
 
 def in_unit(unit: str) -> Callable[[float], str]:
-    """How figures of a unit are told."""
+    """Make the function that writes a figure with this unit."""
     return lambda value: f"{number(value)}{unit}"
 
 
@@ -172,7 +172,7 @@ def tier_bar(tier: str, parts: Mapping[str, float], used: float, capacity: float
 
 
 def fill_bar(share: float, words: str) -> str:
-    """How far something is."""
+    """Draw a progress bar that is filled by `share` (0 to 1), with words beneath."""
     width = 100 * min(1.0, max(0.0, share))
     return (
         f'<div class="bar" role="progressbar" aria-valuenow="{width:.0f}" aria-valuemin="0" aria-valuemax="100" '

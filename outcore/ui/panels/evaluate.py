@@ -20,7 +20,7 @@ SHOWN_CHARS = 600
 
 
 class EvaluatePanel:
-    """What to ask, how far it is, what came of it."""
+    """Panel of evaluations: what to ask, how far it is, what came of it."""
 
     def __init__(self, client: Client, notice: Notice) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""What every panel does with the routes' answers: show them, and tell in their own words what was refused."""
+"""Tools for panels' events: show the routes' answers, and tell in their own words what was refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def number_box(label: str, info: str = "", value: Any = None, **more: Any) -> gr
 
 
 def number_in(name: str, text: str | None) -> float | int | None:
-    """What such a field says; None for an empty one. ClientError for what is no number."""
+    """Read the number in a `number_box`; None for an empty one. ClientError for what is no number."""
     if text is None or not str(text).strip():
         return None
     try:

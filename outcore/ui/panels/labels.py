@@ -1,4 +1,4 @@
-"""What fields are called in words; the name that flags and routes use stands beneath."""
+"""Labels of fields, in words; the name that flags and routes use stands beneath."""
 
 LABELS = {
     "model_name_or_path": "Model to teach",
@@ -39,7 +39,7 @@ LABELS = {
 }
 """Fields that are met first, and those whose names say little."""
 KINDS = "a folder, a GGUF file or a hub id, such as Qwen/Qwen3-4B"
-"""What names a model."""
+"""Text for people: what can name a model."""
 WORDS = {
     "adam": "Adam", "aio": "AIO", "cpu": "CPU", "deepspeed": "DeepSpeed", "dora": "DoRA", "eval": "evaluation",
     "gb": "GB", "gib": "GiB", "init": "initial", "k": "K", "lora": "LoRA", "lr": "learning rate", "max": "most",
@@ -55,5 +55,5 @@ def label_of(name: str) -> str:
 
 
 def info_of(name: str, words: str) -> str:
-    """What stands beneath: what the field does, then its name. Help is ours, so its Markdown is meant."""
+    """Write the line beneath a field: what it does, then its name. Help is our own text, so its Markdown counts."""
     return f"{KINDS if name == 'model_name_or_path' else words} `{name}`"

@@ -1,4 +1,4 @@
-"""How the panels look: the system's own fonts, light and dark, from 390 pixels on."""
+"""Look of the panels: the system's own fonts, light and dark, from 390 pixels on."""
 
 from __future__ import annotations
 

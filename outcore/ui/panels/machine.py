@@ -79,7 +79,7 @@ class MachinePanel:
 
 
 def alerts_of(live: dict[str, Any]) -> str:
-    """What is above its threshold."""
+    """Draw the alerts: what is above its threshold."""
     return draw.page(*(draw.paragraph(one["words"], "bad") for one in live["alerts"])) if live["alerts"] else ""
 
 
@@ -201,7 +201,7 @@ def probe_of(probe: dict[str, Any] | None) -> str:
 
 
 def setup_of(found: dict[str, Any]) -> str:
-    """What python setup.py verified."""
+    """Draw the report of set-up: what python setup.py verified."""
     setup = found["setup"]
     if not setup:
         words = f"No report of set-up: {own_command('setup')} --check writes one."

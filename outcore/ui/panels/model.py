@@ -85,7 +85,7 @@ class ModelBar:
         return gr.update(choices=found, value=chosen or next(iter(found), None))
 
     def refresh(self) -> tuple[Any, Any]:
-        """How far loading is."""
+        """Show how far loading is."""
         try:
             state = self.client.get("model")
         except ClientError as error:
@@ -126,7 +126,7 @@ def model_state_of(state: dict[str, Any]) -> str:
 
 
 def launch_of(state: dict[str, Any]) -> str:
-    """How the loaded model was laid out, for who asks."""
+    """Draw the layout of the loaded model in a few lines; its whole descriptor to copy."""
     launch = state.get("launch") or {}
     if not launch:
         return ""

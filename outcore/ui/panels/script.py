@@ -1,4 +1,4 @@
-"""What a page does by itself in the browser. Everything else is asked of the routes."""
+"""Scripts that a page runs by itself in the browser. Everything else is asked of the routes."""
 
 COPY = """
 document.addEventListener("click", (event) => {

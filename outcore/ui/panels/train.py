@@ -38,7 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "All weights": {},
     "From scratch, a first try": {"preset": "tiny", "max_steps": 150},
 }
-"""What each sets; the others' fields go back to their defaults."""
+"""Settings that each recipe changes; the others' fields go back to their defaults."""
 
 
 class TrainPanel:
@@ -221,7 +221,7 @@ def headline_of(found: dict[str, Any]) -> str:
 
 
 def banner_of(found: dict[str, Any]) -> str:
-    """What stands in the way, on top."""
+    """Draw the banner on top: what stands in the way of the run, and the smallest change that helps."""
     if found["problem"]:
         return draw.said(found["problem"], "note")
     if found["fits"]:
@@ -259,7 +259,7 @@ def forecast_of(found: dict[str, Any]) -> str:
 
 
 def stages_of(found: dict[str, Any]) -> str:
-    """What every stage saves and costs on this machine."""
+    """Draw a table of the memory and step time of every stage on this machine."""
     if found["problem"]:
         return ""
     rows = [
@@ -274,7 +274,7 @@ def stages_of(found: dict[str, Any]) -> str:
 
 
 def space_of(found: dict[str, Any]) -> str:
-    """What would lie on the drive, and the space that it needs."""
+    """Write what would lie on the drive, and the space that it needs."""
     if found["problem"]:
         return ""
     told = found["offloaded"]
