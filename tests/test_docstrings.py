@@ -14,7 +14,7 @@ FRAGMENTS = (
 VAGUE = ("What ", "Who ", "How ", "Until ", "For people")
 PLAIN_ROOMS = (
     *("common", "engine", "flow", "install", "machine", "monitor", "optim", "performance", "probe", "sizing"),
-    *("staging", "states", "storage"),
+    *("infer", "staging", "states", "storage"),
 )
 """Rooms where none of these words begins a docstring: the list grows until it has all."""
 
