@@ -13,8 +13,8 @@ FRAGMENTS = (
 """A method's docstring starts with a verb or what it gives, a field's with a noun."""
 VAGUE = ("What ", "Who ", "How ", "Until ", "For people")
 PLAIN_ROOMS = (
-    *("apart", "api", "common", "engine", "evaluate", "flow", "formats", "hf", "install", "integrations"),
-    *("machine", "monitor", "optim", "performance", "probe", "runs", "serve", "sizing", "staging", "states"),
+    *("apart", "api", "common", "engine", "evaluate", "flow", "formats", "hf", "infer", "install", "integrations"),
+    *("machine", "model", "monitor", "optim", "performance", "probe", "runs", "serve", "sizing", "staging", "states"),
     *("storage", "ui"),
 )
 """Rooms where none of these words begins a docstring: the list grows until it has all."""

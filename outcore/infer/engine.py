@@ -54,7 +54,7 @@ telling costs this thread and its listeners as much as a token's choice does."""
 
 @dataclass(frozen=True)
 class Speech:
-    """What of the model's tokenizer the engine needs."""
+    """Tokenizer of a model, and what else the engine needs to know to read its output."""
 
     tokenizer: Any
     end_tokens: frozenset[int]

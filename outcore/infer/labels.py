@@ -1,4 +1,4 @@
-"""What a model that classifies says: labels for a text, in place of tokens behind it."""
+"""Labels that a model which classifies gives to a text, in place of tokens behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Labels:
     """Value of the config's problem_type."""
 
     def probabilities(self, scores: torch.Tensor) -> list[float]:
-        """How likely each label is, from the head's scores [labels]; as they are where the model regresses."""
+        """Turn the head's scores [labels] into probabilities; where the model regresses, they stay as they are."""
         if self.problem == "regression":
             return scores.tolist()
         alone = len(self.names) == 1 or self.problem == "multi_label_classification"

@@ -35,7 +35,7 @@ class EngineThread:
 
     @property
     def refused_for_s(self) -> float:
-        """How long requests are refused yet; 0 while they are taken."""
+        """Seconds for which requests are refused yet; 0 while they are taken, inf while no thread runs."""
         if not self._thread.is_alive():
             return math.inf
         return 0.0 if self.is_well else max(0.0, self.failed_at_s + TRIED_AGAIN_S - time.monotonic())

@@ -46,9 +46,9 @@ class LoraSettings:
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilized)."""
     init: str = "kaiming"
-    """How A is drawn: kaiming (peft's default) or gaussian (of deviation 1 / r); B is 0."""
+    """Distribution that A is drawn from: kaiming (peft's default) or gaussian (of deviation 1 / r); B is 0."""
     bias: str = "none"
-    """Which biases train: none, all, or those of adapted layers only (lora_only)."""
+    """Biases that train: none, all, or those of adapted layers only (lora_only)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.r, int) or isinstance(self.r, bool) or self.r < 1:
@@ -88,7 +88,7 @@ class ModelSettings:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless asked for: it is someone else's program."""
     precision: str = "bf16"
-    """What weights and activations are computed in: bf16, fp16 or fp32."""
+    """Type that weights and activations are computed in: bf16, fp16 or fp32."""
     attn_implementation: str = "auto"
     """transformers' attention: sdpa (torch's fused kernels), eager, flash_attention_2, ... auto: sdpa where the model
     has it, eager otherwise (Gemma 2, GPT-OSS)."""
@@ -107,7 +107,7 @@ class ModelSettings:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     router_loss: str = "tokens"
-    """How a mixture's balancing loss counts: by each micro-batch's share of tokens, or whole for each micro_batch."""
+    """Weight of a mixture's balancing loss: by each micro-batch's share of tokens, or whole for each micro_batch."""
     seed: int = 42
     """Initial weights from scratch and of adapters are a function of this and of parameter names alone."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ _LOCAL_ADVICE = "the folder of a model on this machine (to train, also a shape f
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a model will be made from, resolved: `config` is final, `path` is where weights are read from (or None)."""
+    """Resolved source of a model to be made: `config` is final, `path` is where weights are read from (or None)."""
 
     config: PreTrainedConfig
     path: str | None
@@ -265,7 +265,7 @@ def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
 
 
 def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) -> Exception:
-    """What transformers or the hub client raised for model `name`, turned into an error with words and a way out."""
+    """Turn what transformers or the hub client raised for model `name` into an error with words and a way out."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in chain:

@@ -22,7 +22,7 @@ Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor | Literal["in order"] | N
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What an attention asks besides its tensors."""
+    """Rule of an attention besides its tensors: scale, window, softcap and sinks."""
 
     scaling: float
     window: int | None = None
@@ -156,7 +156,7 @@ def _fused(
     order: Literal["in order"] | None,
     rule: AttentionRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `_scored` gives, by torch's kernel, which keeps no scores."""
+    """Compute what `_scored` computes by torch's fused kernel, which keeps no scores."""
     heads, count, width = query_HND.shape
     keys, values = keys_LKD.transpose(0, 1), values_LKE.transpose(0, 1)
     if order is None:  # the query heads of a key head as more tokens of it

@@ -13,7 +13,7 @@ from outcore.infer.attention.exact import AttentionRule
 
 
 class Attention(Protocol):
-    """What knows where the pass is."""
+    """Protocol of an attention that knows where the pass is."""
 
     def attend(
         self, rule: AttentionRule, query_HND: torch.Tensor, key_KND: torch.Tensor, value_KNE: torch.Tensor

@@ -411,8 +411,8 @@ class PagedAttention:
         key_KND: torch.Tensor,
         value_KNE: torch.Tensor,
     ) -> Iterator[Piece]:
-        """What a sequence sees that is too long for one product. Where no scores have to be kept: what stands before
-        the chunk, then the chunk's own keys and values, which are at hand."""
+        """Yield in pieces what a sequence sees that is too long for one product. Where no scores have to be kept:
+        what stands before the chunk, then the chunk's own keys and values, which are at hand."""
         size, device = store.page_tokens, query_HND.device
 
         def read(at: int, end: int, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -439,7 +439,7 @@ class PagedAttention:
 _IGNORED = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position", "is_causal"}
 )
-"""What layers hand down beside what attention is asked; flags and positions that change nothing here."""
+"""Keywords that layers call their attention with and that change nothing here: flags and positions."""
 
 
 def _rule_of(module: nn.Module, query: torch.Tensor, scaling: float | None, more: dict[str, Any]) -> AttentionRule:

@@ -40,7 +40,7 @@ NAME_BYTES = 256
 
 
 class PrefixesDamaged(ValueError):
-    """What was kept before cannot be read; the message says why and what to do."""
+    """Error of kept prefixes that cannot be read; the message says why and what to do."""
 
 
 class KeptPrefixes:
@@ -215,7 +215,7 @@ class KeptPrefixes:
         return file
 
     def _read_list(self, pages: list[list[Any]]) -> None:
-        """What was kept, parents before those behind them."""
+        """Enter the listed pages into the index, parents before those behind them."""
         waiting = [(bytes.fromhex(parent), tokens, int(slot)) for parent, tokens, slot in pages]
         while waiting:
             left = []

@@ -49,7 +49,7 @@ class SequencePages:
     """Key of the last page that was offered to the index."""
     num_offered: int = 0
     states: Any = None
-    """What the model itself keeps of the sequence, where it is not pages."""
+    """State that the model itself keeps of the sequence, beside pages or in place of them."""
     beginning: SequenceStates | None = None
     """States after the tokens that were found when it was opened, where the model has such; whoever runs it copies."""
     cuts: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class CacheSettings:
 
 @dataclass
 class PrefixCounts:
-    """How often prompts found their beginning."""
+    """Counts of prompts' tokens, asked for and found in the prefix index, and of its pages."""
 
     asked_tokens: int = 0
     found_tokens: int = 0
@@ -419,7 +419,7 @@ class PassTables:
     slots: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
     tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = field(default_factory=dict)
     plans: dict[Any, list[Any]] = field(default_factory=dict)
-    """What attention works out once for all layers of a group."""
+    """Results that attention works out once for all layers of a group."""
     num_rows: int | None = None
     """Rows of the call, those that nobody reads included; None: those of the spans."""
 

@@ -1,4 +1,4 @@
-"""Who uses which page: pages of keys and values have a fixed size, so none is ever between two others for nothing.
+"""Ledger of pages of keys and values, and of their users: pages have one size, so no free one is too small to use.
 
 A page may have several users (answers that share a prompt, the prefix index); it is free again when the last one gives
 it back. Shared pages are full and never written to again, so no user sees another."""
@@ -26,7 +26,7 @@ class PageLedger:
         return len(self._free)
 
     def users(self, page: int) -> int:
-        """How many hold this page."""
+        """Count the users of this page."""
         return self._users[page]
 
     def take(self, count: int) -> list[int]:

@@ -126,7 +126,7 @@ class PrefixIndex:
 
 
 def root_of(adapter: str) -> bytes:
-    """What stands before the first page of prompts that this adapter reads: shorter than any page's key."""
+    """Key before the first page of prompts that this adapter reads: shorter than any page's key."""
     return hashlib.blake2b(adapter.encode(), digest_size=ROOT_BYTES).digest()
 
 

@@ -30,7 +30,7 @@ OF_SEVERAL = JOINED | {"dependencies", "dependentRequired", "dependentSchemas", 
 
 @dataclass(frozen=True)
 class AskedCalls:
-    """What a chat says of its tools. `name`: the one that must be called; `is_forced`: some must."""
+    """Tools of a chat and calls it asks for. `name`: of which; `is_forced`: at least one; `is_one`: at most one."""
 
     tools: Sequence[Mapping[str, Any]]
     is_forced: bool = False
@@ -39,7 +39,7 @@ class AskedCalls:
 
 
 def asked_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, is_one: bool) -> AskedCalls:
-    """What `tool_choice` asks for. ValueError for another choice, and for a tool that is not there."""
+    """Read `tool_choice`. ValueError for an unknown choice, and for a tool that is not there."""
     if choice in ("auto", "none", None):
         return AskedCalls(tools, is_one=is_one)
     name = None
@@ -68,7 +68,7 @@ class CallGrammar:
         marks = sorted((mark for mark in (*specials, ANY) if mark), key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, marks))})")
         self._letters = 0
-        """How long the rules of arguments are that are written one by one."""
+        """Letters so far in rules of arguments that are written one by one, at most `MAX_LETTERS`."""
         self._rules = ["TEXT: /(.|\\n)*/", "SPACE: /\\n{0,2}/"]
         self._thinks = thought is not None
         if thought is not None:

@@ -28,7 +28,7 @@ CHAT_FIELDS = frozenset(
 NOT_VARIABLES = frozenset(
     {"chat_template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 )
-"""What `chat_template_kwargs` may not set: it is said elsewhere, or not the client's to say."""
+"""Variables that `chat_template_kwargs` may not set: other fields do, or the client may not."""
 
 
 class ChatError(ValueError):
@@ -107,7 +107,7 @@ class Chat:
         return self._has_special or (self._template is not None and self._called is None)
 
     def parser(self, name: str) -> AnswerParser | TemplateParser:
-        """What tells an answer's parts apart; calls of tools are named after `name`."""
+        """Make the parser that tells an answer's parts apart; ids of its calls contain `name`."""
         if self._template is not None and self._called is None:
             return TemplateParser(name, self._template, self._prompt, self._tools, self._reads.most_calls)
         return AnswerParser(name, self._reads)

@@ -1,4 +1,4 @@
-"""What an answer holds besides words: reasoning and calls of tools, told apart while it arrives.
+"""Parser of an answer: words, reasoning and calls of tools, told apart while it arrives.
 
 Marks are those of the model's own style (`style`): a call's name is told as soon as it is written, its arguments piece
 by piece. What only looks like a call is text."""
@@ -18,7 +18,7 @@ from outcore.infer.chats.style import ALOUD, ANALYSIS, ANY, NEXT_TURN, NUMBER, C
 Mode = Literal["content", "reasoning", "head", "arguments", "raw", "pairs", "tail"]
 _BLANKS = re.compile(r"\s+|(?<=\{)(?=\")|(?<=\})(?=<)")
 REASONING = ("reasoning_content", "thinking")
-"""What templates call the part that is not said aloud."""
+"""Names that templates have for the part that is not said aloud."""
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a parser looks for. `thought`: marks around thoughts; `style`: how calls are written; None: not at all."""
+    """Rules by which a parser reads. `thought`: marks around thoughts; `style`: form of calls; None: not looked for."""
 
     thought: tuple[str, str] | None = None
     style: CallStyle | None = None
     begins_in: Mode = "content"
-    """What the prompt has already opened."""
+    """Part of the answer that the prompt has already opened."""
     most_calls: int | None = None
     """Calls beyond these are left out."""
     raw: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ class AnswerParser:
         self._mode: Mode = reads.begins_in
         self._held, self._count, self._is_left_out = "", 0, False
         self._depth, self._in_text, self._is_escaped = 0, False, False
-        """How deep in a call's JSON the text stands, and whether within a text of it."""
+        """Depth of nesting in a call's JSON, whether within a string of it, and whether behind a backslash there."""
         self._skips_lines = False
         """Whether what comes next is behind a closing mark, whose line breaks are no part of what is said."""
         self._begins: dict[str, Mode] = {}
@@ -98,7 +98,7 @@ class AnswerParser:
             self._close = re.compile(_loose(style.close, style))
 
     def add(self, text: str) -> Parsed:
-        """What more text settles."""
+        """Take more text in; returns the parts that it settles."""
         self._held += text
         new = Parsed()
         while self._step(new):
@@ -270,7 +270,7 @@ class AnswerParser:
         return json.dumps(value, ensure_ascii=False)
 
     def _tail(self, new: Parsed) -> bool:
-        """What follows a call: another one, or the end of calls."""
+        """Read on behind a call: another one, or the end of calls."""
         if match := self._close.match(self._held):
             self._held, self._mode, self._skips_lines = self._held[match.end() :], "content", True
             return True
@@ -306,7 +306,7 @@ class TemplateParser:
         self._is_lost = False
 
     def add(self, text: str) -> Parsed:
-        """What more text settles. Behind a part that is not written as it should be all is text."""
+        """Take more text in; returns what it settles. Behind a part that is not written as it should be all is text."""
         try:
             return self.whole.take(Parsed(text)) if self._is_lost else self._told(self._parser.feed(text))
         except ValueError:

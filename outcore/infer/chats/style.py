@@ -1,4 +1,4 @@
-"""How a model writes calls of tools and thoughts, learned from its own chat template: what it would write is written.
+"""Style of a model's calls of tools and thoughts, learned from its own chat template by having it write some.
 
 A conversation with calls of made-up names goes through the template; what stands around the names is the family's form.
 So a call that is written in this form reads, in the next prompt, token for token as it was written, and its keys and
@@ -52,13 +52,13 @@ class CallStyle:
     """Between two calls; '' where an answer has one alone."""
     close: str = "}\n</tool_call>"
     pairs: Pairs | None = None
-    """How arguments are written where they are no JSON."""
+    """Marks of arguments that are written one by one; None: they are JSON."""
     in_channels: bool = False
     """Whether an answer is of turns in channels, as gpt-oss writes it."""
 
     @property
     def trigger(self) -> str:
-        """What only a call begins with."""
+        """Text that only a call begins with."""
         if self.in_channels:
             return self.open
         mark = re.match(r"[^\s{\"]*", self.open)
@@ -71,18 +71,18 @@ class CallStyle:
 
     @property
     def end_mark(self) -> str:
-        """What ends a call that is not written as it should be; '' where nothing does."""
+        """Mark that ends a call which is not written as it should be; '' where none does."""
         return self.close.strip().lstrip("}").strip() or ""
 
 
 CHANNELS = CallStyle(
     "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", next="", close="", in_channels=True
 )
-"""How gpt-oss calls: its template writes the name in another place than the model does."""
+"""Calls of gpt-oss, not learned: its template writes the name in another place than the model does."""
 
 
 def common(one: str, other: str, marks: Iterable[str] = ()) -> str:
-    """What both begin with, no mark cut in two."""
+    """Longest beginning of both texts that cuts no mark in two."""
     length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     for mark in marks:
         at = one.find(mark, max(0, length - len(mark) + 1))
@@ -171,7 +171,7 @@ class _Written:
         return text[text.rfind(ASKED) + len(ASKED) :]
 
     def style(self, two: _Written | None) -> CallStyle | None:
-        """What stands around the names; None where they are not written."""
+        """Learn the style by what stands around the names; None where they are not written."""
         if NAMES[0] not in self.text or RESULT not in self.text or WORD not in self._plain:
             return None
         before, _, behind = self.text.partition(NAMES[0])

@@ -120,7 +120,7 @@ class Conversation:
         return self.last.text
 
     def stats(self) -> str:
-        """What the last answer cost, in a line."""
+        """Text for people: seconds and tokens of the last answer, then all passes beside the plan."""
         if self.last is None:
             return "nothing was answered yet"
         times, written = self.last.timings, len(self.last.tokens)

@@ -21,7 +21,7 @@ TELL_EVERY_S = 5.0
 
 @dataclass
 class JobCounts:
-    """What a job did."""
+    """Counts of a job, and its seconds."""
 
     lines: int = 0
     from_journal: int = 0
@@ -102,5 +102,5 @@ def run_job(
 
 
 def job_of(model: str, words: str, source: str, settings: Any, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What makes a job's results what they are."""
+    """Name everything that a job's results depend on."""
     return {"model": model, "found": words, "input": source, "settings": repr(settings), "sampling": sampling}

@@ -34,7 +34,7 @@ class Journal:
         self.failed: set[int] = set()
         """Numbers of lines whose result is an error, whichever process noted it."""
         self.why = ""
-        """What the first of them says."""
+        """Row and error of the first failed line that was noted; '' while there is none."""
         try:
             with file_errors(self._phase, path):
                 self._lines = LineJournal(path, job, lambda at, entry: self._note(at, entry[0], json.loads(entry[1])))

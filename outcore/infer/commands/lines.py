@@ -41,7 +41,7 @@ class Line:
     request: Request | None
     error: str = ""
     chat: Chat | None = None
-    """What reads its answers, where it has messages."""
+    """Chat that reads its answers, where it has messages."""
 
 
 def numbered(source: Path) -> Iterator[tuple[int, str]]:
@@ -129,7 +129,7 @@ def _prompt_of(body: Mapping[str, Any], prompts: Prompts, chat: Chat | None) -> 
 
 
 def result_of(line: Line, answers: Sequence[Answer], tokenizer: Any, model: str, created: int) -> dict[str, Any]:
-    """What stands in the output for one line; nothing in it depends on when it was made."""
+    """Make the output of one line; nothing in it depends on when it was made."""
     if line.request is None:
         return failure_of(line, line.error)
     if failed := next((a for a in answers if a.finish in ("error", "cancelled")), None):

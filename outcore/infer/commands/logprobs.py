@@ -11,15 +11,15 @@ from outcore.infer.passes import TokenScore
 from outcore.infer.requests import Chosen, TextStream
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoding gives for bytes that are no whole letter."""
+"""Letter that decoding gives for bytes that are no whole one."""
 _SEEN = (*range(33, 127), *range(161, 173), *range(174, 256))
 _UNSEEN = tuple(byte for byte in range(256) if byte not in _SEEN)
 BYTE_LETTERS = MappingProxyType({chr(b): b for b in _SEEN} | {chr(256 + n): b for n, b in enumerate(_UNSEEN)})
 """Letter of a byte-level vocabulary -> its byte, as GPT-2 writes them: those that cannot be seen from 256 on."""
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a blank in its pieces."""
+"""Letter that stands for a blank in SentencePiece's pieces."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece writes a byte that is in no piece of its vocabulary."""
+"""Form of SentencePiece's pieces of one byte, for letters that no other piece holds."""
 
 
 def text_of(tokenizer: Any, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What the flags become that all commands which run a model share."""
+"""Settings and sampling from the flags that all commands which run a model share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said about sampling."""
+    """Collect the sampling fields that flags set."""
     found = {name: getattr(args, name) for name, _, _ in SAMPLING_FLAGS if getattr(args, name) is not None}
     if args.stop:
         found["stop"] = args.stop

@@ -49,8 +49,8 @@ class ResidentWeights:
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
         self._ahead: list[Part] | None = None
-        """What the next pass is expected to bring: the same as the last one. Its first uploads begin as soon as buffers
-        are free, so that the link is busy while tokens are chosen."""
+        """Parts that the next pass is expected to bring: those of the last one. Their first uploads begin as soon as
+        buffers are free, so that the link is busy while tokens are chosen."""
 
     def multiply_there(self, parts: Iterable[Part]) -> None:
         """Have the device multiply those of these parts as they are that it can, in passes of few tokens."""
@@ -70,7 +70,7 @@ class ResidentWeights:
         return held + of_experts + (self._expansion if self._travelling is None else self._travelling).device_bytes
 
     def waited_s(self) -> dict[str, float]:
-        """How long the device waited in the pass that has run: for copies ("pcie") and for the drive ("nvme")."""
+        """Seconds that the device waited in the pass that has run: for copies ("pcie") and for the drive ("nvme")."""
         return {
             name: seconds
             for told, seconds in self.stalls.seconds(before=True).items()

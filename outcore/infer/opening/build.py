@@ -107,7 +107,7 @@ class OpenedModel:
         return {} if self.weights is None else self.weights.lanes
 
     def waited_s(self) -> Mapping[str, float]:
-        """How long the device waited in the last pass, by what for."""
+        """Seconds that the device waited in the last pass, for copies ("pcie") and for the drive ("nvme")."""
         return {} if self.weights is None else self.weights.arrival.waited_s()
 
     def also(self, undo: ExitStack) -> None:
@@ -227,7 +227,7 @@ def _open_draft(settings: InferSettings, device: torch.device, progress: Callabl
 
 
 def _less(settings: InferSettings, used_bytes: int) -> InferSettings:
-    """What the user gave, less what the small model took of it."""
+    """Take what the draft model uses off the memory that the user gave."""
     name = "ram_gib" if settings.vram_gib is None else "vram_gib"
     given = getattr(settings, name)
     return settings if given is None else replace(settings, **{name: max(given - used_bytes / GIB, 1e-3)})
@@ -381,7 +381,7 @@ def _try_passes(
 def layers_of(
     units: ModelParts, settings: InferSettings, way: Way, device: torch.device, progress: Callable[[str], None]
 ) -> CompiledLayers:
-    """How layers run; why eagerly, if so, is told. EngineError where compiling is asked for and cannot be."""
+    """Choose whether layers are compiled; why not is told on a GPU. EngineError where it is asked for and cannot be."""
     layers = CompiledLayers(units, settings.compile, training=False, any_shape=True)
     if settings.compile == "auto" and device.type != "cuda":
         layers.why_not = "compile: auto compiles on a GPU only"

@@ -1,4 +1,4 @@
-"""How a model's sequences may share a pass: found out by doing it with a tiny copy, not by its name.
+"""Ways in which sequences may share a pass: found out for a model by doing it with a tiny copy, not by its name.
 
 Tried are a row of several sequences whose keys and values lie in pages ("paged"), sequences with recurrent states
 beside such pages, cut into chunks anywhere ("states") or prompts in one piece and then token by token ("steps": Mamba 1
@@ -219,7 +219,7 @@ class _Seen(Exception):
 
 @dataclass
 class KeptOfLayers:
-    """What layers keep of the tokens before."""
+    """Attentions and states that layers keep of the tokens before."""
 
     attentions: dict[int, AttentionSize] = field(default_factory=dict)
     """Attention by layer; absent where a layer has none."""
@@ -237,7 +237,7 @@ class KeptOfLayers:
 
 
 def kept_of_layers(loaded: LoadedModel, units: ModelParts, way: Way = "paged") -> KeptOfLayers:
-    """What each layer keeps: each kind is run on two tokens; where it keeps no states, up to its attention.
+    """Find what each layer keeps: each kind is run on two tokens; where it keeps no states, up to its attention.
     UnknownAttention or StreamUnsupported where a layer of a model without states shows no attention."""
     seen: list[AttentionSize] = []
 

@@ -1,4 +1,4 @@
-"""What the plan said of passes, beside what they took: summed up while a model runs, told and kept when it ends."""
+"""Forecast of passes beside the seconds that they took: summed up while a model runs, told and kept when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model needs and what the machine and the settings give: what a placement and its passes are made from."""
+"""Needs of a model and limits of machine and settings, from which a placement and its passes are made."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _is_table(part: Part) -> bool:
 
 
 def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
-    """What the machine has to give."""
+    """Find what the machine has to give, within the settings. ValueError for settings that cannot be."""
     vram = free_device_bytes(device)
     if vram is not None and settings.vram_gib is not None:
         vram = min(vram, int(settings.vram_gib * GIB))
@@ -178,7 +178,7 @@ def layer_size(
 def schedule_limits(
     placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost, device: torch.device
 ) -> ScheduleLimits:
-    """How passes are filled."""
+    """Set the limits that passes are filled to."""
     drafts = guessed_tokens_of(settings, way)
     if way in IN_ONE_PIECE:
         context = placement.context_tokens

@@ -62,12 +62,12 @@ class FoundModel:
     pooling: Pooling = "mean"
     """Way from a text's hidden states to its vector."""
     pictures: PictureEncoder | None = None
-    """What makes pictures its input, of a model that sees."""
+    """Encoder that makes pictures the model's input; None: it takes none."""
 
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Place of the parts of a model are."""
+    """Places of the parts of a model."""
 
     weights: str
     """Hub id or folder with weights; '' for a checkpoint's."""
@@ -78,7 +78,7 @@ class ModelPlace:
     adapter: Path | None = None
     """Folder in peft's format, or a checkpoint of a LoRA run."""
     quantize: str | None = None
-    """What the adapter's base was packed into when it was trained."""
+    """Format that the adapter's base was packed into when it was trained."""
 
     @property
     def sees(self) -> bool:

@@ -26,11 +26,11 @@ from outcore.infer.opening.place import PlacedModel
 from outcore.infer.passes import fresh_layers
 
 PREFIX_GIB = 8.0
-"""On the drive for beginnings of prompts, unless told."""
+"""GiB of the drive for beginnings of prompts, unless told."""
 
 
 Kept = tuple[KeptPrefixes | None, KeptStates | None]
-"""What a drive keeps: pages of prompts, and the states at their ends; None: nothing."""
+"""Stores on a drive: of prompts' pages, and of the states at their ends; None: not kept there."""
 
 
 def cache_of(placed: PlacedModel, memory: KvMemory, kept: Kept) -> KvCache:

@@ -29,7 +29,7 @@ WORDS = {
     "steps": "sequences keep states; prompts go in one piece, without guesses and shared beginnings",
     "whole": "sequences run by themselves, without guesses and shared beginnings",
 }
-"""How sequences share a pass, where they do not share its rows."""
+"""Text for people, by the way in which sequences share a pass without sharing its rows."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PlacedModel:
     settings: InferSettings
     device: torch.device
     way: Way
-    """How sequences share a pass."""
+    """Way in which sequences share a pass (`opening.check`)."""
     units: ModelParts
     kept: KeptOfLayers
     needs: InferenceNeeds

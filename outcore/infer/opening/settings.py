@@ -1,4 +1,4 @@
-"""What a user may say about how a model is run; the rest follows from the machine (`outcore.sizing.inference`)."""
+"""Settings that a user may give for running a model; the rest follows from the machine (`outcore.sizing.inference`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InferSettings:
     """ValueError for what cannot work, and for what would do nothing."""
 
     preset: str = "balanced"
-    """What the placement aims at (--aim)."""
+    """Aim of the placement (--aim): latency, balanced or throughput."""
     device: str = "auto"
     """auto: the GPU if there is one."""
     precision: Precision = "auto"

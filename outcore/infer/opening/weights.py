@@ -105,7 +105,7 @@ def shared_limits(limits: InferenceLimits, needs: InferenceNeeds, share: HostSha
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """What a model's weights became."""
+    """Opened weights of a model: their homes, and the lanes and caches that bring them to the device."""
 
     arrival: ResidentWeights
     homes: WeightHomes

@@ -63,7 +63,7 @@ class DraftModel:
 
     @property
     def acceptance(self) -> float:
-        """How likely a guess is right when those before it were."""
+        """Estimated probability that a guess is right when those before it were."""
         return (self._right + 1) / (self._right + self._wrong + 2)
 
     def prepare(self, scheduler: Scheduler) -> None:
@@ -169,7 +169,7 @@ class DraftModel:
             drafter.offered = own
 
     def _reading(self, shadow: _Shadow) -> list[Work]:
-        """What it has not read yet; all but the last pass's worth is read now."""
+        """Read what the draft model has not read yet, but for the last pass's worth, which is returned."""
         sequence, tokens = shadow.sequence, shadow.sequence.tokens
         while len(tokens) - len(shadow.stored) > self._pass_tokens:
             start = len(shadow.stored)

@@ -60,7 +60,7 @@ class PassRunner(Protocol):
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """How tokens are laid out."""
+    """Limits of the calls and passes that tokens are laid out in."""
 
     call_tokens: int = 1024
     """Tokens of one call of a layer."""
@@ -132,7 +132,7 @@ class PagedRunner:
         return Call(batch, "logits" if wanted else "nothing", positions, inputs=inputs)
 
     def _taken(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What of a batch the model's decoder takes: some count positions by what they keep, or not at all."""
+        """Leave out positions where the decoder takes none: some count them by what they keep, or not at all."""
         return batch if self._takes_positions else {n: rows for n, rows in batch.items() if n != "position_ids"}
 
     def _lay_out_texts(self, texts: Sequence[Sequence[int]]) -> list[TextCall]:

@@ -20,7 +20,7 @@ NO_NUMBERS = (
 
 
 class TokenScore(NamedTuple):
-    """How likely one token was after those before it."""
+    """Likelihood of one token after those before it, as a natural logarithm."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -39,8 +39,8 @@ def cache_argument(decoder: torch.nn.Module) -> str:
 
 
 class StatesOfCall(Cache):
-    """What a model sees as its cache in one call: states of the call's sequences, in one batch while a layer runs. Keys
-    and values pass through, for attention has them in pages. `start`: tokens before the call's."""
+    """Cache that a model sees in one call: states of the call's sequences, in one batch while a layer runs. Keys and
+    values pass through, for attention has them in pages. `start`: tokens before the call's."""
 
     def __init__(self, of_sequences: Sequence[SequenceStates], start: int, num_layers: int) -> None:
         super().__init__(layers=[of_sequences[0].layers.get(at) or DynamicLayer() for at in range(num_layers)])

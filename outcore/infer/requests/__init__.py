@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers: requests, sampling, tokens, text."""
+"""Requests to the engine and its answers: sampling, tokens, text."""
 
 from outcore.infer.requests.draws import derived_seed, seed_of
 from outcore.infer.requests.fields import KNOWN, own_defaults, sampling_of

@@ -36,7 +36,7 @@ def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def own_defaults(model: Any, defaults: Sampling) -> Sampling:
-    """What the model's makers recommend in its generation config, where they do. ValueError, naming it, for what cannot
+    """Replace defaults by what the model's generation config recommends. ValueError, naming that file, for what cannot
     be."""
     config = getattr(model, "generation_config", None)
     found = {}

@@ -37,7 +37,7 @@ class Grammar:
     def __init__(self, compiled: Any, threads: Executor, warnings: Iterable[str] = ()) -> None:
         self._compiled, self._threads = compiled, threads
         self.warnings = tuple(warnings)
-        """What was asked for and is not held, in the package's words."""
+        """Parts of the asked form that answers are not held to, in the package's words."""
 
     def matcher(self) -> Matcher:
         """One for each answer."""
@@ -45,7 +45,7 @@ class Grammar:
 
 
 class Matcher:
-    """What may follow in one answer. Between `begin` and the first `mask` it belongs to the threads."""
+    """State of one answer in its form: what may follow. Between `begin` and the first `mask` the threads own it."""
 
     def __init__(self, matcher: Any, threads: Executor) -> None:
         self._matcher, self._threads = matcher, threads
@@ -54,7 +54,7 @@ class Matcher:
         """Why the answer cannot go on in its form: a limit of the package was met. What follows means nothing."""
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens the form allows, one after the other."""
+        """Count these tokens up to the first that the form does not allow behind those before."""
         return self._matcher.validate_tokens(list(tokens))
 
     def begin(self, guesses: Sequence[int] = ()) -> None:

@@ -10,13 +10,13 @@ from outcore.data.chat import ensure_chat_template
 
 
 class Prompts:
-    """What turns texts and messages into tokens for one model. `ask`: does the work where it can be given up; None:
-    here. `note` says what was missing; '' when nothing was."""
+    """Maker of tokens from texts and messages for one model. `ask`: does the work in a process that can be given up;
+    None: in this one. `note` says what was missing; '' when nothing was."""
 
     def __init__(self, tokenizer: Any, ask: Ask | None = None) -> None:
         self.tokenizer = tokenizer
         self.learned: dict[str, Any] = {}
-        """What was learned of the tokenizer's chat template, by its text."""
+        """Styles of calls (`chats.style`) by the text of the chat template that they were learned from."""
         self.note = ""
         if getattr(tokenizer, "chat_template", None) is None:
             ensure_chat_template(tokenizer)

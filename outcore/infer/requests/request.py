@@ -37,7 +37,7 @@ class Request:
     """Number of the adapter that answers, of those that the model was opened with; 0: the base alone."""
 
     seen: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What the model reads of pictures, beside their places in the prompt."""
+    """Tensors that the model reads of pictures, beside their places in the prompt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass added to one answer."""
+    """Part of an answer that one pass added."""
 
     request: str
     choice: int
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Timings:
-    """What one answer took: seconds by phase, waits by what they were for, tokens and pages by where they came from."""
+    """Costs of one answer: seconds by phase, waits by what they were for, tokens and pages by where they came from."""
 
     queued_s: float = 0.0
     """From its arrival until its prompt began."""

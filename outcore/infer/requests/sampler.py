@@ -19,7 +19,7 @@ from outcore.infer.requests.sampling import Sampling
 
 @dataclass(frozen=True)
 class Row:
-    """What a choice depends on, besides the logits."""
+    """Input of one token's choice, besides the logits."""
 
     sampling: Sampling
     seed: int

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: one frozen value, checked when it is made."""
+"""Settings by which a request's tokens are chosen: one frozen value, checked when it is made."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sampling:
     logprobs: int | None = None
     """Report each token's log-probability, and those of so many likeliest beside it; None: none."""
     length_name: str = field(default="max_tokens", compare=False, repr=False)
-    """What the request calls `max_tokens`, for words about it."""
+    """Name that the request has for `max_tokens`, for messages about it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", MappingProxyType({int(k): float(v) for k, v in self.logit_bias.items()}))

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 UNFINISHED = "�"
-"""What decoding gives for bytes that are no whole letter yet."""
+"""Letter that decoding gives for bytes that are no whole one yet."""
 MAX_HELD_TOKENS = 8
 """Bytes that no further token makes whole (a letter has at most four) are said as they are."""
 
@@ -71,7 +71,7 @@ class TextStream:
         return whole[len(before) :]
 
     def _released(self, new: str, *, may_stop: bool = True) -> str:
-        """What of the held and the new text is surely no part of a stop text."""
+        """Release the part of the held and the new text that surely belongs to no stop text."""
         if not self._stops or not may_stop:
             self.length += len(new)
             return new

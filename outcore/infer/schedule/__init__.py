@@ -1,4 +1,4 @@
-"""Who computes what in the next pass: sequences, chunks, guesses."""
+"""Schedule of the next pass: its sequences, chunks and guesses."""
 
 from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.drafts import Drafter

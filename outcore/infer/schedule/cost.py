@@ -28,7 +28,7 @@ LEAST_GAIN = 1.05
 
 
 class PassCost:
-    """What passes took, each size by the quickest of its last few."""
+    """Seconds that passes took, each size by the quickest of its last few."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, deque[tuple[float, int]]] = {}
@@ -70,8 +70,8 @@ class PassCost:
         return begun + slope * (rows - self._rows[first])
 
     def worth(self, chances: Collection[float], rows: int = 1) -> int:
-        """How many guesses, right with these chances (each also needs all before it), have a pass that has `rows` rows
-        without them, each for a token of an answer, give most tokens a second. None while it is unknown what that pass
+        """Choose how many guesses give most tokens a second in a pass that has `rows` rows without them, each for a
+        token of an answer. `chances`: of each that it and all before it are right. 0 while it is unknown what that pass
         takes without any, once others were measured: the next one tells."""
         if self._by_size and bisect_left(SIZES, rows) not in self._by_size:
             return 0

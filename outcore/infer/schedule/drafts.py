@@ -22,7 +22,7 @@ LONGEST_RUN, MOST_PLACES = 32, 64
 FORGETTING = 0.97
 """Weight of an outcome after one more: edited text changes between copied and new."""
 USUAL_CHANCES = (0.2, 0.45, 0.7, 0.9, 0.97)
-"""How often what followed comes true behind runs of 1, 2, 4, 8 and 16 tokens and more, until outcomes tell."""
+"""Chances that what followed comes true behind runs of 1, 2, 4, 8 and 16 tokens and more, until outcomes tell."""
 WEIGHT_OF_USUAL = 3.0
 """Outcomes that the usual chance counts for."""
 
@@ -54,7 +54,7 @@ class Drafter:
 
     @property
     def rates(self) -> list[float]:
-        """How often a guess came true, by length of the run."""
+        """Share of guesses that came true, by length of the run."""
         return [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
 
     def wants(self, tokens: Sequence[int]) -> bool:

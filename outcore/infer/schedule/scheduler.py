@@ -23,12 +23,12 @@ from outcore.sizing.inference import RowCost
 BRIEF_SHARE = 4
 """Little is to be read of a prompt that takes at most this part of a pass."""
 AHEAD_S = 10.0
-"""What a prompt of which little is to be read has come earlier, as the queue counts."""
+"""Seconds by which a prompt of which little is to be read counts as earlier in the queue."""
 
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """How much a pass may hold."""
+    """Limits of what a pass may hold."""
 
     max_sequences: int = 256
     """Sequences that run at the same time."""
@@ -56,7 +56,7 @@ class Work:
     start: int
     tokens: tuple[int, ...]
     num_drafts: int = 0
-    """How many of them, at the end, are guesses."""
+    """Number of guesses among them, at the end."""
     is_last: bool = True
     """Whether all of the sequence's known tokens are computed with it, so that a new one can be chosen."""
 
@@ -92,7 +92,7 @@ class Work:
 
 @dataclass
 class _Left:
-    """What a pass still has room for."""
+    """Room that a pass still has."""
 
     tokens: int
     cost: float

@@ -105,8 +105,8 @@ class Sequence:
         return is_bare and self.matcher is None and self.num_answer >= sampling.min_tokens
 
     def row(self, place: int | None) -> Row:
-        """What the next token's choice depends on. `place`: it stands behind so many guesses of this pass, all right;
-        None: it is a guess itself, and forms do not count."""
+        """Make the row that the next token is chosen by. `place`: it stands behind so many guesses of this pass, all
+        right; None: it is a guess itself, and forms do not count."""
         sampling = self.request.sampling
         needs_history = not sampling.is_plain
         return Row(
@@ -163,7 +163,7 @@ class Sequence:
             self.most_pages = max(self.most_pages, self.pages.num_pages)
 
     def timings(self) -> Timings:
-        """What it took."""
+        """Sum up what the answer took."""
         clock = self.clock
         return Timings(
             queued_s=clock.since(clock.began_s),

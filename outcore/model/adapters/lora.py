@@ -213,7 +213,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
 
 def _task(model: nn.Module, encoder_decoder: bool) -> Any:
-    """What peft wraps a model as; None for a module of the user's own, which has no `generate` to wrap."""
+    """Choose the task that peft wraps a model for; None for a user's own module, which has no `generate` to wrap."""
     from peft import TaskType
 
     if not hasattr(model, "prepare_inputs_for_generation"):

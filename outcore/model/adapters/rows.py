@@ -108,7 +108,7 @@ def _in_pieces(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def row_adapted(
     x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, picks: torch.Tensor, scales: torch.Tensor, number: int
 ) -> torch.Tensor:
-    """What adapters add to [.., out], by the choice of this number."""
+    """Compute what adapters add to outputs [.., out]: the choice of this number tells each row's adapter."""
     rows = _choices[number].source()
     if rows is None:
         return x.new_zeros((*x.shape[:-1], len(up)))

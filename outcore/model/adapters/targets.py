@@ -13,9 +13,9 @@ from outcore.model.weights import full_shape
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """What "auto" adapts: every linear layer (Conv1D too) but the output head, what peft takes for the experts of a
-    mixture by its name, and what it refuses in this architecture (projections that a state-space kernel reads past
-    their module)."""
+    """Names of layers that "auto" adapts: linear ones (Conv1D too), without the output head, those whose names peft
+    takes for experts of a mixture, and those that it refuses in this architecture (projections that a state-space
+    kernel reads past their module)."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     found = [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
     model_type = getattr(getattr(model, "config", None), "model_type", "")

@@ -1,4 +1,4 @@
-"""What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
+"""Facts of a model, read from its config and its skeleton without weights, and its parameters' names in checkpoints."""
 
 from outcore.model.facts.facts import (
     ConfigKey,

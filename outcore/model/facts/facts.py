@@ -1,13 +1,13 @@
-"""What planners and builders need to know of a model, counted without memory (meta device) or on a live model.
+"""Facts of a model for planners and builders, counted without memory (meta device) or on a live model.
 
-One name per parameter, whatever is wrapped around the model: what checkpoints are keyed by.
+One name per parameter, whatever is wrapped around the model: checkpoints are keyed by it.
 
-Questions whose answer follows from a model's config alone, asked by several parts of one start.
+Answers that follow from a model's config alone, for several parts of one start.
 
-Which parameters have no weight decay: biases and norms, found as Hugging Face's Trainer finds them, by a norm's type
-or by how it is called (`Trainer.get_decay_parameter_names`).
+Parameters without weight decay: biases and norms, found as Hugging Face's Trainer finds them, by a norm's type or by
+its name (`Trainer.get_decay_parameter_names`).
 
-Tokens that end what a model writes, set where other programs look for them.
+Tokens that end a model's answers, set where other programs look for them.
 
 `generate`, vLLM and converters read `generation_config.json`, and some the configuration. A base model whose chats end
 their turns with another token than its text would run on in all of them, because both know the text's end only."""
@@ -228,7 +228,7 @@ def _is_adapter(part: str) -> bool:
 
 
 def adapter_name(name: str) -> str:
-    """What peft calls a parameter of this checkpoint name in an adapter's file."""
+    """Turn a parameter's checkpoint name into the one that peft gives it in an adapter's file."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
@@ -244,7 +244,7 @@ def named_checkpoint_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the model saves beside its parameters, by name."""
+    """Tensors that the model saves beside its parameters, by name."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}

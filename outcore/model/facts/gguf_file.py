@@ -44,7 +44,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 class GgufTensor(NamedTuple):
-    """What a GGUF file's header tells of one tensor."""
+    """Entry of one tensor in a GGUF file's header."""
 
     kind: str
     """Name of its type, as llama.cpp writes it."""

@@ -26,7 +26,7 @@ def largest(x, by_row, by_column, n, k, BY_ROW: tl.constexpr, BOTH: tl.constexpr
 
 @triton.jit
 def _factor(bits, MOST: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr):
-    """What numbers are multiplied by whose largest one has these bits: a power of two with BY_ROW."""
+    """Factor that brings the largest number, of these bits (bf16's), to MOST; with BY_ROW the power of two below it."""
     amax = (bits << 16).to(tl.float32, bitcast=True)
     amax = tl.where(amax < LEAST, LEAST, amax)  # a NaN stays one
     factor = tl.div_rn(tl.full(amax.shape, MOST, tl.float32), amax)

@@ -16,7 +16,7 @@ from outcore.model.forward.inputs import accepted_names
 
 
 class DecoderOutput:
-    """What the stub hands to the model's forward: hidden states, router logits if given, None for all else."""
+    """Output of `DecoderStub` for the model's forward: hidden states, router logits if given, None for all else."""
 
     def __init__(self, last_hidden_state: torch.Tensor, router_logits: Any = None):
         self.last_hidden_state = last_hidden_state

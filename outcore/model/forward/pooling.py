@@ -1,4 +1,4 @@
-"""How an embedder makes one vector of a text, kept where sentence-transformers keeps it.
+"""Way in which an embedder makes one vector of a text, kept where sentence-transformers keeps it.
 
 Beside the weights lie `modules.json` and `1_Pooling/config.json`: so what was trained here opens there, and what was
 trained there answers here as it was trained."""
@@ -19,7 +19,7 @@ _MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Norm
 
 
 def read_pooling(name: str) -> Pooling | None:
-    """How the model of this folder or hub id pools; None: nothing says so. ValueError for a way that is not here."""
+    """Read how the model of this folder or hub id pools; None: nothing says. ValueError for a way that is not here."""
     from transformers.utils.hub import cached_file
 
     if not name or Path(name).is_file():

@@ -192,8 +192,8 @@ class Float8Linear(nn.Linear):
 
 
 class LayerProducts:
-    """How products of `layers` are computed until `close`. `dtype`: of their weights; `tiled`: whether some come in
-    tiles.
+    """Way in which products of `layers` are computed until `close`. `dtype`: of their weights; `tiled`: whether some
+    come in tiles.
 
     Raises ValueError for what cannot be on this device, with this type or in tiles."""
 
@@ -245,7 +245,7 @@ class LayerProducts:
             self._changed.append(module)
 
     def words(self) -> str:
-        """For people; '' where products are the run's own."""
+        """Text for people; '' where products are the run's own."""
         if self.name == "same":
             return ""
         return self.name + (f", {len(self._changed)} linear layers" if self.name in FLOAT8 else "")

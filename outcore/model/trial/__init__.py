@@ -1,4 +1,4 @@
-"""What a model can do, found out on a tiny copy of it."""
+"""Abilities of a model, found out on a tiny copy of it."""
 
 from outcore.model.trial.abilities import (
     DOCUMENTS,

@@ -1,4 +1,4 @@
-"""What a model can do, found out by trying it: a tiny copy of its config is run on the CPU before training.
+"""Abilities of a model, found out by trying it: a tiny copy of its config is run on the CPU before training.
 
 Two questions that no list of model names answers for good. May the loss be computed from hidden states chunk by
 chunk? And are packed documents really kept apart in attention, for every kind of layer and more than one row? Both
@@ -80,10 +80,10 @@ class Abilities:
     chunked_head: bool
     chunked_reason: str
     isolation: Isolation | None
-    """How packed documents are kept apart; None: they are not."""
+    """Way in which packed documents are kept apart; None: they are not."""
     packing_reason: str
     terms: LossTerms = USUAL_TERMS
-    """What the model's own loss has beside cross-entropy."""
+    """Terms of the model's own loss beside cross-entropy."""
     without_gradient: frozenset[str] = frozenset()
     """Patterns of parameters that the loss never reaches; they are frozen."""
 
@@ -180,7 +180,7 @@ def run_once(tiny: nn.Module) -> None:
 
 
 def builder_of(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:
-    """What makes a model from a config: its transformers class, or the code that comes with it."""
+    """Choose what makes a model from a config: its transformers class, or the code that comes with it."""
     try:
         return model_class_of(config)._from_config  # pyright: ignore[reportAttributeAccessIssue]
     except ValueError:

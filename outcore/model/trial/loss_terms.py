@@ -1,4 +1,4 @@
-"""What a model's own forward adds to its cross-entropy, and how it is known to be trained.
+"""Terms that a model's own forward adds to its cross-entropy, found out so that they are trained, too.
 
 A mixture of experts adds a balancing loss times a coefficient; its name differs from model to model, so it is asked of
 the model first. Whether nothing else is added is tried on a tiny copy: the loss that its own forward gives with labels
@@ -23,7 +23,7 @@ from outcore.model.trial.shrink import VOCAB
 logger = logging.getLogger(__name__)
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""What models and configs call the weight of the balancing loss."""
+"""Names that models and configs have for the weight of the balancing loss."""
 TOLERANCE = 1e-4
 """Largest difference of a loss in fp32 that is rounding."""
 
@@ -48,7 +48,7 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a model's own loss has beside cross-entropy."""
+    """Terms of a model's own loss beside cross-entropy."""
 
     balances: bool = True
     """Whether its forward gives a balancing loss when asked for router logits (Llama 4's does not)."""

@@ -196,7 +196,7 @@ def _own_width_of_mixer(part: Any, hidden: Any) -> int | None:
 
 
 def _take_overrides(part: Any) -> dict[int, dict[str, Any]]:
-    """What single layers have otherwise (`per_layer_config`), taken out of the config."""
+    """Take what single layers have otherwise (`per_layer_config`) out of the config: fields by layer."""
     if not getattr(part, "is_heterogeneous", False):
         return {}
     overrides = {int(layer): dict(values) for layer, values in part.to_dict()["per_layer_config"].items()}

@@ -106,7 +106,7 @@ class TrainedWeights:
         return {name: value for name, value in self._converted(keys).items() if name in names} if keys else {}
 
     def _converted(self, keys: list[str]) -> dict[str, torch.Tensor]:
-        """What the checkpoint's tensors `keys` become in the model: name -> tensor. RuntimeError."""
+        """Convert the checkpoint's tensors `keys` to the model's: name -> tensor. RuntimeError where that fails."""
         from safetensors import SafetensorError, safe_open
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model

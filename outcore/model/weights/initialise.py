@@ -327,7 +327,7 @@ class InitPlan:
 
 
 def _generated(regions: list[InitRegion], seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """What each region gives, in order; members of module lists are made ahead by torch's number of threads."""
+    """Yield each region's tensors, in order; members of module lists are made ahead, by torch's number of threads."""
     start = 0
     while start < len(regions):
         stop = start

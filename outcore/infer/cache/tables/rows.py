@@ -21,7 +21,7 @@ FACTS = 5
 
 
 class RowMasks:
-    """What rows see, of tables of all sizes in turn: memory for the largest, `most_keys` keys of all rows together."""
+    """Masks of the keys that rows see, in memory that tables share: `most_keys` keys of all rows together."""
 
     def __init__(self, most_keys: int, device: torch.device) -> None:
         self.counted = torch.arange(most_keys, device=device)
