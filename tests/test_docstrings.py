@@ -14,7 +14,7 @@ FRAGMENTS = (
 VAGUE = ("What ", "Who ", "How ", "Until ", "For people")
 PLAIN_ROOMS = (
     *("common", "data", "engine", "flow", "install", "machine", "monitor", "optim", "performance", "plan"),
-    *("probe", "sizing", "staging", "states", "storage"),
+    *("probe", "sizing", "staging", "states", "storage", "train"),
 )
 """Rooms where none of these words begins a docstring: the list grows until it has all."""
 
