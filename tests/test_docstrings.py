@@ -13,8 +13,8 @@ FRAGMENTS = (
 """A method's docstring starts with a verb or what it gives, a field's with a noun."""
 VAGUE = ("What ", "Who ", "How ", "Until ", "For people")
 PLAIN_ROOMS = (
-    *("common", "config", "data", "engine", "flow", "install", "machine", "monitor", "optim", "performance"),
-    *("plan", "probe", "sizing", "staging", "states", "storage", "train"),
+    *("checkpoint", "common", "config", "data", "engine", "flow", "install", "machine", "monitor", "optim"),
+    *("performance", "plan", "probe", "sizing", "staging", "states", "storage", "train"),
 )
 """Rooms where none of these words begins a docstring: the list grows until it has all."""
 
