@@ -45,7 +45,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     """The loop's state as saved."""
     damaged_export: tuple[str, ...] = ()
-    """What is wrong with files below `export/`, in words; they are made again when a run resumes."""
+    """Faults of files below `export/`, in words; such files are made again when a run resumes."""
 
     @property
     def step(self) -> int:

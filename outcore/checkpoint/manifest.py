@@ -87,7 +87,7 @@ class Manifest:
         return replace(self, order=order)
 
     def problem(self, folder: Path, name: str, *, verify: bool = True) -> str | None:
-        """What is wrong with a listed file, in words; None when nothing is. `verify`: read it all."""
+        """Find what is wrong with a listed file, in words; None when nothing is. `verify`: read it all."""
         return listing.problem_of(folder, name, self.files[name], verify=verify)
 
 

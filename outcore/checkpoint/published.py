@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Tensor = tuple[TensorPlan, Callable[[], torch.Tensor]]
 Tensors = dict[str, Tensor]
-"""What each tensor is, by name, and how to get its values."""
+"""Tensors by name: what each is, and how to get its values."""
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -70,7 +70,7 @@ def _of_source(theirs: Tensor | None, ours: Tensor) -> Tensor:
 
 
 def _groups(base: Any, tensors: Tensors) -> Iterable[Tensors]:
-    """What is converted together: single tensors where that makes the same of a layer as all of it at once."""
+    """Group what is converted together: single tensors where that makes the same of a layer as all of it at once."""
     layers: dict[str, Tensors] = {}
     for name, entry in tensors.items():
         match = _LAYER.match(name)

@@ -27,7 +27,7 @@ _NOT_THE_MODEL = frozenset(
 
 
 def model_fingerprint(config: Any) -> dict[str, Any] | None:
-    """What a transformers configuration says of the mathematics (heads, rope, eps, ...); None without one."""
+    """Select what a transformers configuration says of the mathematics (heads, rope, eps, ...); None without one."""
     if config is None or not hasattr(config, "to_dict"):
         return None
     text = json.dumps(_without(config.to_dict()), sort_keys=True, default=str)

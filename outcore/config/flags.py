@@ -181,7 +181,7 @@ def _closed(args: Sequence[str], rows: Mapping[str, Field], named: Named) -> lis
 def read_flags(
     rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str, description: str, named: Named
 ) -> dict[str, Any]:
-    """What the command line says, by field and unconverted, with `config` for the YAML file; only what was said.
+    """Read the command line, by field and unconverted, with `config` for the YAML file; only what was said.
 
     Prints the help and leaves where that is asked for. Raises ConfigError for an unknown flag or one without a value.
     """

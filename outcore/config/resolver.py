@@ -29,7 +29,7 @@ UNSAID = (None, "auto")
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What the process found before it knows the model."""
+    """Facts that the process finds before it knows the model."""
 
     precision: Precision | None = None
     """Precision chosen for the device. None: the flag's, else the file's, else bf16."""
@@ -123,8 +123,8 @@ class _Resolver:
         return in_file
 
     def _merged(self) -> TrainConfig:
-        """What was said, the file's values where flags and YAML say nothing; the file's homes count below infinity
-        only, and where the stage has such homes."""
+        """Take the file's values where flags and YAML say nothing; the file's homes count below infinity only, and
+        where the stage has such homes."""
         changes: dict[str, Any] = {"zero_stage": self.zero_stage}
         for name, value in self.file.values.items():
             said = getattr(self.said, name)

@@ -49,7 +49,7 @@ class Offload:
     ram_budget_gib: float | None
     """RAM for parameters, gradients and states. None: what is available."""
     engine: Literal["staged", "stock"]
-    """Who moves offloaded data under DeepSpeed."""
+    """Engine that moves offloaded data under DeepSpeed."""
     pin_memory: bool
     pin_is_asked: bool = field(compare=False)
     """Whether `pin_memory` was said for everything, or each block of the file keeps its own."""
@@ -124,9 +124,9 @@ class RunSettings:
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Field -> where its value comes from, or why it was chosen."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What was overruled, a line each."""
+    """Values that were overruled, a line each."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
-    """What has no effect or was changed, a line each; must be seen."""
+    """Settings that have no effect or were changed, a line each; must be seen."""
 
     @property
     def train_batch_size(self) -> int:

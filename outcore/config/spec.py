@@ -1,4 +1,4 @@
-"""What a field of the settings is beside its name, type, default and docstring; and the table of all fields."""
+"""Properties of a settings field beside its name, type, default and docstring; and the table of all fields."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Spec:
     file: tuple[str, ...] = ()
     """Dotted keys of deepspeed_config.json that mean it, the strongest first; a number is a place in a list."""
     file_unit: float = 1.0
-    """What the file counts in, in units of the field."""
+    """Unit that the file counts in, in units of the field."""
     words: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of its values -> ours."""
     file_words: Mapping[str, str] = field(default_factory=dict)
-    """What the file's values mean, where they are of another kind -> ours."""
+    """Values of the file, where they are of another kind -> ours."""
     above: float | None = None
     least: float | None = None
     below: float | None = None
@@ -39,7 +39,7 @@ class Spec:
     mapping: bool = False
     """Whether it is a JSON object, which YAML may also give as a mapping."""
     bare: str | None = None
-    """What the flag means when it stands alone."""
+    """Value of the flag when it stands alone."""
     common: bool = False
     """Whether the short `--help` lists it."""
 

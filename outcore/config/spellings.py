@@ -1,4 +1,4 @@
-"""What people type who come from Hugging Face's Trainer, TRL, axolotl or LLaMA-Factory -> what it is called here.
+"""Names of settings in Hugging Face's Trainer, TRL, axolotl or LLaMA-Factory -> what they are called here.
 
 Names that mean the same are accepted as they are (`Spec.aliases`); here stand those that need other words: two settings
 in one, a setting with another unit, or something that this program does by itself or not at all.

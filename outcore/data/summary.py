@@ -1,4 +1,4 @@
-"""What was read, what became of it, and which share of it bears loss."""
+"""Summary of the data: what was read, what became of it, and which share of it bears loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outcore.common.quantities import counted, format_count
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What was read and what became of it; `lines()` for people."""
+    """Counts of what was read and what became of it; `lines()` for people."""
 
     source: str
     shape: str
@@ -41,7 +41,7 @@ class DataSummary:
     unused_columns: dict[str, int] = field(default_factory=dict)
     """Column -> rows in which it holds something that is not read."""
     notices: dict[str, int] = field(default_factory=dict)
-    """What else of the rows is not used, or was added, in words -> in how many rows."""
+    """Other parts of rows that are not used, or were added, in words -> in how many rows."""
     end_tokens: list[int] = field(default_factory=list)
     """Tokens that conversations, answers and rows of tokens end with."""
     notes: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class DataSummary:
         return f"of {mean:.0f} tokens on average (at most {self.seq_length}), padded to a micro-batch's longest"
 
     def header(self) -> dict[str, Any]:
-        """What bears loss, in numbers, for the run's header: two runs are comparable where these agree."""
+        """Count what bears loss, for the run's header: two runs are comparable where these numbers agree."""
         return {
             "source": self.source,
             "shape": self.shape,

@@ -28,7 +28,7 @@ NO_REASON_TO_SPILL = 1.05
 """A plan that is slower by less than this and writes less to the drive is preferred."""
 
 STREAMED = {None: None, "auto": None, "ram": Residency(), "nvme": Residency(0, 0)}
-"""What the streaming engine is told of RAM, by the residency that was asked for; None: what fits."""
+"""Residency that was asked for -> RAM budgets of the streaming engine; None: what fits."""
 ON_DRIVE = {None: (False, True), "auto": (False, True), "ram": (False,), "nvme": (True,)}
 """Whether a ZeRO stage may be the one that uses the drive, by residency."""
 
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """What `choose` found."""
+    """Result of `choose`."""
 
     plan: Plan
     """The recommendation; when it does not fit, the one that is short by least."""
@@ -87,7 +87,7 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
 
 
 def _only_streamed(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str:
-    """What of this run DeepSpeed does not have, in words; ValueError for what Muon does not do."""
+    """Name what of this run DeepSpeed does not have; '' for nothing. ValueError for what Muon does not do."""
     if shape.quantize:
         name = "the checkpoint's" if shape.is_published_packed else "quantize"
         return f"{name} {shape.quantize}: only the streaming engine keeps a packed base"
@@ -232,7 +232,7 @@ def best_stage(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_l
 
 
 def _staged(stage: str, optimizer: str, request: RunRequest, hardware: Hardware) -> list[Staged | None]:
-    """How the run moves what is offloaded: whole to the drive, or within a budget that leaves no RAM idle."""
+    """List ways to move what is offloaded: whole to the drive, or within a budget that leaves no RAM idle."""
     if STAGE_NUMBER[stage] < 3 or optimizer == "none":
         return [None]
     staging = request.staging_bytes or STAGING_BYTES

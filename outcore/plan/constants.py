@@ -29,7 +29,7 @@ GPU_CONTEXT_BYTES, GPU_CONTEXT_SHARE = int(0.59 * GIB), 0.0016
 that the driver counts and the allocator does not, in six runs. Smaller cards are
 scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
 GPU_SPARE_BYTES = int(0.15 * GIB)
-"""What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB,
+"""Bytes that the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB,
 0.01 (R), 0.08 (H); DeepSpeed below ZeRO-3 0.17 (S)."""
 ZERO3_SPARE_SHARE = 0.82
 """Spare share of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
@@ -41,11 +41,11 @@ VRAM_RESERVE_BYTES = int(0.75 * GIB)
 """For the desktop and what else draws on the card. With all of these an 8 GiB card is planned with 6.5 GiB of tensors,
 the cap under which the streaming engine is accepted."""
 GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 2 * 32 * MIB, 0.86
-"""What graphs of layers keep beside their inputs and results: cuBLAS's workspaces (of two threads, as large as on
-Hopper), and the memory that their intermediate results had, of which nobody else may use any: of eager layers so many
-times a layer's activations, of compiled ones as many as are planned outside of graphs. Measured (E), eager: 0.219 GB
-more of tensors, which is the workspaces and nine of a micro-batch's hidden states to 1.1 MB, and 0.698 GB more
-reserved, 0.479 beyond them; a layer's activations are planned with 0.558."""
+"""Bytes of cuBLAS's workspaces that graphs of layers keep (of two threads, as large as on Hopper), and the share of an
+eager layer's activations that they keep for intermediate results, of which nobody else may use any (compiled layers: as
+many bytes as are planned outside of graphs). Measured (E), eager: 0.219 GB more of tensors, which is the workspaces and
+nine of a micro-batch's hidden states to 1.1 MB, and 0.698 GB more reserved, 0.479 beyond them; a layer's activations
+are planned with 0.558."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
@@ -123,7 +123,7 @@ STREAM_DRIVE_SHARE = 0.95
 """Share of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96
 and 99 %, staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""
 OVERLAP_RESIDUE = 0.14
-"""What the second longest term adds to the longest although they overlap. Fitted to the prototype's six runs with
+"""Share of the second longest term that adds to the longest although they overlap. Fitted to six runs of the prototype,
 states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipping); worst error of the fit 16 %."""
 
 DEEPSPEED_OPTIMIZER_DRAM_BYTES = 104

@@ -35,7 +35,7 @@ class MachineFields:
     nvme_free_gb: float | None = setting(None, least=0, common=True)
     """GB free on the drive."""
     tflops: float | None = setting(None, above=0)
-    """What the GPU reaches with compiled layers."""
+    """TFLOPS that the GPU reaches with compiled layers."""
     num_gpus: int = setting(1, above=0, common=True)
     """GPUs of the run."""
     checkpoints_elsewhere: bool = setting(False, common=True)
@@ -45,7 +45,7 @@ class MachineFields:
 SOURCES = ("model_name_or_path", "preset", "config_file")
 """Fields that name a model, of which the planner counts the layers."""
 NAMED_ELSEWHERE = "-"
-"""What `--infer` alone stands for: another flag names the model."""
+"""Value that `--infer` alone stands for: another flag names the model."""
 AIMS = ("balanced", "latency", "throughput")
 """Values of `--aim`, which was called --preset; without `--infer` a preset is a model's shape."""
 
@@ -57,13 +57,13 @@ class InferFields:
     infer: str | None = setting(None, bare=NAMED_ELSEWHERE, common=True)
     """Plan generating and serving, of this model or of --model's; --aim says what for."""
     aim: Literal["balanced", "latency", "throughput"] = setting("balanced", common=True)
-    """What answers aim at: latency is one reader (as outcore chat), balanced many (as outcore serve)."""
+    """Aim of answers: latency is one reader (as outcore chat), balanced many (as outcore serve)."""
     infer_quantize: Literal["none", "int8", "nf4"] = "none"
-    """What --quantize means beside --infer."""
+    """Format of packed weights for answers: --quantize means this beside --infer."""
     context: int | None = setting(None, above=0)
     """Tokens of prompt and answer together."""
     kv_format: Literal["same", "int8"] = "same"
-    """How keys and values are kept."""
+    """Format of kept keys and values: int8, or the same as the model computes in."""
     cpu_tokens: int | None = setting(None, least=0)
     """Tokens of a pass up to which the CPU may compute layers in RAM, at the rates of this machine's last start."""
     expert_cache_gib: float | None = setting(None, least=0)
@@ -88,12 +88,12 @@ class OutputFields:
     upgrade: bool = setting(False, common=True)
     """Which purchase (a second drive, RAM, a card) halves the step."""
     efficiency: bool = False
-    """What the ZeRO-Infinity paper's formulas give with this machine's rates, by tokens a step; no model is needed."""
+    """Efficiency by the ZeRO-Infinity paper's formulas with this machine's rates, by tokens a step; needs no model."""
 
 
 @dataclass(frozen=True)
 class PlanConfig(OutputFields, InferFields, MachineFields, TrainConfig):
-    """What `outcore plan` is told."""
+    """Settings of `outcore plan`."""
 
     UNSHOWN: ClassVar[frozenset[str]] = frozenset(
         {

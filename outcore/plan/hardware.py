@@ -63,9 +63,9 @@ class Hardware:
     """GPU and CPU share one memory: `vram_bytes` and `ram_bytes` are parts of it."""
     num_gpus: int = 1
     copies_gb_per_s: float | None = None
-    """What a lane takes from pageable RAM: measured, or by its threads (`copy_threads`). None: as fast as the link."""
+    """Rate of a lane from pageable RAM: measured, or by its threads (`copy_threads`). None: as fast as the link."""
     identity: str = ""
-    """What tells this machine from others (`learned`)."""
+    """Name that tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)
     """Source of each rate: where it comes from, by its name."""
     notes: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Hardware:
 
     @property
     def dram_gb_per_s(self) -> float:
-        """What RAM gives to an update and to copies together: the most that anything was seen to reach."""
+        """Rate that RAM gives to an update and to copies together: the most that anything was seen to reach."""
         reached = [k.OPTIMIZER_DRAM_BYTES[name] * rate for name, rate in self.optimizer_gparams_per_s.items()]
         return max([k.DRAM_SHARE * self.ram_gb_per_s, *reached])
 
@@ -160,7 +160,7 @@ class Hardware:
 
     @property
     def rated_write_bytes(self) -> int:
-        """What the drive is rated to take in its life, by the usual rating of its size."""
+        """Bytes that the drive is rated to take in its life, by the usual rating of its size."""
         return self.nvme_total_bytes * k.RATED_WRITES_PER_BYTE
 
     def with_copies(self, link_gb_per_s: float, pageable: float) -> float:
@@ -193,7 +193,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the user says of the machine; None: as the profile says."""
+    """Values that the user gave for the machine; None: as the profile says."""
 
     vram_gib: float | None = None
     ram_gib: float | None = None

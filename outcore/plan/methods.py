@@ -1,4 +1,4 @@
-"""What a method beside the loop's own takes: a forecast by the bytes that cross and the products that are computed.
+"""Forecast of a method beside the loop's own, by the bytes that cross and the products that are computed.
 
 The layers stream as `outcore.hf` streams them: forward, backward with recomputation, and one forward more for a
 reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, and of each text what

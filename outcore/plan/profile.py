@@ -79,7 +79,7 @@ def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[
 
 
 def differs(here: Machine, saved: Machine) -> list[str]:
-    """How a saved profile's machine differs from this one, in words; empty when it is the same."""
+    """List how a saved profile's machine differs from this one, in words; empty when it is the same."""
     found = []
     gpus_here, gpus_saved = ([g.name for g in m.gpus] for m in (here, saved))
     if gpus_here != gpus_saved:
@@ -107,7 +107,7 @@ FIELD_OF = {
     "save_total_limit": "save_total_limit",
     **{name: name for name in ("max_grad_norm", "engine", "zero_stage", "residency", "state_format", "precision")},
 }
-"""What a flag may be, this may be -> the flag."""
+"""Field of a request -> setting of a run whose range it has."""
 STAGES = ("none", "zero1", "zero2", "zero3", "infinity")
 
 

@@ -36,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True)
 class TierUse:
-    """What a tier holds against what it can hold."""
+    """Use of a tier against its capacity."""
 
     tier: str
     used_bytes: int
@@ -45,7 +45,7 @@ class TierUse:
 
     @property
     def short_bytes(self) -> int:
-        """How much is missing; 0 when it fits."""
+        """Bytes that are missing; 0 when it fits."""
         return max(0, self.used_bytes - self.capacity_bytes)
 
 
@@ -77,7 +77,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """What the overlap leaves on top of computing."""
+        """Seconds that the overlap leaves on top of computing."""
         return max(0.0, self.step_s - self.compute_s)
 
     @property
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def shortage(self) -> float:
-        """How far from fitting: missing bytes as a share of what each tier has, summed; 0 when it fits."""
+        """Distance from fitting: missing bytes as a share of what each tier has, summed; 0 when it fits."""
         return sum(use.short_bytes / max(use.capacity_bytes, 1) for use in self.tiers)
 
     def used_bytes(self, tier: str) -> int:
@@ -168,12 +168,12 @@ class Plan:
         return sum(part.size_bytes for part in self.parts if (part.tier, part.name) == (tier, name))
 
     def expected_bytes(self, *tiers: str) -> int:
-        """What a measurement of the run should find in these tiers together: their parts without reserves."""
+        """Count bytes that a measurement of the run should find in these tiers: their parts without reserves."""
         return sum(part.size_bytes for part in self.parts if part.tier in tiers and part.name not in RESERVES)
 
     @property
     def tensor_bytes(self) -> int:
-        """What the allocator's peak should be."""
+        """Bytes that the allocator's peak should be."""
         return sum(part.size_bytes for part in self.parts if part.tier == "vram" and part.name not in NOT_TENSORS)
 
     def tier(self, tier: str) -> TierUse:

@@ -1,9 +1,9 @@
-"""What the forecasts of both engines are made of: the case, its arithmetic, bytes moved, rates, spill.
+"""Terms of both engines' forecasts: the case, its arithmetic, bytes moved, rates, spill.
 
 Traffic of a step, counted without a rate, and its seconds: a machine's rates as far as an engine reaches them. How
 passes overlap is each engine's own.
 
-What a step costs in arithmetic and in traffic through the device's own memory. Shared by both engines.
+Cost of a step in arithmetic and in traffic through the device's own memory, shared by both engines.
 
 One question to the planner: this model, run and machine, and one layout of an engine; what its plan becomes without
 a GPU, and how much drive it needs.
@@ -229,7 +229,7 @@ Layout = TypeVar("Layout", StreamLayout, DeepSpeedLayout)
 
 @dataclass(frozen=True)
 class Case(Generic[Layout]):
-    """What is planned; every count of bytes and seconds starts from this."""
+    """Model, run, machine and layout to plan: every count of bytes and seconds starts from this."""
 
     shape: ModelShape
     request: RunRequest
@@ -378,7 +378,7 @@ class Spill:
     parameters: float = 0.0
 
     def words(self) -> str:
-        """For people."""
+        """Text for people: what of the states and parameters lives on the drive."""
         if self == Spill():
             return "all in RAM"
         named = (("states", self.states), ("parameters", self.parameters))

@@ -1,6 +1,6 @@
-"""What a resumed run does otherwise than the run that was saved: nothing, or on purpose (`--continue_with_changes`).
+"""Changes of a resumed run against the one that was saved: none, or on purpose (`--continue_with_changes`).
 
-When a tier is full: say which, by how much, and the one setting to change."""
+Words for a full tier: which one, by how much, and the one setting to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What train_model.py and `outcore train` call: settings first, and torch only once they are right."""
+"""Entry of train_model.py and `outcore train`: settings first, and torch only once they are right."""
 
 from __future__ import annotations
 

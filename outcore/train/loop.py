@@ -76,11 +76,11 @@ class BestSoFar:
 
     @property
     def words(self) -> str:
-        """For people: the best and where it was."""
+        """Text for people: the best and where it was."""
         return f"step {self.step}, {self.metric} {self.value:.4f}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Collect what a checkpoint keeps."""
         return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.evaluations_since}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -92,7 +92,7 @@ class BestSoFar:
 
 @dataclass
 class TrainerParts:
-    """What the loop works with."""
+    """Parts that the loop works with."""
 
     config: TrainConfig
     folder: RunFolder
@@ -165,7 +165,7 @@ class TrainingLoop:
     def __init__(self, parts: TrainerParts, clock: StartupClock) -> None:
         self.parts = parts
         self._clock: StartupClock | None = clock
-        """Until the first step of this process is over, whose record has the start's parts."""
+        """Clock of the start, until the first step of this process is over, whose record has the start's parts."""
         self.step = 0
         self.tokens_seen = 0
         self.last_eval: dict[str, float] | None = None
@@ -181,7 +181,7 @@ class TrainingLoop:
         self.unsaved_because = ""
         """Why the last `save` wrote nothing."""
         self._doubt = ""
-        """What speaks against the model as it is."""
+        """Reason against saving the model as it is, in words; '' for none."""
         self.is_main = parts.engine.rank == 0
         self._skips = 0
         self._drawn_s = time.monotonic()

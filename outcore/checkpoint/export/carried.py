@@ -1,4 +1,4 @@
-"""What an export takes from the model that the run began from, byte for byte.
+"""Parts that an export takes from the model that the run began from, byte for byte.
 
 Tensors that the run's architecture does not know (MTP heads, towers, tables) under the names that they have there, and
 known ones that were not trained in place of the run's own, where these are of another type. Files beside the weights
@@ -51,8 +51,8 @@ class Carried:
 
 
 def carried(origin: Origin | None, model: nn.Module) -> Carried:
-    """What there is to take for an export of `model` (plain, or the one below adapters). Nothing, with a warning, where
-    the origin is not what it was or cannot be read."""
+    """Collect what an export of `model` (plain, or the one below adapters) takes from its origin. Nothing, with a
+    warning, where the origin is not what it was or cannot be read."""
     from transformers import PreTrainedModel
 
     if origin is None or origin.is_gguf or not isinstance(model, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""What a checkpoint needs beside its weights to become a model that others load: configuration and tokenizer, and how.
+"""Export of a checkpoint as a model that others load: configuration and tokenizer beside its weights.
 
 `save_export_files` puts configuration and tokenizer into `export/` beside the `model-*` shards of a checkpoint, and
 `export_checkpoint` takes both into a folder of their own. The weights go there under the names of a published
@@ -6,7 +6,7 @@ checkpoint: mostly those in the shards, which are copied then (no cost at all wh
 Btrfs); of mixtures of experts and a few others they are converted, a layer at most in memory. No GPU is needed, and no
 weights are loaded beside those.
 
-A LoRA checkpoint merged into its base, without a run: the base is read from where it came from.
+A LoRA checkpoint is merged into its base without a run: the base is read from where it came from.
 
 RAM: the base in the precision that it is stored in. Merged weights are computed one layer at a time, as they are
 written (`export_model`)."""
@@ -145,7 +145,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
 
 
 def how_to_load(folder: Path) -> str:
-    """What loads the exported `folder`, in words."""
+    """Tell in words what loads the exported `folder`."""
     if (folder / ADAPTER).is_file():
         return "peft.PeftModel.from_pretrained(base, ...) loads it"
     path = folder / "config.json"
@@ -164,7 +164,7 @@ def how_to_load(folder: Path) -> str:
 
 
 def _origin(checkpoint: Checkpoint) -> Origin | None:
-    """What the run began from. None, with a warning, where it is gone or has other content now."""
+    """Find the model that the run began from. None, with a warning, where it is gone or has other content now."""
     kept = kept_material(checkpoint, SOURCE)
     origin = None if kept is None else _origin_at(kept.path)
     if kept is None or origin is None or base_material(kept.path).content == kept.content:

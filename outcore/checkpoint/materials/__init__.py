@@ -1,3 +1,3 @@
-"""What a run is made of beside its settings, known again by its content."""
+"""Materials of a run beside its settings, known again by their content."""
 
 from outcore.checkpoint.materials.material import SOURCE, Material, base_material, check_material, kept_material

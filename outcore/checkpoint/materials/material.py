@@ -1,4 +1,4 @@
-"""What a run is made of beside its settings: a tokenizer, and the base below an adapter; known again by their content.
+"""Materials of a run beside its settings: a tokenizer, and the base below an adapter; known again by their content.
 
 Names say little: a folder is overwritten, a hub's branch moves on, and a tokenizer of the same size numbers other
 pieces. A checkpoint keeps a hash of each with the name that the user gave it."""

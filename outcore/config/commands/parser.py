@@ -11,7 +11,7 @@ from outcore.common.words import did_you_mean
 from outcore.config.flags import underscored
 
 UNKNOWN = "unrecognized arguments: "
-"""What argparse says before flags that it does not know."""
+"""Beginning of argparse's message about flags that it does not know."""
 
 
 MODEL_FLAGS = ("--model", "--model_name_or_path")

@@ -110,7 +110,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Add the flags by which tokens are chosen."""
     group = parser.add_argument_group("how tokens are chosen")
     for name, kind, words in SAMPLING_FLAGS:
         group.add_argument(f"--{name}", type=kind, help=words)

@@ -97,7 +97,7 @@ def ui_flags() -> argparse.ArgumentParser:
 
 
 def _add_gate_flags(parser: argparse._ActionsContainer) -> None:
-    """Who may come in, and how far."""
+    """Add the flags of the gate: names by which clients ask for the server, and folders that requests may name."""
     parser.add_argument(
         "--allowed_host", action="append", default=[], metavar="NAME",
         help="name by which clients ask for this server, beside its address (may be given several times)",

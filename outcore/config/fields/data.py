@@ -48,7 +48,7 @@ class DataFields:
     on_bad_row: Literal["error", "skip"] = "error"
     """A malformed row stops the run, or is skipped and counted."""
     long_rows: Literal["keep_start", "keep_end", "split", "drop"] = "keep_start"
-    """What becomes of a conversation or completion longer than a row; plain text is always split."""
+    """Treatment of a conversation or completion longer than a row; plain text is always split."""
     as_chat: bool = False
     """Put prompts and completions through the chat template, as a user's question and the answer."""
     train_on_prompt: bool = False

@@ -23,8 +23,8 @@ class EngineFields:
     """Engine and offload."""
 
     engine: Literal["auto", "stream", "deepspeed"] | None = setting(None, file=("outcore.engine",), common=True)
-    """Who moves the bytes: auto streams a decoder-only model on one host, on any number of its GPUs, and says why
-    where it does not. Default: deepspeed_config.json's outcore block (auto)."""
+    """Engine that moves the bytes: auto streams a decoder-only model on one host, on any number of its GPUs, and says
+    why where it does not. Default: deepspeed_config.json's outcore block (auto)."""
     state_format: StateFormat = setting("auto", file=("outcore.state_format",), common=True)
     """Offloaded optimizer states, with either engine: as fp32, or split (bf16 only: the same numbers in 10 B a
     parameter instead of 12), or with 8-bit moments as fp32_m8 or split8 (other numerics), or with a master of 24 bits
@@ -42,8 +42,8 @@ class EngineFields:
     """Engine stream: the upload lane's slots in memory that the CPU only writes. Default: auto, on where a
     fresh machine profile measured it no slower."""
     storage_engine: Literal["auto", "posix", "kvikio"] | None = setting(None, file=("outcore.storage.engine",))
-    """What moves bytes to and from the NVMe drive, in both engines' own offload; gds_optimizer.py --apply writes what
-    it measured fastest. Default: auto, which is posix."""
+    """Backend that moves bytes to and from the NVMe drive, in both engines' own offload; gds_optimizer.py --apply
+    writes what it measured fastest. Default: auto, which is posix."""
     storage_threads: int | None = setting(None, file=("outcore.storage.threads",), above=0)
     """Threads of the storage engine. Default: 16, or what gds_optimizer.py --apply found."""
     storage_block_bytes: int | None = setting(None, file=("outcore.storage.block_bytes",), above=0)

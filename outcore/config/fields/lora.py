@@ -30,10 +30,10 @@ class LoraFields:
     use_rslora: bool = False
     """Scale adapters by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r."""
     init_lora_weights: Literal["kaiming", "gaussian"] = setting("kaiming", words={"true": "kaiming", "on": "kaiming"})
-    """How adapters start: kaiming (peft's default) or gaussian; either way the model starts as the base."""
+    """Start of adapters: kaiming (peft's default) or gaussian; either way the model starts as the base."""
     quantize: Literal["none", "nf4", "int8"] = setting("none", common=True)
     """Keep the frozen base in 4 (nf4) or 8 bits (int8), in RAM, on NVMe and on the way to the GPU. QLoRA."""
     base_hash: Literal["sampled", "whole"] = "sampled"
-    """How a resumed run knows its base again: by samples of each tensor, or by every byte (minutes for a large one)."""
+    """Hash that a resumed run knows its base by: of samples of each tensor, or of all bytes (minutes for a big one)."""
     lora_export: Literal["merged", "adapter"] = "merged"
     """Export the merged model, or the adapter alone."""

@@ -15,7 +15,7 @@ class MethodFields:
     """Method."""
 
     method: Method = setting("sft", common=True)
-    """What is learned. sft: the answers. dpo, orpo, simpo: chosen before rejected ones; kto: good before bad ones.
+    """Objective. sft: the answers. dpo, orpo, simpo: chosen before rejected ones; kto: good before bad ones.
     reward: to score answers; classify: to label texts, or rank documents; embed: to bring texts near their partners;
     distill: a teacher's probabilities (docs/methods.md). All but sft are trained by TRL or transformers, on one GPU."""
     pooling: Literal["mean", "last"] | None = None

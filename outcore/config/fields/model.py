@@ -32,7 +32,7 @@ class ModelFields:
     train_vision: Literal["none", "lora", "full"] | None = None
     """Train an image-text model on rows with pictures; of its tower and projector: none, lora, or full."""
     router_loss: Literal["tokens", "micro_batch"] = "tokens"
-    """How a mixture's balancing loss counts: by each micro-batch's share of tokens, or whole for each micro-batch."""
+    """Weight of a mixture's balancing loss: by each micro-batch's share of tokens, or whole for each micro-batch."""
     seq_length: int | None = setting(
         None,
         aliases=("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "block_size"),

@@ -37,7 +37,7 @@ class ReportingFields:
     metric_for_best_model: Literal["eval_loss", "eval_perplexity", "loss"] = setting(
         "eval_loss", words={"perplexity": "eval_perplexity"}
     )
-    """What is compared, lower being better: eval_loss, eval_perplexity, or the training loss at each evaluation."""
+    """Metric to compare, lower being better: eval_loss, eval_perplexity, or the training loss at each evaluation."""
     early_stopping_patience: int | None = setting(None, above=0, common=True)
     """Stop after N evaluations in a row that were no better than the best before; implies
     load_best_model_at_end."""

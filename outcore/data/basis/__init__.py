@@ -1,4 +1,4 @@
-"""What every part of the data room uses: settings, and errors in words."""
+"""Base of every part of the data room: settings, and errors in words."""
 
 from outcore.data.basis.settings import (
     DEFAULT_TEXT_EXTENSIONS,

@@ -107,9 +107,9 @@ class DataSettings:
     num_proc: int = 1
     """Processes that tokenise; 1 is right for fast tokenizers, which use every core by themselves."""
     text_extensions: tuple[str, ...] = DEFAULT_TEXT_EXTENSIONS
-    """Which files of a folder are text."""
+    """Endings of the files of a folder that are text."""
     lock_timeout_s: float = 7200.0
-    """How long a process waits for another one that is preparing the same data."""
+    """Seconds that a process waits for another one that is preparing the same data."""
 
     def __post_init__(self) -> None:
         for name in ("dataset", "dataset_split", "cache_dir"):

@@ -48,7 +48,7 @@ class Batch:
     items: list[RowPiece | Whole | BadRow]
     encoded: list[np.ndarray | BadRow] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)
-    """What of conversations the chat template does not write, in words, and in how many rows."""
+    """Notices of what the chat template does not write -> in how many rows."""
     unused_columns: Counter[str] = field(default_factory=Counter)
     """Columns that the shape of the rows does not read."""
 

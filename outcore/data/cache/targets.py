@@ -25,7 +25,7 @@ GROUP = 64
 
 
 class Target(NamedTuple):
-    """What a teacher says of one document."""
+    """Probabilities of a teacher for one document."""
 
     tokens: np.ndarray
     """uint32 [T] with loss bits."""
@@ -76,7 +76,7 @@ class HiddenTargets:
         return tokens.tobytes() in self._places
 
     def find(self, tokens: np.ndarray) -> Target | None:
-        """What was said of a row with these tokens and loss bits; None: nothing."""
+        """Find the target of a row with these tokens and loss bits; None: there is none."""
         place = self._places.get(tokens.tobytes())
         if place is None:
             return None
@@ -96,7 +96,7 @@ class HiddenTargets:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """What a file of targets says of its teacher. DataError for a file that is none, or was cut short."""
+    """Read what a file of targets says of its teacher. DataError for a file that is none, or was cut short."""
     import pyarrow as pa
 
     try:

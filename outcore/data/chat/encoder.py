@@ -32,7 +32,7 @@ class Encoded:
     has_loss: np.ndarray
     """bool [n]"""
     notices: tuple[str, ...] = ()
-    """What the template does not write, for counting."""
+    """Notices of what the template does not write, for counting."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How a chat template begins and ends what the assistant writes, learned once from a few small conversations.
+"""Habits of a chat template: how it begins and ends what the assistant writes, learned once from small conversations.
 
 The header of a turn is what the generation prompt and every rendered turn have in common: the model is given it, so it
 carries no loss. What follows (reasoning, words, tool calls, end) the model has to write itself."""
@@ -31,7 +31,7 @@ end is learned with its beginning."""
 
 @dataclass(frozen=True)
 class Habits:
-    """What holds for every conversation under one template and tokenizer."""
+    """Habits that hold for every conversation under one template and tokenizer."""
 
     headers: Mapping[str, str]
     """Role before the assistant's turn -> the text that the turn begins with and that carries no loss."""
@@ -58,7 +58,7 @@ def told(words: str, **more: Any) -> dict[str, Any]:
 
 
 def result_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tool gave."""
+    """Make the message with a tool call's result."""
     return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "Waltz nine"}
 
 
@@ -85,7 +85,7 @@ def learn(render: Render, specials: Sequence[str], call: Mapping[str, Any]) -> H
 
 
 def prompt_after(render: Render, messages: Sequence[Message]) -> str:
-    """What a generation prompt adds behind these messages; "" where the template has none."""
+    """Find what a generation prompt adds behind these messages; "" where the template has none."""
     without, prompted = render(messages), render(messages, generation_prompt=True)
     if without is None or prompted is None:
         return ""

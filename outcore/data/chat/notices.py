@@ -1,4 +1,4 @@
-"""What of a conversation a chat template does not write: named and counted, or refused where words would be lost."""
+"""Parts of a conversation that a chat template does not write: named and counted, or refused if words would be lost."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from outcore.data.sources import RowError
 
 @dataclass(frozen=True)
 class Form:
-    """How one template wants its messages."""
+    """Form in which one template wants its messages."""
 
     parts: bool = False
     """True: content as a list of parts, as templates of vision models read it."""
@@ -89,8 +89,7 @@ class Marked:
     text: str
     spans: Spans
     notices: tuple[str, ...] = ()
-    """What the template does not write, in words that are the same for every conversation, so that they can be
-    counted."""
+    """Notices of what the template does not write, the same for every conversation, so that they can be counted."""
 
 
 class ChatTemplate:
@@ -149,8 +148,8 @@ class ChatTemplate:
                 raise self._refused(f"the question {words!r} lies inside of what it marks")
 
     def describe(self) -> str:
-        """How a turn begins and ends, and what the template cannot take, for people. It is kept with the tokens, which
-        other models with this template use too, so it names none."""
+        """Tell people how a turn begins and ends, and what the template cannot take. The text is kept with the tokens,
+        which other models with this template use too, so it names none."""
         if self.is_marked:
             how = "it marks what the assistant writes itself ({% generation %})"
         else:
@@ -186,7 +185,7 @@ class ChatTemplate:
         )
 
     def variables(self, example: ChatExample) -> dict[str, Any]:
-        """What the template may read beside the messages."""
+        """Collect the variables that the template may read beside the messages."""
         fixed = {"tools": example.tools, "documents": None, "add_generation_prompt": False}
         return {**self.tokenizer.special_tokens_map, **fixed, **example.variables}
 

@@ -71,7 +71,7 @@ LAYOUT_VERSION = 3
 
 
 class Documents(Protocol):
-    """What of a token cache the layout reads."""
+    """Protocol of a token cache, as far as the layout reads it."""
 
     @property
     def tokens(self) -> np.ndarray | CheckedArray: ...

@@ -19,7 +19,7 @@ class Look:
     """Some rows of a data set."""
 
     lines: list[str]
-    """How rows are read, what was counted."""
+    """Lines for people: how rows are read, what was counted."""
     rows: list[tuple[str, np.ndarray, np.ndarray]]
     """(heading, token ids [n], bears loss bool [n]) each."""
 

@@ -9,7 +9,7 @@ from outcore.data.mix import weighted_source
 
 
 def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> DataSettings:
-    """What a run's settings say of its (first) data set. `packing`: auto, on, off."""
+    """Make the settings of a run's (first) data set from those of the run. `packing`: auto, on, off."""
     extensions = config.text_extensions
     said = {
         **same_named(DataSettings, config, "eval_split", "format", "cache_dir", "num_proc", "lock_timeout_s"),

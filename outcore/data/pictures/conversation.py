@@ -28,7 +28,7 @@ class PictureTalk(NamedTuple):
     messages: list[dict[str, Any]]
     pictures: list[Image.Image]
     said: list[str]
-    """What was done to single pictures that a person should know."""
+    """Changes to single pictures that a person should know of."""
 
 
 def marked(messages: Any, own: list[Any], mark: str = MARK) -> Any:

@@ -20,7 +20,7 @@ from outcore.common.quantities import MIB
 from outcore.data.basis import shorten
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is decoded: what people have. Each further decoder of Pillow is one more that a stranger's bytes reach."""
+"""Formats that are decoded: those that people have. Each further decoder of Pillow is one more for strangers' bytes."""
 MAX_SIDE_RATIO = 200
 """Longest side by the shortest: beyond it processors make thousands of tokens of a line, or fail."""
 
@@ -31,7 +31,7 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """What one picture, and one row or request, may cost."""
+    """Limits of one picture (its encoded bytes, its pixels), and of one row or request (number of pictures)."""
 
     max_bytes: int = 50 * MIB
     max_pixels: int = 64_000_000

@@ -1,4 +1,4 @@
-"""How a row of each shape is read: what is asked, what is told, what carries loss."""
+"""Readers of rows, one for each shape: what is asked, what is told, what carries loss."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _history(row: Row) -> list[tuple[str, str]]:
 
 
 def _repeated(before: Sequence[Row], after: Sequence[Row], prompt: str, completion: str) -> int:
-    """How many messages at the beginning of `after` are the prompt again, as in sets of preferences."""
+    """Count the messages at the beginning of `after` that are the prompt again, as in sets of preferences."""
     leading = next((i for i, message in enumerate(after) if message["role"] == "assistant"), len(after))
     said = [(message["role"], message["content"].strip()) for message in before]
     told = [(message["role"], message["content"].strip()) for message in after]

@@ -46,9 +46,9 @@ class Kind:
     known_by: str
     """The columns that make a row one of this kind, in words."""
     asked: str
-    """What carries no loss."""
+    """Parts that carry no loss, in words."""
     loss: str
-    """What carries loss."""
+    """Parts that carry loss, in words."""
     extras: tuple[str, ...]
     """Further columns that are used where a row has them."""
     read: Callable[[Mapping[str, Any], tuple[str, ...]], Example]
@@ -81,7 +81,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What the rows look like: the format's name and the columns it is read from."""
+    """Shape of rows: the format's name and the columns it is read from."""
 
     format: str
     columns: tuple[str, ...]
@@ -179,7 +179,7 @@ def detect_shape(
 
 
 NOTHING, ODD, NUMBER, TEXTUAL, TALK = range(5)
-"""What a value says of its column, the more the higher: nothing (null); neither text nor number; ...; messages."""
+"""Ranks of what a value says of its column, from nothing (null) and neither text nor number up to messages."""
 
 
 def _seen(rows: Iterable[Mapping[str, Any]], fixed_columns: bool) -> dict[str, Any]:

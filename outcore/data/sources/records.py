@@ -1,4 +1,4 @@
-"""What a source yields: records with the place they came from, or the reason why a row is none.
+"""Results of a source: records with the place they came from, or the reason why a row is none.
 
 Sources are iterated once per cache build and hold one row, or one block of a large text, at a time."""
 
@@ -56,7 +56,7 @@ def is_sound(text: str) -> bool:
 
 
 def half_a_pair(text: str) -> str:
-    """What is wrong with a text that is not sound."""
+    """Name what is wrong with a text that is not sound."""
     half = next(character for character in text if 0xD800 <= ord(character) < 0xE000)
     return f"a text contains half of a surrogate pair (U+{ord(half):04X}), which is no character"
 
@@ -110,5 +110,5 @@ class Source(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What a person should know about how the data was understood."""
+        """List what a person should know about how the data was understood."""
         ...

@@ -1,8 +1,8 @@
-"""What limits a plan, and the one change that would help it most: found by planning again, not by rule of thumb.
+"""Limits of a plan, and the one change that would help it most: found by planning again, not by rule of thumb.
 
 `outcore plan --upgrade`: which purchase halves the step, found by planning the same run on the machine with it.
 
-Whether several GPUs are worth it: the same tokens a step on one of them, planned and by what runs took."""
+Whether several GPUs are worth it: the same tokens a step on one of them, planned and corrected by finished runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Advice:
     gain: float = 1.0
     """Tokens per second after the change against before."""
     packed: str = ""
-    """What packing the frozen base would change, in a sentence; '' where it saves nothing that is short."""
+    """Effect of packing the frozen base, in a sentence; '' where it neither spares the drive nor makes the run fit."""
 
     def words(self) -> str:
         """Both in a sentence each."""
@@ -56,7 +56,7 @@ class Advice:
 
 
 def advise(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Plan) -> Advice:
-    """What limits `plan`, and which of the usual changes gains most tokens per second on it."""
+    """Find what limits `plan`, and which of the usual changes gains most tokens per second on it."""
     packed = packed_words(shape, request, hardware, plan)
     if not plan.fits:
         return Advice(shortage_words(plan), packed=packed)

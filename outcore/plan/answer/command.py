@@ -31,7 +31,7 @@ TAKEN = {"engine", "zero_stage", "state_format", "ram_budget_gib", "nvme_offload
 
 @dataclass(frozen=True)
 class Said:
-    """What the user said that a plan does not carry."""
+    """Settings that the user gave and a plan does not carry."""
 
     source: str
     """Setting that names the model: model_name_or_path, preset or config_file."""
@@ -95,7 +95,7 @@ def command(plan: Plan, request: RunRequest, said: Said) -> str:
 
 
 def notes(request: RunRequest, said: Said) -> list[str]:
-    """What must be set elsewhere for the command to be this plan, and what weights the run begins with."""
+    """List what must be set elsewhere for the command to be this plan, and what weights the run begins with."""
     from outcore.model import PRESETS
 
     found = []

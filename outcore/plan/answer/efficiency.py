@@ -18,7 +18,7 @@ from outcore.common.quantities import GB
 from outcore.plan.hardware import Hardware
 
 PAPER_PEAK_FLOP_PER_S = 70e12
-"""What the paper takes a V100 to achieve (section 4.2, figure 3)."""
+"""FLOP/s that the paper takes a V100 to achieve (section 4.2, figure 3)."""
 
 
 def ait_parameters(seq: int, batch: int) -> float:
@@ -66,7 +66,7 @@ class HomeRow:
 
 
 def rows_on(hardware: Hardware) -> list[HomeRow]:
-    """What the paper's formulas give with a machine's rates. ValueError where its compute rate is not known.
+    """Apply the paper's formulas to a machine's rates. ValueError where its compute rate is not known.
 
     Weights and gradients cross the link to the GPU whatever their home; states in RAM are updated there at RAM's rate;
     on the drive all of them are read and written at its mixed rate (the slower of both where that was not measured)."""

@@ -32,7 +32,7 @@ class WholeRun:
     """0: not known before the data is read."""
     step_s: float
     basis: str = ""
-    """What an estimate of the steps rests on."""
+    """Basis of estimated steps, in words (epochs, bytes of data); '' for a number that was set."""
 
     @property
     def seconds(self) -> float:
@@ -102,7 +102,7 @@ SHORT_STEP_S = 0.2
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """What must be said beside a plan."""
+    """List the notes to show beside a plan."""
     notes = list(plan.notes)
     if plan.engine == "stream":
         notes.insert(0, STREAM_NOTE)

@@ -1,4 +1,4 @@
-"""What `outcore plan` answers to flags, for programs."""
+"""Answers of `outcore plan` to flags, for programs."""
 
 from outcore.model import PRESETS
 from outcore.plan.fields import PlanConfig, check_planned, parse_plan

@@ -206,7 +206,7 @@ def host_parts(case: Case[DeepSpeedLayout]) -> tuple[list[Item], list[Item], lis
 
 
 def drive_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
-    """What lives on the drive during the run."""
+    """List what lives on the drive during the run."""
     layout, trained = case.layout, case.shape.trainable_params
     parts = []
     if layout.optimizer == "nvme":
@@ -243,7 +243,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class RingTerms:
-    """What a chunk takes, and the memory for all."""
+    """Terms of the ring of states: what a chunk's bytes depend on, and memory for all chunks."""
 
     state_bytes: float
     """Per parameter."""
@@ -318,9 +318,10 @@ def _sub_group_ends(shares: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def ring_of(shape: ModelShape, gpus: int, homes: ParamHomes | None, terms: RingTerms) -> Ring:
-    """What flows through the ring of states, and what it keeps: the mean of a pass and the one back.
+    """Count what flows through the ring of states, and what it keeps: the mean of a pass and the one back.
 
-    `homes`: of parameters that may go to the drive. With some of the states in RAM, as many chunks of each kind are."""
+    `homes`: of parameters that may go to the drive. Where states are partly in RAM, the same share of each
+    kind of chunk is."""
     runs = _runs(shape, gpus, homes, terms)
     if not runs:
         return Ring()
@@ -343,7 +344,7 @@ def ring_of(shape: ModelShape, gpus: int, homes: ParamHomes | None, terms: RingT
 
 
 def _runs(shape: ModelShape, gpus: int, homes: ParamHomes | None, terms: RingTerms) -> list[_Run]:
-    """What flows, in the order of the shares."""
+    """List the chunks that flow, in the order of the shares."""
     e, runs = terms.element_bytes, []
     for place, share in enumerate(trained_shares(shape, gpus)):
         is_large = share * e >= MIN_BYTES

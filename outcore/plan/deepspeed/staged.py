@@ -55,7 +55,7 @@ class StagedHomes:
 
 
 def staged_homes(case: Case[DeepSpeedLayout], staged: Staged) -> StagedHomes:
-    """What lives where, by the engine's rule."""
+    """Count the bytes that live in RAM and on the drive, by the engine's rule."""
     shape, request, hardware = case.shape, case.request, case.hardware
     optimizer, params = case.layout.homes
     gpus = hardware.num_gpus
@@ -139,7 +139,7 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
 
 
 def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Item]:
-    """What lives on the drive during the run."""
+    """List what lives on the drive during the run."""
     master, moments = STATE_FORMATS[staged.states]
     return [
         Item("nvme", "master", int(homes.states_on_drive * master / (master + moments))),

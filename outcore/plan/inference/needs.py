@@ -1,4 +1,4 @@
-"""What inference has to place, counted from a model's shape."""
+"""Parts that inference has to place, counted from a model's shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outcore.sizing.states import packed_size
 def needs_of(
     shape: ModelShape, *, itemsize: int, kv_itemsize: float, experts_apart: bool = False, on_gpu: bool = True
 ) -> InferenceNeeds:
-    """What is to be placed, counted from the shape. `experts_apart`: a layer's experts are a part of their own."""
+    """Count the parts to place, from the shape. `experts_apart`: a layer's experts are a part of their own."""
     saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
     in_experts = shape.expert_params if experts_apart and shape.is_moe else (0,) * shape.num_layers
     layers, sizes = list[PartSize](), list[tuple[int, int, int]]()

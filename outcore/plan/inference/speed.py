@@ -1,9 +1,8 @@
-"""How fast a placed model answers: a pass takes the longest of what goes on at once.
+"""Speed of a placed model's answers: a pass takes the longest of what goes on at once.
 
-Weights (and keys and values in RAM) over the link, the drive, the device's memory and arithmetic, the host's launches;
-embedding and head that travel have no neighbour to hide behind. A CPU that computes runs Python in between, which
-nothing hides.
-"""
+That is: weights (and keys and values in RAM) over the link, the drive, the device's memory and arithmetic, the host's
+launches; embedding and head that travel have no neighbour to hide behind. A CPU that computes runs Python in between,
+which nothing hides."""
 
 from __future__ import annotations
 
@@ -51,9 +50,9 @@ KV_LINK_SHARE = 0.7
 """Share of the link's rate for copies at which a GPU's attention reads keys and values in RAM: 0.76 by a pass over 64
 answers of 8 B in bf16 on an H100, 0.60 by two of 32 B in q4_k with other work beside."""
 PRODUCTS_S = 7 * 4e-6
-"""What a layer's seven products with packed weights as they are take longer than the largest of them, byte for byte, on
-which a byte's seconds are measured: passes of eight tokens of 3 B took 4.4 ms beside the choice of tokens, 28 layers,
-on an H100, four runs."""
+"""Seconds of a layer's seven products with weights that stay packed, beyond their bytes at the rate of the largest of
+them, on which a byte's seconds are measured: passes of eight tokens of 3 B took 4.4 ms beside the choice of tokens, 28
+layers, on an H100, four runs."""
 CPU_TFLOPS = 0.1
 """Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
@@ -64,11 +63,11 @@ class PassTime:
 
     terms: Mapping[str, float]
     between: Mapping[str, float]
-    """What nothing hides."""
+    """Seconds that nothing hides."""
 
     @property
     def binding(self) -> str:
-        """What takes longest."""
+        """Name of the term that takes longest."""
         found = {**self.terms, **self.between}
         return max(found, key=lambda name: found[name])
 
@@ -174,7 +173,7 @@ class InferencePlan:
         return {"PCIe": link_s, "CPU": rates.cpu_s(len(on_cpu), size, rows) + kv_s + keys_s}
 
     def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float, hit_rate: float = 0.0) -> Pass:
-        """What that pass moves and computes."""
+        """Count what a pass of so many rows moves and computes."""
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = self.kv.read_bytes(kv_tokens, answers, rows)
         states_bytes = 2 * answers * state_bytes_of(shape, self.itemsize)  # read, and written

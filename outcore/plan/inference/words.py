@@ -160,7 +160,7 @@ class Tried:
 
 
 def _tried(plan: InferencePlan, **asked: Any) -> Iterator[Tried]:
-    """What can be changed of how the model is run."""
+    """Plan with each change that can be made of how the model is run."""
     tried: dict[str, dict[str, Any]] = {f"--aim {name}": {"preset": name} for name in PRESETS}
     if asked.get("quantize", "none") == "none" and plan.shape.matrices:
         for name, size in QUANTIZED.items():
@@ -176,8 +176,8 @@ def _tried(plan: InferencePlan, **asked: Any) -> Iterator[Tried]:
 
 
 def changes(plan: InferencePlan, **asked: Any) -> list[str]:
-    """What one change would give, where it gives at least a tenth to many answers; packed weights also if they give it
-    to one, another aim if it gives one much more."""
+    """Tell what single changes would give: those by which many answers gain at least a tenth, packed weights also where
+    one answer does, another change where one answer gains much more."""
     now, alone, found = plan.tokens_per_s(64, 1024), plan.tokens_per_s(1, 1024), []
     for change in _tried(plan, **asked):
         rate, one = change.plan.tokens_per_s(64, 1024), change.alone

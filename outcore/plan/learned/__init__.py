@@ -1,4 +1,4 @@
-"""What finished runs taught about forecasts on this machine."""
+"""Lessons of finished runs about forecasts on this machine."""
 
 from outcore.plan.learned.ratios import (
     LEARNED,

@@ -1,11 +1,11 @@
-"""What finished runs taught about forecasts on this machine: measured seconds of a step over forecast ones.
+"""Lessons of finished runs about forecasts on this machine: measured seconds of a step over forecast ones.
 
 One ratio for each kind of run (engine, homes of the states, weights or adapters, precision), the last run's, in
 `forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
 profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said.
 
-Beside them: what starts of models measured of the CPU beside its link. The probe has no such trial, and a plan made
-before a model opens counts layers on the CPU by the last start's."""
+Beside them: rates of the CPU beside its link, which starts of models measured. The probe has no such trial, and a plan
+made before a model opens counts layers on the CPU by the last start's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _found(plan: Plan, hardware: Hardware, path: Path) -> dict[str, Any] | None:
 
 
 def known_of(hardware: Hardware, path: Path) -> dict[str, Any]:
-    """What was learned on this machine, nothing of another."""
+    """Read what was learned on this machine, nothing of another."""
     known = _read(path)
     return known if known.get("machine") == hardware.identity else {"machine": hardware.identity, "ratios": {}}
 

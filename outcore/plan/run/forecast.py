@@ -106,7 +106,7 @@ class Forecast:
     hardware: Hardware | None
     problem: str = ""
     asked: Mapping[str, Any] | None = None
-    """What `plan_layout` was given, as plain values: enough to ask a later planner the same."""
+    """Arguments of `plan_layout` as plain values: enough to ask a later planner the same."""
     beside: BesideOne | None = None
     """Forecast of the same tokens on one GPU, where the plan is of several."""
 
@@ -122,7 +122,7 @@ class Forecast:
         }
 
     def of_steps(self, steps: int) -> str:
-        """How long so many steps are, in words; '' without a plan."""
+        """Tell in words how long so many steps take; '' without a plan."""
         return "" if self.plan is None else WholeRun(steps, self.plan.time.step_s).words()
 
     def why_not(self, shortage: str) -> str:
@@ -238,14 +238,14 @@ class Forecaster:
         show(answer, advice, hardware, run_it="the same command without --plan", whole=whole)
 
     def packed_base(self, forecast: Forecast) -> str:
-        """What a packed base would save this run, in a sentence; '' where it saves nothing that is short."""
+        """Tell what a packed base would save; '' where it neither spares the drive nor makes the run fit."""
         if self._known is None or forecast.plan is None:
             return ""
         request = request_of(forecast, save_total_limit=2)
         return packed_words(self._known[0], request, self._known[1], forecast.plan)
 
     def change_that_fits(self, forecast: Forecast) -> str:
-        """What would make a run fit that does not, in words; '' when nothing that was tried does."""
+        """Name the change that makes a run fit that does not; '' when none that was tried does."""
         assert self._known is not None and forecast.plan is not None
         shape, hardware = self._known
         change = _change(shape, forecast.plan, hardware, request_of(forecast, save_total_limit=2))

@@ -237,7 +237,7 @@ CROSSING = (RANK_SLOTS, PARAMETERS, MATRIX_STATES, GRADIENTS, BEYOND, LONG_ROWS)
 
 
 def _pins(case: Case[StreamLayout]) -> Pins | PinnedMemory:
-    """What an engine was told, else what one would choose."""
+    """Take the pinned memory that an engine was told, else what one would choose."""
     layout, asked_bytes = case.layout, case.request.staging_bytes
     if layout.staging_bytes is not None:
         return PinnedMemory(layout.staging_bytes, layout.lane_bytes)
@@ -266,7 +266,7 @@ def pinned_and_rest(placed: TrainingPlacement, ram: list[Item]) -> tuple[list[It
 
 
 def drive_states(placed: TrainingPlacement, stored: StoredStates) -> list[Item]:
-    """What lives on the drive during the run."""
+    """List what lives on the drive during the run."""
     needs, share = placed.needs, placed.spilled_states / max(1, placed.needs.states)
     trained = share * (needs.trained - needs.muon_params)
     return [
@@ -285,7 +285,7 @@ def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
 
 
 def tiling_of(case: Case[StreamLayout]) -> Tiling:
-    """What the engine will do with this model there."""
+    """Choose the tiling as the engine will for this model on this machine."""
     shape, layout, e = case.shape, case.layout, case.element_bytes
 
     def work_of(tile_bytes: int, chunk_bytes: int | None) -> TilingWork:

@@ -1,4 +1,4 @@
-"""What a step of the streaming engine moves, pass by pass, and how much of it overlaps.
+"""Traffic of a step of the streaming engine, pass by pass, and how much of it overlaps.
 
 Exact clipping needs the norm first, so updates run under the next forward pass; without it they start during the
 backward pass. The formulas reproduce the prototype's measured runs within 20 % (tests/plan/test_stream.py); how far
@@ -102,7 +102,7 @@ class StreamRates(Rates):
 
 
 def step_time(case: Case[StreamLayout], placed: Placed) -> tuple[Traffic, StepTime]:
-    """What a step moves and how long it takes."""
+    """Count what a step moves and how long it takes."""
     traffic, rates = stream_traffic(case, placed), stream_rates(case, placed)
     if placed.ahead:
         traffic = _with_updates_ahead(traffic, rates, placed.ahead)

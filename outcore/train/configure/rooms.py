@@ -23,12 +23,12 @@ EMBEDDED_STEPS = 150
 TINY_SEQ_LENGTH = 256
 DEFAULT_SEQ_LENGTH = 1024
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""What CPUs that multiply in bf16 say of themselves, on x86 and on ARM."""
+"""Names of CPUs' instructions that multiply in bf16, on x86 and on ARM."""
 
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """What this process computes on."""
+    """Device and precision that this process computes with, and why."""
 
     has_cuda: bool
     precision: Precision
@@ -170,7 +170,7 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
 
 
 def epoch_words(config: TrainConfig, rows: int, step_rows: int) -> str:
-    """What becomes of rows that an epoch leaves over, where the run is as long as epochs say; '' where none is left."""
+    """Tell what becomes of rows that an epoch leaves over, where epochs set the run's length; '' where none is left."""
     is_embedded = config.dataset == ("embedded",) and config.num_train_epochs == 1.0
     if config.max_steps > 0 or is_embedded or not rows % step_rows:
         return ""
@@ -187,8 +187,8 @@ SHORT_STEPS = 10
 
 
 def run_length(config: TrainConfig, rows: int, step_rows: int, accumulation: int) -> RunLength:
-    """How many steps, and when to evaluate, sample and save; the same however `step_rows`, the rows of a step on all
-    ranks, are cut into micro-batches. `rows`: of the data."""
+    """Count the steps, and choose when to evaluate, sample and save; the same however `step_rows`, the rows of a step
+    on all ranks, are cut into micro-batches. `rows`: of the data."""
     epoch = max(1, math.ceil(rows / step_rows))
     if config.max_steps > 0:
         total = config.max_steps

@@ -39,7 +39,7 @@ class LrSchedule:
         return self.peak_lr * (self.min_ratio + (1.0 - self.min_ratio) * self._height(step))
 
     def _height(self, step: int) -> float:
-        """How much is left of the way from the peak down, 1 .. 0."""
+        """Compute how much is left of the way from the peak down, 1 .. 0."""
         if self.kind == "constant":
             return 1.0
         start = self.total_steps - self.decay_steps if self.kind == "wsd" else self.warmup_steps
@@ -60,7 +60,7 @@ class LrSchedule:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is and what happens when; steps count from 1."""
+    """Length of the run, and every how many steps something happens; steps count from 1."""
 
     total_steps: int
     eval_steps: int

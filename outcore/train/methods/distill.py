@@ -1,4 +1,4 @@
-"""What a teacher says of the run's rows, kept on disk, and a student's loss by it.
+"""Probabilities of a teacher for the run's rows, kept on disk, and a student's loss by them.
 
 The teacher is streamed: many rows at once go through its layers, so that its weights cross once for all of them. Of
 each token that bears loss the `TOP` likeliest tokens are kept with their log-probabilities (256 B a token), chunk by
@@ -97,7 +97,7 @@ def _by_streaming(teacher: ModelSettings, vocab_size: int) -> Callable[..., Iter
 
 
 def taught_by_file(rows: RowDataset, file: Path, tokenizer: Any, job: RunJob) -> TaughtRows:
-    """What `outcore score --top_k` wrote about these rows. ConfigError or DataError for another tokenizer or rows."""
+    """Take what `outcore score --top_k` wrote of these rows. ConfigError or DataError for another tokenizer or rows."""
     if facts_of(file).get("tokenizer") != ids_hash(tokenizer):
         raise ConfigError(f"teacher: {file} is by another tokenizer than the student's; they must be the same.")
     job.say(f"teacher: what it says of these {len(rows):,} rows is in {file}")

@@ -50,8 +50,8 @@ def split_rows(config: TrainConfig, found: Callable[[bool], list[Any]]) -> tuple
 def _read(
     config: TrainConfig, is_evaluation: bool, say: Say, take: Callable[[Row, Shape], list[Row]], *, has_shape: bool
 ) -> list[Row]:
-    """What `take` makes of each row, of all sources by their weights; a RowError of it is a bad row. `has_shape`: it
-    wants to know the shape of the row's file, which must be a known one."""
+    """Read the rows of all sources, by their weights, as `take` makes them; a RowError of it is a bad row. `has_shape`:
+    `take` wants to know the shape of the row's file, which must be a known one."""
     settings = data_settings_of(config, config.seq_length or 1024, "off")
     sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
     found: list[Row] = []

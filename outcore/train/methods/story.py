@@ -78,7 +78,7 @@ def run_method(job: RunJob) -> int:
 
 @dataclass(frozen=True)
 class _Material:
-    """What a run is trained on."""
+    """Tokenizer and rows that a run is trained on."""
 
     tokenizer: Any
     rows: tuple[list[Any], list[Any]]
@@ -143,7 +143,7 @@ class _Story:
             return self._train(trainer, log, stop, steps, tokenizer)
 
     def _loads(self) -> str:
-        """What loads the exported model, in words."""
+        """Tell in words what loads the exported model."""
         if self.config.method == "embed" and self.config.lora_export != "adapter":
             what = {"mean": "the mean of a text's last hidden states", "last": "its last token's last hidden state"}
             return f"AutoModel.from_pretrained loads it: {what[self._pooling()]} is its vector"

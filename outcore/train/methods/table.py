@@ -1,4 +1,4 @@
-"""What each method learns from, and who trains it: one table.
+"""Table of methods: what each learns from, and who trains it.
 
 Losses are TRL's where it has them. A head over the decoder (one matrix) is added where a method wants one; what it was
 trained for then stands in the exported configuration, so that `outcore serve` answers by it."""
@@ -30,7 +30,7 @@ class MethodKind:
     has_reference: bool = False
     """Whether it compares with the model as it was: with adapters these switched off, else computed before."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the trainer's own settings are beside the shared ones."""
+    """Settings of the trainer alone, beside the shared ones."""
 
 
 METHODS: Mapping[str, MethodKind] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""What a foreign trainer's steps are for a run: lines of metrics.jsonl, the screen, checkpoints, a stop on Ctrl-C."""
+"""Log of a foreign trainer's steps as a run has it: lines of metrics.jsonl, the screen, checkpoints, stop on Ctrl-C."""
 
 from __future__ import annotations
 

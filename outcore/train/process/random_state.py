@@ -57,7 +57,7 @@ def load_random_state(folder: Path, rank: int, numbers: dict[str, Any]) -> bool:
 
 
 CUBLAS_WORKSPACE = ":4096:8"
-"""What cuBLAS asks for to repeat itself (its documentation, "Results reproducibility"): eight buffers of 4 MiB."""
+"""Workspaces with which cuBLAS repeats itself (its documentation, "Results reproducibility"): eight of 4 MiB."""
 
 
 class NotDeterministic(RuntimeError):

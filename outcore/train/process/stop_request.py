@@ -33,7 +33,7 @@ class StopRequest:
         self._device = device or torch.device("cpu")
         self.signal: signal.Signals | None = None
         self.finishing = "finishing this step, then saving"
-        """What is still done when one comes."""
+        """Words for what is still done when a signal comes."""
         self._came_s = 0.0
         self._before: dict[int, Any] = {}
 
@@ -75,5 +75,5 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """What the shell expects of a process that a signal ended: 128 + its number."""
+        """Exit code that the shell expects of a process that a signal ended: 128 + its number; 0 without one."""
         return 128 + int(self.signal) if self.signal else 0

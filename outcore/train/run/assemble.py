@@ -59,7 +59,7 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class RunContext:
-    """What was settled before the loop's parts are made."""
+    """Decisions of a run, settled before the loop's parts are made."""
 
     config: TrainConfig
     device: ComputeDevice
@@ -72,15 +72,15 @@ class RunContext:
     checkpoint: Checkpoint | None
     is_main: bool
     changes: tuple[str, ...] = ()
-    """What a resumed run does otherwise than before, on purpose."""
+    """Changes of a resumed run, made on purpose or by this version, a line each."""
     made_of: Mapping[str, Material] = field(default_factory=dict)
     """The run's tokenizer, and the base below an adapter."""
     forecast: Forecast | None = None
-    """What the planner says of this run, once its engine is there."""
+    """Forecast of the planner for this run, once its engine is there."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
+        """Settings that make a resumed run the same run, as far as they are known before the model is loaded."""
         return {
             "precision": self.device.precision,
             "train_batch_size": self.decided.settings.train_batch_size,
@@ -93,7 +93,7 @@ class RunContext:
 
     @property
     def changeable(self) -> dict[str, Any]:
-        """What, by flag, a resumed run may change: the checkpoint does not depend on it, what comes after does."""
+        """Settings by flag that a resumed run may change: its checkpoint does not depend on them, what follows does."""
         return {
             **{name: getattr(self.decided.settings, name) for name in CHANGEABLE},
             "lora_dropout": self.config.lora_dropout,

@@ -28,15 +28,15 @@ class RunJob:
         said = config.per_device_train_batch_size
         self.micro_batch_size = said if isinstance(said, int) else 1
         self.engine_name = "deepspeed"
-        """Who trains, as far as it is decided; advice for a full tier names that engine's settings."""
+        """Engine that trains, as far as it is decided; advice for a full tier names its settings."""
         self.opened = ExitStack()
-        """What must be closed, in reverse order."""
+        """Resources to close at the end, in reverse order."""
         self.told: BaseException | None = None
         """The error that the user has read."""
         self.tells = True
         """Whether errors are told on the screen; False for a caller that is given them."""
         self.phase = "starting"
-        """What is being done, for an error of the system that says nothing of it."""
+        """Phase that the run is in, for an error of the system that says nothing of it."""
         self.saved: Callable[[], Path | None] = lambda: None
         """The last checkpoint that this process saved or resumed from."""
         self.said: list[str] = []
