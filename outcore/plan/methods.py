@@ -1,9 +1,9 @@
 """Forecast of a method beside the loop's own, by the bytes that cross and the products that are computed.
 
 The layers stream as `outcore.hf` streams them: forward, backward with recomputation, and one forward more for a
-reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, and of each text what
-one layer computes. The model is loaded in 16 bits before it is packed; states are fp32. No figure here was fitted to a
-measured run."""
+reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, of each text what one
+layer computes, and of a micro-batch its logits. The model is loaded in 16 bits before it is packed; states are fp32. No
+figure here was fitted to a measured run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outcore.common.quantities import GB, format_gib, format_s
+from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import RunRequest
 from outcore.plan.terms import step_flops
@@ -26,6 +27,9 @@ STATE_BYTES = 16
 """fp32 master, two moments and a gradient."""
 GRADIENTS = 4
 """A layer's gradients on the device at once (outcore.hf.stack)."""
+LOGITS: Mapping[str, int] = MappingProxyType({"dpo": 3, "kto": 3, "orpo": 3, "simpo": 3, "distill": 8})
+"""Copies of a micro-batch's logits, in the layers' type: themselves, their log-softmax, which autograd keeps (of a
+distillation in fp32), and gradients. Other methods' heads have few outputs. Counted, not measured."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
     features = sum(map(sum, shape.layer_matrices)) / layers
     text_bytes = int(seq * (2 * e * features + 32 * shape.hidden_size))
     trained_layer = 0 if shape.lora_r else GRADIENTS * e * max(shape.layer_params) + ends_bytes
-    vram = ends_bytes + 2 * layer_bytes + text_bytes + trained_layer + hardware.gpu_context_bytes
+    logits_bytes = LOGITS.get(method, 0) * e * tokens * shape.vocab_size
+    reserve = hardware.gpu_context_bytes + k.VRAM_RESERVE_BYTES
+    vram = ends_bytes + 2 * layer_bytes + text_bytes + logits_bytes + trained_layer + reserve
     hidden_bytes = tokens * shape.hidden_size * e * layers
     loading = plain_bytes + packed_bytes * bool(shape.quantize)
     ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
@@ -84,6 +90,7 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
         f"{method}, {shape.name} on {hardware.name}: " + (f"does not fit ({'; '.join(short)})" if short else "fits"),
         f"  VRAM {format_gib(vram)} of {format_gib(hardware.vram_bytes)}, RAM {format_gib(ram)} of "
         f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
+        *([f"  of it {format_gib(logits_bytes)} are logits; --batch_size 1 has fewest"] if logits_bytes else []),
         f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
         f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
         *(

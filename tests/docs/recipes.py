@@ -15,18 +15,21 @@ from typing import Any
 
 import yaml
 
-from outcore.common.quantities import format_gb, format_gib, format_rate, format_s
+from outcore.common.quantities import GB, format_gb, format_gib, format_rate, format_s
 from outcore.plan.main import main
 from tests.forked import ROOT
 
 MACHINE = "rtx4070-laptop"
+FEW_DAYS = 3 * 365
+"""Days of training until the drive's rating is written, from which a page is silent about it."""
 PAGE = ROOT / "docs/recipes.md"
 HEAD = f"""# Recipes
 
 Whole commands by what you want. Each forecast is for one laptop (`--machine {MACHINE}`: 8 GB of VRAM, 64 GB of RAM, an
-NVMe drive), by the command beside it; nothing was measured there. Ask for your own machine's. Models are examples: any
-that [streams](models.md) will do, from the hub or a folder. Flags: [Settings](settings.md). Which way to go:
-[when to use what](guide.md#when-to-use-it-and-when-not).
+NVMe drive of 4 TB), by the command beside it, with rates of data sheets; nothing was measured there. Ask for your own
+machine's. WSL2 has half of the RAM unless [told otherwise](windows.md): plan with `--machine {MACHINE}-wsl2`; 3 B with
+all weights then needs the drive. Models are examples: any that [streams](models.md) will do, from the hub or a
+folder. Flags: [Settings](settings.md). Which way to go: [when to use what](guide.md#when-to-use-it-and-when-not).
 
 *Made by `python -m tests.docs.recipes`; a test runs each command on a tiny copy of its model.*
 """
@@ -62,27 +65,39 @@ def forecast(recipe: Recipe) -> str:
     """One line: bytes in each place, and seconds or tokens."""
     found = planned(recipe)
     if "tokens_per_s" in found:
-        rates = next(iter(found["tokens_per_s"].values()))
-        places = [f"{format_gib(sum(found['vram_bytes'].values()))} of VRAM", *_places(found["bytes"])]
-        at_once = ("1",) if found["preset"] == "latency" else ("1", "8", "64")
-        answers = ", ".join(f"{format_rate(rates[many])} ({many})" for many in at_once)
-        first_s = next(iter(found["first_token_s"].values()))
-        return f"{', '.join(places)}; first word after {format_s(first_s)}; tokens/s (answers at once): {answers}"
+        return _answers(found)
     if "method" in found:
-        tokens, step_s = found["step_tokens"], found["step_s"]
-        bytes_of = {"ram": found["ram_bytes"], "nvme": 0}
+        tokens, least, more = found["step_tokens"], "", ""
+        places, step_s = _places(found["vram_bytes"], found["ram_bytes"], 0), found["step_s"]
     else:
         found = found["plan"]
-        tokens, step_s = found["tokens_per_step"], found["tokens_per_step"] / found["tokens_per_s"]
-        drive = {part: size for part, size in found["parts_bytes"]["nvme"].items() if part != "checkpoints"}
-        bytes_of = {"ram": found["tiers"]["ram"]["used_bytes"], "nvme": sum(drive.values())}
-    places = [f"{format_gib(found['vram_bytes'])} of VRAM", *_places(bytes_of)]
-    return f"{', '.join(places)}; {format_s(step_s)} a step of {tokens:,} tokens"
+        drive = dict(found["parts_bytes"]["nvme"])
+        saved_bytes = drive.pop("checkpoints", 0)
+        places = _places(found["vram_bytes"], found["tiers"]["ram"]["used_bytes"], sum(drive.values()))
+        tokens, least = found["tokens_per_step"], "at least " if found["step_is_lower_bound"] else ""
+        step_s = tokens / found["tokens_per_s"]
+        more = f"; checkpoints take {format_gb(saved_bytes)} of a drive" if saved_bytes > GB else ""
+        if (days := found["drive_life_days"]) is not None and days < FEW_DAYS:
+            written = format_gb(found["drive_written_bytes_per_step"])
+            more += f"; {written} are written a step: the drive's rating in {days:,.0f} days of training"
+    return f"{places}; {least}{format_s(step_s)} a step of {tokens:,} tokens{more}"
 
 
-def _places(bytes_of: dict[str, int]) -> list[str]:
-    drive = [f"{format_gb(bytes_of['nvme'])} on the drive"] if bytes_of["nvme"] else []
-    return [f"{format_gib(bytes_of['ram'])} of RAM", *drive]
+def _answers(found: dict[str, Any]) -> str:
+    rates = next(iter(found["tokens_per_s"].values()))
+    at_once = ("1",) if found["preset"] == "latency" else ("1", "8", "64")
+    answers = ", ".join(f"{format_rate(rates[many])} ({many})" for many in at_once)
+    kv, held = found["kv"], found["bytes"]
+    ram_bytes = held["ram"] + (kv["bytes"] if kv["home"] == "ram" else 0)
+    places = _places(sum(found["vram_bytes"].values()), ram_bytes, held["nvme"])
+    read = found["first_token_s"]
+    first = ", ".join(f"{format_s(seconds)} ({int(tokens):,})" for tokens, seconds in read.items())
+    return f"{places}; first word after (tokens of prompt): {first}; tokens/s (answers at once): {answers}"
+
+
+def _places(vram_bytes: float, ram_bytes: float, drive_bytes: float) -> str:
+    drive = f", {format_gb(drive_bytes)} on the drive" if drive_bytes else ""
+    return f"{format_gib(vram_bytes)} of VRAM, {format_gib(ram_bytes)} of RAM{drive}"
 
 
 def page() -> str:

@@ -23,6 +23,11 @@ def test_a_reference_costs_a_forward_and_no_memory(capsys: pytest.CaptureFixture
     assert 1.2 < dpo["step_s"] / orpo["step_s"] < 1.4
 
 
+def test_logits_take_the_device_by_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [planned(capsys, "--method", "orpo", "--lora_r", "8", "--batch_size", n)[1]["vram_bytes"] for n in "12"]
+    assert sizes[1] - sizes[0] == 2 * 1024 * 128256 * 2 * 3
+
+
 def test_full_training_of_8b_does_not_fit_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = planned(capsys, "--method", "dpo")
     assert code == 1 and not found["fits"]
