@@ -115,8 +115,8 @@ def _check_it_reads_text_alone(source: ModelSource) -> None:
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not is_text:
         raise ValueError(
             f"{source.path} ({source.config.model_type}) is an image-text model, which this command does not take. "
-            "outcore train trains it with --train_vision none, lora or full; outcore generate and chat ask it with "
-            "--image."
+            "outcore train trains it with --train_vision none, lora or full; outcore generate and chat (--image) and "
+            "outcore serve ask it."
         )
 
 

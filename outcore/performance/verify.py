@@ -111,6 +111,8 @@ def prepare(run: Path, checkpoint_dir: Path, log_dir: Path, step: int | None) ->
     for checkpoint in filter(None, (found.start, found.kept)):
         if checkpoint.damaged_export:
             raise CheckpointError(f"{checkpoint.path}: {checkpoint.damaged_export[0]}")
+    if method := found.start.trainer_state().get("method"):
+        raise ConfigError(f"{folder} is of a run by {method}: only its trainer takes its steps.")
     if (ranks := found.start.trainer_state()["world_size"]) > 1:
         raise ConfigError(f"{folder} was trained by {ranks} processes: one cannot take its steps again.")
     config = checked(TrainConfig, metrics.header["config"], named_model)
@@ -149,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                 run_name="verify",
                 resume_from_checkpoint=str(verification.start.path),
                 report_to="none",
+                continue_with_changes=False,
                 metrics_port=None,
                 push_to_hub=None,
                 trace=0,

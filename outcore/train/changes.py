@@ -21,7 +21,7 @@ from outcore.data import ids_hash
 from outcore.sizing.engine_rule import BELOW_ZERO3
 from outcore.train.configure.schedule import COSINE_FLOOR
 
-ON_PURPOSE = ("schedule ", "train_batch_size", "seed")
+ON_PURPOSE = ("schedule ", "train_batch_size", "seed", "rows")
 """Beginnings of what may change on purpose; another model, precision or adapter never may."""
 COMPARED = ("dpo", "kto")
 """Methods that compare with the model as it was, which they ask again when they go on."""

@@ -198,3 +198,15 @@ def byte_tokenizer(text: str) -> Any:
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(text.split())}, "a"))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_other_formats_of_the_old_weights_stay_behind(tmp_path: Path) -> None:
+    base = published(tmp_path)
+    stays = ("rust_model.ot", "model.onnx_data", "flax.npz", "adapter_config.json", "quantize_config.json", ".hidden")
+    goes = ("LICENSE", "NOTICE.txt", "preprocessor_config.json")
+    loaded = load_model(settings(base))
+    for name in (*stays, *goes):
+        (base / name).write_text("{}")
+    export_model(tmp_path / "out", loaded.model, lambda p: p.detach(), origin=loaded.origin)
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there >= set(goes) and not there & set(stays)

@@ -140,3 +140,12 @@ def test_a_run_over_a_base(straight: Path, tmp_path: Path, corpus: Path, capsys:
     base.rename(tmp_path / "moved")
     assert verify(tmp_path) == 2
     assert str(base) in capsys.readouterr().err
+
+
+def test_a_run_by_another_trainer_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (run / "checkpoint" / "r").glob("step-*"):
+        state = folder / "trainer.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"method": "dpo"}))
+        list_again(folder)
+    assert verify(run) == 2
+    assert "only its trainer takes its steps" in capsys.readouterr().err

@@ -7,11 +7,14 @@ is read when its turn to be written comes."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,12 @@ from outcore.model.weights import meta_skeleton, target_names
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 64 << 20
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|part)|.*\.index\.json|\..*")
-_TOKENIZER = re.compile(r"(tokenizer|vocab|merges|added_tokens|special_tokens|spiece|sentencepiece).*|.*\.tiktoken")
+_BESIDE = re.compile(r"[^.]+|[^.].*\.(json|txt|md|py|jinja|model|spm|tiktoken|pdf|ya?ml)")
+"""Files beside weights that go along: licence, processor, code, tokenizer. Weights in other formats do not."""
+_OF_WEIGHTS = re.compile(r".*\.index\.json|(adapter|quantize|hf_quant)_config\.json|trainer_state\.json")
+_TOKENIZER = re.compile(
+    r"(tokenizer|vocab|merges|added_tokens|special_tokens|chat_template|tekken)[^/]*|.*\.(model|spm|tiktoken)"
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,25 @@ def _carried(origin: Origin, skeleton: nn.Module) -> Carried:
     packed = {name for name, entry in entries.items() if not isinstance(entry, PlainEntry)}
     state, targets = skeleton.state_dict(), target_names(skeleton, {*places, *packed})
     # Codes, scales and what else a weight that the run has expanded was stored as.
-    parts = tuple(name.removesuffix("weight") for name in packed if targets[name][0] in state)
-    names = [name for name in places if isinstance(entries.get(name), PlainEntry) or not name.startswith(parts)]
+    parts = _prefix_free(name.removesuffix("weight") for name in packed if targets[name][0] in state)
+    names = [name for name in places if isinstance(entries.get(name), PlainEntry) or not _begins(name, parts)]
     rest = {name: _entry(name, places[name]) for name in names if targets[name][0] not in state}
     return Carried(rest, {name: _entry(name, places[name]) for name in names if name not in rest}, origin)
+
+
+def _prefix_free(names: Iterable[str]) -> list[str]:
+    """Sort the names, without those that begin with another one."""
+    found: list[str] = []
+    for name in sorted(names):
+        if not found or not name.startswith(found[-1]):
+            found.append(name)
+    return found
+
+
+def _begins(name: str, parts: list[str]) -> bool:
+    """Tell whether the name begins with one of `_prefix_free` parts."""
+    at = bisect_right(parts, name)
+    return at > 0 and name.startswith(parts[at - 1])
 
 
 def _entry(name: str, place: TensorPlace) -> tuple[TensorPlan, Any]:
@@ -109,14 +131,20 @@ def carry_files(origin: Origin | None, folder: Path) -> None:
         for path in sorted(origin.folder.iterdir())
         if path.is_file()
         and path.name not in {*there, CHECKSUMS}
-        and not _WEIGHTS.fullmatch(path.name)
+        and _BESIDE.fullmatch(path.name)
+        and not _OF_WEIGHTS.fullmatch(path.name)
         and not (has_template and path.name.startswith("chat_template"))
     ]
     of_tokenizer = [path for path in wanted if _TOKENIZER.fullmatch(path.name)]
     if of_tokenizer and not _number_alike(origin.folder, folder, there):
         wanted = [path for path in wanted if path not in of_tokenizer]
     for path in wanted:
-        copy_file(path, folder / path.name)
+        try:
+            copy_file(path, folder / path.name)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            logger.warning("%s is left out of the export: %s", path, error)
 
 
 def _number_alike(one: Path, other: Path, there: set[str]) -> bool:

@@ -19,7 +19,8 @@ import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def how_to_load(folder: Path) -> str:
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
     heads = ("ForSequenceClassification", "ForTokenClassification")
     kind = next((f"AutoModel{head}" for head in heads if head in str(config.get("architectures"))), kind)
-    if (folder / "processor_config.json").is_file():
+    if (folder / "processor_config.json").is_file() and "ForCausalLM" not in str(config.get("architectures")):
         kind = "AutoModelForImageTextToText"
     return f"{kind}.from_pretrained loads it"
 
@@ -166,17 +167,32 @@ def how_to_load(folder: Path) -> str:
 def _origin(checkpoint: Checkpoint) -> Origin | None:
     """Find the model that the run began from. None, with a warning, where it is gone or has other content now."""
     kept = kept_material(checkpoint, SOURCE)
-    origin = None if kept is None else _origin_at(kept.path)
-    if kept is None or origin is None or base_material(kept.path).content == kept.content:
+    origin = None if kept is None else _origin_at(kept.path, kept.commit)
+    if kept is None or origin is None or origin.path.endswith(".gguf"):
         return origin
-    tell_lost(kept.path, "it has changed since the run began from it")
+    with _told_lost(kept.path):
+        if base_material(str(origin.folder)).content == kept.content:
+            return origin
+        tell_lost(kept.path, "it has changed since the run began from it")
     return None
 
 
-def _origin_at(path: str) -> Origin | None:
-    try:
+def _origin_at(path: str, commit: str | None = None) -> Origin | None:
+    with _told_lost(path):
+        if not Path(path).exists():  # a hub id: as far as it lies here, nothing is downloaded for an export
+            from huggingface_hub import snapshot_download
+
+            path = snapshot_download(path, revision=commit, local_files_only=True)
         return Origin.of(path)
-    except (RuntimeError, OSError) as error:  # gone, or weights that are no safetensors
+    return None
+
+
+@contextmanager
+def _told_lost(path: str) -> Iterator[None]:
+    """Context: what cannot be read of the model at `path`, gone or no safetensors, is a warning."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
         tell_lost(path, str(error))
         return None
 

@@ -35,6 +35,11 @@ class Material:
         """The name without its commit, by which a base or source is opened."""
         return self.name.partition(" (commit ")[0]
 
+    @property
+    def commit(self) -> str | None:
+        """The hub's commit of a base or source; None: a folder, or unknown."""
+        return self.name.partition(" (commit ")[2].rstrip(")") or None
+
 
 def base_material(name: str, commit: str | None = None, *, whole: bool = False) -> Material:
     """The base called `name`: folder, GGUF file or hub id. RuntimeError or FileError when it cannot be read."""

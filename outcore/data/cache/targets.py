@@ -7,6 +7,7 @@ whole. Read by document: a row group of `GROUP` documents is in memory at a time
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -21,7 +22,8 @@ from outcore.data.basis import DataError
 from outcore.data.cache.encode import NO_LOSS, carries_loss, token_ids
 
 FACTS = b"outcore"
-GROUP = 64
+GROUP = 4
+"""Documents that are read at once: rows are drawn at random."""
 
 
 class Target(NamedTuple):
@@ -68,16 +70,16 @@ class HiddenTargets:
             self.facts = facts_of(path)
             for number in range(_opened(path).num_row_groups):
                 for row, tokens in enumerate(self._tokens(path, number)):
-                    self._places.setdefault(tokens[:longest].tobytes(), (path, number, row))
+                    self._places.setdefault(_key(tokens[:longest]), (path, number, row))
         self._group = lru_cache(4)(lambda path, number: _opened(path).read_row_group(number))
 
     def has(self, tokens: np.ndarray) -> bool:
         """Whether something was said of a row with these tokens and loss bits."""
-        return tokens.tobytes() in self._places
+        return _key(tokens) in self._places
 
     def find(self, tokens: np.ndarray) -> Target | None:
         """Find the target of a row with these tokens and loss bits; None: there is none."""
-        place = self._places.get(tokens.tobytes())
+        place = self._places.get(_key(tokens))
         if place is None:
             return None
         path, number, row = place
@@ -85,7 +87,7 @@ class HiddenTargets:
         said = [table.column(name)[row].values.to_numpy(zero_copy_only=False) for name in Target._fields[1:]]
         count = int(carries_loss(tokens[1:]).sum())
         logprobs, *tops = said
-        tops = [values.reshape(len(logprobs), -1)[:count] for values in tops]
+        tops = [values.reshape(len(logprobs), len(values) // max(1, len(logprobs)))[:count] for values in tops]
         return Target(tokens, logprobs[:count], tops[0], tops[1])
 
     def _tokens(self, path: Path, number: int) -> Iterator[np.ndarray]:
@@ -93,6 +95,10 @@ class HiddenTargets:
         for ids, has_loss in zip(table.column("tokens"), table.column("has_loss"), strict=True):
             found = ids.values.to_numpy().astype(np.uint32)
             yield np.where(has_loss.values.to_numpy(zero_copy_only=False), found, found | NO_LOSS).astype(np.uint32)
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 def facts_of(path: Path) -> dict[str, Any]:

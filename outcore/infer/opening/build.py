@@ -133,7 +133,8 @@ def open_engine(
     settings = settings or InferSettings()
     device = device_of(settings)
     settings.check_device(device.type)
-    if (place := find_place(name, settings.adapter)).sees or settings.pictures:
+    place = find_place(name, settings.adapter)
+    if (place.sees or settings.pictures) and not settings.scores_only:
         return _open_seeing(place, settings, device, progress)
     found = open_model(
         name,

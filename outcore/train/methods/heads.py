@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from outcore.config import ConfigError
-from outcore.model import ModelSettings, load_model
+from outcore.model import ModelSettings, Origin, load_model
 from outcore.model.adapters import apply_lora
 from outcore.model.forward import Pooling
 from outcore.train.methods.address import IGNORED
@@ -35,12 +35,13 @@ def method_model(
     problem: str | None,
     *,
     is_by_word: bool = False,
-) -> Any:
+) -> tuple[Any, Origin | None]:
     """The plain model in RAM, with a head for `labels` where there are some, and adapters on it where they are asked
-    for. ValueError or RuntimeError, in words."""
+    for; and where its weights came from. ValueError or RuntimeError, in words."""
     lora = settings.lora
     plain = replace(settings, lora=None, quantize=None, gradient_checkpointing=False)
-    model = load_model(plain, tokenizer=tokenizer).model
+    loaded = load_model(plain, tokenizer=tokenizer)
+    model = loaded.model
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError("method: an encoder-decoder is trained by --method sft alone.")
     if labels is not None:
@@ -50,7 +51,7 @@ def method_model(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return model if lora is None else apply_lora(model, lora, settings.seed)
+    return (model if lora is None else apply_lora(model, lora, settings.seed)), loaded.origin
 
 
 def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int, is_by_word: bool) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,14 +40,14 @@ from outcore.model.forward import Pooling, read_pooling, unwrap, write_pooling
 from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import began_from, settle_changes, settle_materials
-from outcore.train.configure.rooms import epoch_words, model_settings_of, run_length, schedule_of
+from outcore.train.configure.rooms import epoch_words, lora_alpha, model_settings_of, run_length, schedule_of
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
 from outcore.train.methods.address import is_address
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
-from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer, trained_numel
+from outcore.train.process.alone import in_one_process, rows_hash, save_as_ours, saved_by_trainer, trained_numel
 from outcore.train.process.log import RunLog
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
@@ -94,6 +94,8 @@ class _Story:
         self.job, self.config, self.kind, self.settings, self.folder = job, job.config, kind, settings, taken.folder
         self.checkpoint: Checkpoint | None = taken.checkpoint
         self.saved_path: Path | None = None
+        self.origin: Origin | None = None
+        self.pooling: Pooling = "mean"
         self.ends: list[int] = []
         """Tokens that end the answers of the data."""
         job.saved = lambda: self.saved_path
@@ -119,7 +121,10 @@ class _Story:
         if labels is not None:
             job.say(f"labels: {', '.join(f'{number} {name}' for number, name in labels.items())}")
         job.phase = "loading the model"
-        model = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word="words" in first)
+        name = model_settings.model_name_or_path
+        self.pooling = config.pooling or (read_pooling(name) if name else None) or "mean"
+        by_word = "words" in first
+        model, self.origin = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word=by_word)
         job.say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {trained_numel(model):,} trainable")
         outcore.hf.stream(model, quantize=model_settings.quantize)
         steps = run_length(
@@ -128,7 +133,7 @@ class _Story:
         if words := epoch_words(config, len(trained), self.settings.train_batch_size):
             job.say(words)
         schedule = schedule_of(config, self.settings.file, self.settings.learning_rate, steps.total_steps)
-        fingerprint = self._fingerprint(schedule)
+        fingerprint = self._fingerprint(schedule, [trained, held], labels)
         if self.checkpoint is not None:
             for line in settle_changes(self.checkpoint, fingerprint, on_purpose=config.continue_with_changes):
                 job.say(f"resume: {line}, as asked")
@@ -146,7 +151,7 @@ class _Story:
         """Tell in words what loads the exported model."""
         if self.config.method == "embed" and self.config.lora_export != "adapter":
             what = {"mean": "the mean of a text's last hidden states", "last": "its last token's last hidden state"}
-            return f"AutoModel.from_pretrained loads it: {what[self._pooling()]} is its vector"
+            return f"AutoModel.from_pretrained loads it: {what[self.pooling]} is its vector"
         return how_to_load(self.folder.export)
 
     def _saved(self, path: Path) -> None:
@@ -195,15 +200,16 @@ class _Story:
             )
         return labels, None if "words" in trained[0] else "single_label_classification"
 
-    def _pooling(self) -> Pooling:
-        return self.config.pooling or read_pooling(self.config.model_name_or_path or "") or "mean"
-
-    def _fingerprint(self, schedule: LrSchedule) -> dict[str, Any]:
+    def _fingerprint(self, schedule: LrSchedule, rows: Any, labels: Mapping[int, str] | None) -> dict[str, Any]:
         config = self.config
-        same = ["method", "beta", "pooling", "matryoshka", "lora_r", "lora_dropout", "use_dora", "use_rslora"]
-        same += ["quantize", "seed", "seq_length"]
+        same = ["method", "beta", "teacher", "matryoshka", "lora_r", "lora_dropout", "lora_target_modules", "use_dora"]
+        same += ["use_rslora", "quantize", "seed", "seq_length"]
         return {
             **{name: getattr(config, name) for name in same},
+            "pooling": self.pooling if config.method == "embed" else None,
+            "lora_alpha": lora_alpha(config),
+            "labels": None if labels is None else list(labels.values()),
+            "rows": rows_hash(rows) if self.kind.read is not None else None,
             "precision": self.settings.precision,
             "train_batch_size": self.settings.train_batch_size,
             "schedule": asdict(schedule),
@@ -247,7 +253,7 @@ class _Story:
         arguments = self._arguments(steps, has_evaluation=bool(rows[1]))
         if classes is not None:
             trainer, settings = classes
-            arguments |= {"max_length": length, "dataset_num_proc": 1, **self.kind.settings}
+            arguments |= {"max_length": length, **self.kind.settings}
             arguments |= {"beta": self.config.beta} if self.config.beta is not None else {}
             if self.kind.has_reference and not self.config.lora_r:
                 arguments["precompute_ref_log_probs"] = True
@@ -261,7 +267,7 @@ class _Story:
                 sizes = heads.vector_sizes(self.config.matryoshka, width)
                 if len(sizes) > 1:
                     model.config.matryoshka_dimensions = sorted(sizes)  # vLLM reads it by this name, too
-                loss = partial(heads.embedding_loss, self._pooling(), sizes)
+                loss = partial(heads.embedding_loss, self.pooling, sizes)
                 trainer, given = heads.trainer_by(loss), {"data_collator": heads.Partners(tokenizer, length)}
             else:
                 first = rows[0][0]
@@ -321,6 +327,9 @@ class _Story:
             "gradient_checkpointing": False,  # layers are computed again in any case
         }
 
+    def _write_pooling(self, folder: Path, base: Any) -> None:
+        write_pooling(folder, self.pooling, base.config.get_text_config().hidden_size)
+
     def _optimizer(self, model: Any, schedule: LrSchedule) -> tuple[Any, Any]:
         settings = self.settings
         adamw = outcore.hf.optimizer(
@@ -351,16 +360,13 @@ class _Story:
         if config.export:
             stop.finishing, job.phase = "finishing the export", "exporting the model"
             adapter_only = config.lora_export == "adapter"
-            is_whole = not self.kind.has_head and config.method != "embed"  # else its head is left out on purpose
-            origin = Origin.of(config.model_name_or_path) if is_whole and config.model_name_or_path else None
+            embeds = config.method == "embed"
+            origin = None if self.kind.has_head or embeds else self.origin  # else its head is left out on purpose
             set_end_tokens(unwrap(trainer.model), tokenizer, self.ends, job.say)
             export_model(
                 folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, origin=origin,
-                adapter_only=adapter_only,
+                adapter_only=adapter_only, finish=self._write_pooling if embeds else None,
             )  # fmt: skip
-            if config.method == "embed":
-                width = trainer.model.config.get_text_config().hidden_size
-                write_pooling(folder.export, self._pooling(), width)
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
         if log.first_loss is not None and log.last_loss is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import warnings
@@ -53,6 +55,11 @@ def in_one_process() -> Iterator[None]:
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def rows_hash(rows: Any) -> str:
+    """Name of a run's rows: other ones have another."""
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:16]
 
 
 def trained_numel(model: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +19,12 @@ import torch
 
 from outcore import hf
 from outcore.checkpoint.export import how_to_load
+from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree
+from outcore.common.listing import write_checksums
 from outcore.common.output import printable
 from outcore.common.quantities import counted, format_count, format_s
 from outcore.config import ConfigError, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
-from outcore.data import weighted_source
+from outcore.data import DataError, weighted_source
 from outcore.data.chat import read_template
 from outcore.data.layout import IGNORE_INDEX
 from outcore.data.look import data_settings_of
@@ -41,7 +43,7 @@ from outcore.train.configure.rooms import (
     schedule_of,
 )
 from outcore.train.process import StopRequest
-from outcore.train.process.alone import in_one_process, save_as_ours, saved_by_trainer
+from outcore.train.process.alone import in_one_process, rows_hash, save_as_ours, saved_by_trainer
 from outcore.train.process.log import RunLog
 
 READ = frozenset((
@@ -85,6 +87,11 @@ def train_vision(config: TrainConfig) -> int:
         assert taken.lock is not None
         opened.callback(taken.lock.release)
         opened.callback(folder.remove_empty)
+        if checkpoint is None and (old := list(folder.checkpoints.glob("checkpoint-*"))):
+            raise ConfigError(
+                f"{old[0]} was saved by an older version, whose checkpoints are not resumed: finish the run with that "
+                "version, or choose another --run_name"
+            )
         folder.make()
         model, encoder = _load(config, name)
         below = began_from(config, os.path.abspath(name) if os.path.isdir(name) else name, model.config)
@@ -92,6 +99,8 @@ def train_vision(config: TrainConfig) -> int:
         schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
         fingerprint = {
             **{name: getattr(config, name) for name in SAME},
+            "lora_alpha": lora_alpha(config),
+            "rows": rows_hash([(row.example.messages, row.values) for row in rows]),
             "train_batch_size": settings.train_batch_size,
             "schedule": asdict(schedule),
         }
@@ -101,6 +110,7 @@ def train_vision(config: TrainConfig) -> int:
         say(f"data: {counted(len(rows), 'row')}, {counted(sum(len(row.values) for row in rows), 'picture')}")
         if words := epoch_words(config, len(rows), settings.train_batch_size):
             say(words)
+        ends = _answer_ends(encoder, rows[:ROWS_FOR_ENDS])
         stop = opened.enter_context(StopRequest())
         began_at = None if checkpoint is None else checkpoint.step
         log = _log(config, length, folder, began_at, settings.train_batch_size, stop, opened)
@@ -122,7 +132,7 @@ def train_vision(config: TrainConfig) -> int:
         say(f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}")
         stop.finishing = "finishing the export"
         if config.export:
-            _export(config, name, model, encoder, folder.export, _answer_ends(encoder, rows[:ROWS_FOR_ENDS]))
+            _export(config, name, model, encoder, folder.export, ends)
             say(f"model: {folder.export}  ({how_to_load(folder.export)})")
     return 0
 
@@ -287,11 +297,12 @@ def _collator(encoder: Any) -> Callable[[list[PictureRow]], dict[str, torch.Tens
 
 
 def _answer_ends(encoder: PictureEncoder, rows: list[PictureRow]) -> set[int]:
-    """Special tokens that end the rows' answers."""
+    """Special tokens that end the rows' answers, of rows that can be read."""
     ends = set[int]()
     for row in rows:
-        labels = encoder.batch([row.conversation()], [row.example.untrained], [row.where])["labels"][0]
-        ends.add(int(labels[labels != IGNORE_INDEX][-1]))
+        with suppress(DataError):  # said when its turn comes
+            labels = encoder.batch([row.conversation()], [row.example.untrained], [row.where])["labels"][0]
+            ends.add(int(labels[labels != IGNORE_INDEX][-1]))
     return ends & set(encoder.tokenizer.added_tokens_decoder)
 
 
@@ -314,7 +325,14 @@ def _export(config: TrainConfig, name: str, model: Any, encoder: Any, folder: Pa
             model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     set_end_tokens(plain, encoder.tokenizer, ends, say)
-    model.save_pretrained(folder)
-    if plain.generation_config is not None:
-        plain.generation_config.save_pretrained(folder)
-    encoder.save(folder)
+    aside = folder.with_name(f".{folder.name}.part")
+    with file_errors("exporting the model", folder):
+        make_folder(folder.parent)
+        finish_publishing(folder)
+        remove_tree(aside)
+        model.save_pretrained(aside)
+        if plain.generation_config is not None:
+            plain.generation_config.save_pretrained(aside)
+        encoder.save(aside)
+        write_checksums(aside, {})
+        publish_folder(aside, folder)

@@ -208,3 +208,76 @@ def test_epochs_that_do_not_divide_are_said(kind: str, capsys: pytest.CaptureFix
     Path(f"{kind}.jsonl").write_text("\n".join(rows[:4]))
     assert main(command(kind, "--eval_strategy", "no", *epochs) if kind == "text" else command(kind, *epochs)) == 0
     assert "epochs: 2 x 4 rows are 3 steps of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("what", ["rows", "lora_alpha"])
+def test_other_rows_or_scales_of_a_resumed_run_are_refused(
+    kind: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(kind, "--lora_r", "4", "--lora_alpha", "8")) == 0
+    stopped_after_a_step()
+    if what == "rows":
+        rows = Path(f"{kind}.jsonl")
+        rows.write_text(rows.read_text().replace("hello", "other"))
+    again = command(kind, "--lora_r", "4", "--lora_alpha", "8" if what == "rows" else "64")
+    assert main([*again, "--resume_from_checkpoint", "auto"]) == 1
+    assert what in capsys.readouterr().err
+    if what == "rows":
+        assert main([*again, "--resume_from_checkpoint", "auto", "--continue_with_changes"]) == 0
+        assert "resume: rows " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_base_that_went_during_the_run_costs_no_export(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Trainer
+
+    train = Trainer.train
+
+    def gone(self: Trainer, **how: object) -> object:
+        found = train(self, **how)  # type: ignore[arg-type]
+        Path(kind).rename("elsewhere")
+        return found
+
+    monkeypatch.setattr(Trainer, "train", gone)
+    more = ["--lora_r", "4", "--lora_export", "adapter"] if kind == "seen" else ["--lora_r", "4"]
+    assert main(command(kind, *more)) == 0, capsys.readouterr().err
+    assert any(Path("final_model/r").glob("*.safetensors"))
+    if kind == "text":
+        assert "is gone" in caplog.text
+
+
+def test_a_row_that_is_too_long_ends_no_run_that_did_not_read_it(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path("seen.jsonl").read_text().splitlines()
+    long = json.loads(rows[0]) | {"completion": "test " * 300}
+    Path("seen.jsonl").write_text("\n".join([*rows * 4, json.dumps(long)]))
+    said = command("seen", "--lora_r", "4", "--max_steps", "1", "--per_device_train_batch_size", "1")
+    assert main([*said, "--gradient_accumulation_steps", "1"]) == 0, capsys.readouterr().err
+    assert Path("final_model/r/model.safetensors").is_file()
+
+
+def test_checkpoints_of_an_older_version_are_not_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("checkpoints/r/checkpoint-2").mkdir(parents=True)
+    assert main(command("seen", "--lora_r", "4", "--resume_from_checkpoint", "auto")) == 2
+    assert "older version" in capsys.readouterr().err
+    assert not Path("final_model/r").exists()
+
+
+def test_an_embedder_is_published_with_its_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.checkpoint.export import model as export
+
+    seen = []
+    publish = export.publish_folder
+    monkeypatch.setattr(
+        export,
+        "publish_folder",
+        lambda aside, final: (seen.append(sorted(p.name for p in aside.iterdir())), publish(aside, final)),
+    )
+    Path("partners.jsonl").write_text(
+        "\n".join(json.dumps({"query": f"hello {i}", "positive": "world"}) for i in range(8))
+    )
+    said = ["train", "text", "--method", "embed", "--dataset", "partners.jsonl", "--max_steps", "1", "--run_name", "r"]
+    assert main([*said, "--seq_length", "32", "--report_to", "none", "--pooling", "last"]) == 0
+    assert "1_Pooling" in seen[0] and "last" in Path("final_model/r/1_Pooling/config.json").read_text()
