@@ -45,14 +45,13 @@ def export_model(
     rank: int = 0,
     adapter_only: bool = False,
     origin: Origin | None = None,
-    finish: Callable[[Path, Any], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced.
 
     `origin`: where the weights came from before they were trained. What was not trained of it goes on as it is there.
     What is merged has the type in which it is stored, though the run computed in fp32, as `outcore export --merge`
-    gives it; None: the run's own. `finish`: writes further files into the folder before it gets its name."""
+    gives it; None: the run's own."""
     aside = folder.with_name(f".{folder.name}.part")
     is_peft = hasattr(network, "peft_config")
     phase = "exporting the model"
@@ -63,13 +62,13 @@ def export_model(
                 finish_publishing(folder)
                 remove_tree(aside)
                 aside.mkdir()
-            base: Any = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
             if is_peft and adapter_only:
                 known = _export_adapter(aside, network, weight_of, rank)
             else:
                 tensors, untied = (
                     _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
                 )
+                base: Any = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
                 dtype = origin.dtype if is_peft and origin is not None else None
                 if dtype in (torch.bfloat16, torch.float16):
                     tensors = _in_types(tensors, _types_of(base, dtype))
@@ -86,8 +85,6 @@ def export_model(
                     tokenizer.save_pretrained(str(aside))
                 if not (is_peft and adapter_only):
                     carry_files(origin, aside)
-                if finish is not None:
-                    finish(aside, base)
                 write_checksums(aside, known)
                 publish_folder(aside, folder)
     except BaseException:

@@ -110,7 +110,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise DataError(
             f"{path} is no file of a teacher's targets, or was cut short ({type(error).__name__}: {error}). "
-            "Make one by outcore score --top_k K --output FILE.parquet."
+            "Make one by outcore score MODEL --input FILE --top_k 32 --output FILE.parquet."
         ) from error
 
 

@@ -45,7 +45,7 @@ class TaughtRows(torch.utils.data.Dataset):
             if not self._said.has(_tokens(rows, row)):
                 raise ConfigError(
                     f"teacher: {where} says nothing of row {row + 1}: it has other tokens, or others bear loss. Make "
-                    "the file by outcore score --top_k K from this --dataset, of rows that are not cut in pieces."
+                    "the file by outcore score MODEL --input FILE --top_k 32 --output FILE.parquet, of whole rows."
                 )
 
     def __len__(self) -> int:

@@ -87,6 +87,19 @@ class _Material:
     """Tokens of a row at most."""
 
 
+@dataclass(frozen=True)
+class _Pools:
+    """Tokenizer of an embedder, saved with how the model pools."""
+
+    tokenizer: Any
+    pooling: Pooling
+    model: Any
+
+    def save_pretrained(self, folder: str) -> None:
+        self.tokenizer.save_pretrained(folder)
+        write_pooling(Path(folder), self.pooling, self.model.config.get_text_config().hidden_size)
+
+
 class _Story:
     """One run."""
 
@@ -327,9 +340,6 @@ class _Story:
             "gradient_checkpointing": False,  # layers are computed again in any case
         }
 
-    def _write_pooling(self, folder: Path, base: Any) -> None:
-        write_pooling(folder, self.pooling, base.config.get_text_config().hidden_size)
-
     def _optimizer(self, model: Any, schedule: LrSchedule) -> tuple[Any, Any]:
         settings = self.settings
         adamw = outcore.hf.optimizer(
@@ -364,8 +374,8 @@ class _Story:
             origin = None if self.kind.has_head or embeds else self.origin  # else its head is left out on purpose
             set_end_tokens(unwrap(trainer.model), tokenizer, self.ends, job.say)
             export_model(
-                folder.export, trainer.model, lambda p: p.detach().cpu(), tokenizer=tokenizer, origin=origin,
-                adapter_only=adapter_only, finish=self._write_pooling if embeds else None,
+                folder.export, trainer.model, lambda p: p.detach().cpu(), origin=origin, adapter_only=adapter_only,
+                tokenizer=_Pools(tokenizer, self.pooling, trainer.model) if embeds else tokenizer,
             )  # fmt: skip
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
