@@ -69,3 +69,32 @@ def picture(color: Any = "red", size: tuple[int, int] = (40, 30), kind: str = "P
     file = io.BytesIO()
     Image.new(options.pop("mode", "RGB"), size, color).save(file, kind, **options)
     return file.getvalue()
+
+
+def save_gemma3(folder: Path) -> Path:
+    """A model whose template writes `<look>` for a picture, which becomes four `<soft>`."""
+    text = copy.deepcopy(tokenizer())
+    text.add_special_tokens({"additional_special_tokens": ["<look>", "<soft>", "<seen>"]})
+    text.save_pretrained(folder)
+    names = {"boi_token": "<look>", "image_token": "<soft>", "eoi_token": "<seen>"}
+    text = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
+    pixels = transformers.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    template = TEMPLATE.replace("<picture>", "<look>")
+    transformers.Gemma3Processor(pixels, text, chat_template=template, image_seq_length=TOKENS).save_pretrained(folder)
+    look, soft, seen = text.convert_tokens_to_ids(["<look>", "<soft>", "<seen>"])
+    words = {
+        "vocab_size": len(text), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 3,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": SIDE, "patch_size": PATCH,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=words, vision_config=vision, mm_tokens_per_image=TOKENS, image_token_index=soft,
+        boi_token_index=look, eoi_token_index=seen,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder

@@ -14,6 +14,10 @@ class EngineError(RuntimeError):
     """The run cannot go on. What it saved last is intact."""
 
 
+class AnswerFailed(EngineError):
+    """This request cannot be answered, for what it holds; the next one can."""
+
+
 def need_packages(names: Sequence[str], what_for: str, requirements: str) -> None:
     """RuntimeError with the install line where one of these modules is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.errors import AnswerFailed
 from outcore.common.quantities import counted
 from outcore.flow.trace import moment, wait_for
 from outcore.infer.labels import Labels
@@ -218,7 +219,7 @@ class InferenceEngine:
         been queued on the device, before its results are waited for; what the pass before gave is told just then,
         where passes are short.
 
-        What goes wrong in a pass ends the answers in it with "error" and is raised.
+        What goes wrong in a pass ends the answers in it with "error", and is raised unless it was one request's own.
         """
         with self._on_device:
             return self._step(meanwhile)
@@ -245,6 +246,8 @@ class InferenceEngine:
         except Exception as error:
             for name in dict.fromkeys(work.sequence.request.name for work in works):
                 self._end_all(name, "error", f"{type(error).__name__}: {error}")
+            if isinstance(error, AnswerFailed):
+                return True
             raise
         seconds, counts = self._clock() - now_s, self.counts
         counts.last_pass_s, counts.last_pass_rows = seconds, rows_of(works)

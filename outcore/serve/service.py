@@ -266,6 +266,10 @@ class Service:
             raise bad(
                 "Scores and vectors are of the model, not of an adapter beside it: ask the model by its name.", "model"
             )
+        try:
+            self.opened.engine.check_texts(())
+        except ValueError as error:
+            raise bad(str(error), "model") from error
 
     def defaults_for(self, prompt_tokens: int) -> Sampling:
         """Choose the sampling of a prompt of so many tokens, where the request does not say."""

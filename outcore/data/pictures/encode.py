@@ -49,6 +49,10 @@ class PictureEncoder:
         self._image_tokens = torch.tensor(sorted(image_tokens))
         told = getattr(processor, "image_token", None)
         self._marks = [str(told)] if told else []
+        tokens = processor.tokenizer.convert_ids_to_tokens(sorted(image_tokens))
+        tokens += [getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")]
+        self._others = [str(token) for token in tokens if token and str(token) not in self._marks]
+        """Words that, like marks, stand for what no text brings, and that count no places."""
 
     def written(
         self, conversation: PictureTalk, tools: list[Any] | None = None, *, goes_on: bool = False, **variables: Any
@@ -62,6 +66,8 @@ class PictureEncoder:
         places, num = sum(map(text.count, self._marks)), len(conversation.pictures)
         if places and places != num:
             raise DataError(f"the chat template writes {places} places for {num} pictures")
+        if places:  # else the template writes places by one of these; tools and variables are texts, too
+            _refuse(text, self._others)
         inputs = self._inputs([text], [conversation.pictures])
         if torch.isin(inputs["input_ids"], self._image_tokens).any() != bool(num):
             raise DataError("pictures and placeholders do not go together after encoding")
@@ -135,13 +141,23 @@ class PictureEncoder:
     def _text(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
         for message in messages:
             for part in message["content"]:
-                if part["type"] == "text" and (mark := next((m for m in self._marks if m in part["text"]), None)):
-                    raise DataError(f"a text holds {mark}, which stands for a picture in this model, and brings none")
+                if part["type"] == "text":
+                    _refuse(part["text"], [*self._marks, *self._others])
         return self._processor.apply_chat_template(list(messages), tokenize=False, **how)
 
     def _inputs(self, texts: list[str], pictures: list[list[Any]]) -> dict[str, torch.Tensor]:
         images = pictures if any(pictures) else None
         bos = getattr(self._processor.tokenizer, "bos_token", None)
         told = {"add_special_tokens": False} if bos and all(text.startswith(bos) for text in texts) else {}
-        made = self._processor(text=texts, images=images, padding=True, return_tensors="pt", **told)
-        return dict(made)
+        made = dict(self._processor(text=texts, images=images, padding=True, return_tensors="pt", **told))
+        kinds = (value for name, value in made.items() if name.endswith("token_type_ids"))
+        if any(bool((values > 1).any()) for values in kinds):
+            raise DataError("a text holds a word that stands for a video or audio in this model, and brings none")
+        return made
+
+
+def _refuse(text: str, words: Sequence[str]) -> None:
+    """DataError for a text with one of these words."""
+    if (word := next((word for word in words if word in text), None)) is not None:
+        kind = next((kind for kind in ("video", "audio") if kind in word), "picture")
+        raise DataError(f"a text holds {word}, which stands for a {kind} in this model, and brings none")

@@ -190,7 +190,9 @@ def _open_seeing(
     placement = Placement.of_one_answer(PRESETS["latency"], parts, in_ram_bytes, kv_home, context)
     for line in placement.lines():
         progress(line)
-    pages = CacheSettings((GroupPlan(None, -(-context // settings.page_tokens)),), settings.page_tokens, dtype)
+    groups = (GroupPlan(None, -(-context // settings.page_tokens)),)
+    # `generate` reads every prompt from its start: what another answer has read is no beginning for it
+    pages = CacheSettings(groups, settings.page_tokens, dtype, shares_prefixes=False)
     limits = ScheduleLimits(1, context, context, 0)
     engine = InferenceEngine(
         SeeingRunner(model, device),

@@ -6,20 +6,29 @@ logits, chooses as for every other model, and lets it go on with that token."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from outcore.common.errors import AnswerFailed, EngineError, line_of
 from outcore.infer.passes.runner import Found
 from outcore.infer.passes.scores import TextScores
 from outcore.infer.requests import Request
 from outcore.infer.schedule import Work
 from outcore.model.forward import Pooling
 from outcore.staging.pool import SmallCopies
+
+logger = logging.getLogger(__name__)
+OUR_ERRORS = (EngineError, OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of memory, drives and devices, which the next answer would meet, too."""
+OUR_WORDS = "CUDA", "cuBLAS", "cuDNN", "allocate memory"
+"""Words of such errors where torch tells them as a RuntimeError."""
 
 
 class SeeingRunner:
@@ -33,7 +42,8 @@ class SeeingRunner:
 
     def run(self, works: Sequence[Work]) -> Found:
         (work,) = works
-        if work.start == 0:  # kept with its pages, which are closed when the answer ends
+        if work.pages.states is None:  # kept with its pages, which are closed when the answer ends
+            assert work.start == 0, "`generate` reads the whole prompt itself"
             work.pages.states = GenerateCall(self._model, work.sequence.request, self.copies.device)
         return [(work, work.pages.states.logits_after(work.tokens[-1]))]
 
@@ -68,9 +78,12 @@ class GenerateCall:
             self._has_begun = True
             self._thread.start()
         found = self._found.get()
-        if isinstance(found, BaseException):
+        if not isinstance(found, BaseException):
+            return found
+        try:
             raise found
-        return found
+        finally:
+            del found  # its traceback has this frame, which would keep both, and this call, for the garbage collector
 
     def __del__(self) -> None:
         self._tokens.put(None)
@@ -123,6 +136,19 @@ def _generate(
     except _Ended:
         return
     except BaseException as error:  # told where the logits are waited for
-        found.put(error)
+        traceback.clear_frames(error.__traceback__)  # which hold pictures and activations
+        found.put(error if _is_ours(error) else _failed(error))
     finally:
         model.generation_config = own
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is the engine's failure rather than one request's."""
+    says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in OUR_WORDS)
+    return says_so or isinstance(error, OUR_ERRORS) or not isinstance(error, Exception)
+
+
+def _failed(error: BaseException) -> AnswerFailed:
+    """The error of one answer. Its traceback is logged here, since nobody raises it further."""
+    logger.warning("an answer about pictures failed\n%s", "".join(traceback.format_exception(error)))
+    return AnswerFailed(f"this model cannot answer the request ({line_of(error)})")

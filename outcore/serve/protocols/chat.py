@@ -56,8 +56,9 @@ class ChatCall:
 
     @property
     def places(self) -> int:
-        """Places that it takes: pictures wait in RAM."""
-        return 1 + sum(value.nbytes for value in self.request.seen.values()) // PLACE_BYTES
+        """Places that it takes: pictures wait in RAM. At most all, so that it runs when it is alone."""
+        pictures = sum(value.nbytes for value in self.request.seen.values())
+        return min(1 + pictures // PLACE_BYTES, self.service.settings.max_queue)
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""

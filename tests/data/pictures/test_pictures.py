@@ -220,6 +220,30 @@ def test_a_text_that_spells_the_placeholder_is_refused(folder, tmp_path):
         PictureEncoder(load_processor(str(folder)), [0]).batch([row.conversation()], [()], [row.where])
 
 
+@pytest.mark.parametrize("word", ["<video>", "<sound>", "<soft>"])
+def test_words_that_stand_for_more_than_a_picture_are_refused_wherever_they_are(word, folder):
+    processor = load_processor(str(folder))
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<soft>"]})
+    processor.video_token, processor.audio_token = "<video>", "<sound>"
+    encoder = PictureEncoder(processor, processor.tokenizer.convert_tokens_to_ids(["<picture>", "<soft>"]))
+    said, clean = (conversation_of([{"role": "user", "content": f"<image>{t}"}], [picture()]) for t in (word, "a"))
+    with pytest.raises(DataError, match=f"holds {word}, which stands for"):
+        encoder.written(said)
+    with pytest.raises(DataError, match=f"holds {word}, which stands for"):
+        encoder.inputs_of(encoder.written(clean) + word, clean)  # as a tool's description stands there
+    assert "pixel_values" in encoder.inputs_of(encoder.written(clean), clean)
+
+
+def test_places_of_other_kinds_than_a_picture_are_refused(folder):
+    processor = load_processor(str(folder))
+    processor.return_mm_token_type_ids = True
+    processor.video_token_ids = [processor.tokenizer.bos_token_id]  # by a name that says nothing
+    encoder = PictureEncoder(processor, processor.tokenizer.convert_tokens_to_ids(["<picture>"]))
+    talk = conversation_of([{"role": "user", "content": "<image>a"}], [picture()])
+    with pytest.raises(DataError, match="stands for a video or audio"):
+        encoder.inputs_of(encoder.written(talk), talk)
+
+
 def test_a_text_model_takes_no_pictures(tmp_path):
     tiny_vision.processor().tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from outcore.cli import main
+from outcore.common.errors import AnswerFailed
 from outcore.data.pictures import PictureEncoder, conversation_of, load_processor
+from outcore.infer import Request
+from outcore.infer.passes.seeing import GenerateCall
 from tests import tiny_vision
 from tests.tiny_vision import picture
 
@@ -70,3 +75,47 @@ def test_a_conversation_takes_more_pictures_and_goes_on_after_a_bad_one(made, ca
 def test_what_cannot_be_is_refused_in_words(more, words, made, capsys):
     assert main(["generate", str(made / "model"), "--prompt", "hello", *more]) == 2
     assert words in " ".join(capsys.readouterr())
+
+
+def qwen2_vl() -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope, "bos_token_id": 3,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    config = Qwen2VLConfig(
+        text_config=text, vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        image_token_id=500, video_token_id=501, vision_start_token_id=502, vision_end_token_id=503,
+    )  # fmt: skip
+    return Qwen2VLForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_call_that_failed_keeps_nothing(ours, monkeypatch):
+    model, ids = qwen2_vl(), (5, 502, *[500] * 4, 503, 6, 501)
+    kinds = torch.tensor([[{500: 1, 501: 2}.get(token, 0) for token in ids]])
+    pixels = {"pixel_values": torch.rand(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    request = Request("a", ids, seen={**pixels, "mm_token_type_ids": kinds})
+    kept = []
+
+    def forward(pixels: Any, **more: Any) -> None:
+        activations = pixels + 1
+        kept.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("full")
+
+    if ours:
+        monkeypatch.setattr(model.model.visual, "forward", forward)
+        request = Request("a", ids[:-1], seen={**pixels, "mm_token_type_ids": kinds[:, :-1]})
+    gc.disable()
+    try:
+        call = GenerateCall(model, request, torch.device("cpu"))
+        with pytest.raises(torch.OutOfMemoryError if ours else AnswerFailed) as told:
+            call.logits_after(ids[-1])
+        if ours:
+            assert kept[0]() is None
+        kept.append(weakref.ref(call))
+        del call, told
+        assert [ref() for ref in kept] == [None] * len(kept)
+    finally:
+        gc.enable()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
+import queue
 import struct
 import threading
 import zlib
@@ -16,6 +18,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from outcore.data.pictures import PictureEncoder, conversation_of, load_processor
+from outcore.infer import Answer, Request, Sampling
 from outcore.serve import ServeSettings
 from tests import tiny_vision
 from tests.serve.running import Running, get, held, send
@@ -51,11 +54,12 @@ def seeing(folder, tmp_path_factory):
     running.stop()
 
 
-def plain(folder, text: str, *pictures: bytes) -> str:
-    """What transformers' own `generate` says."""
+def plain(folder, text: str, *pictures: bytes, after: tuple[str, ...] = ()) -> str:
+    """What transformers' own `generate` says to `text`, the last of the turns that come `after` each other."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
     encoder = PictureEncoder(load_processor(str(folder)), [model.config.image_token_id])
-    talk = conversation_of([{"role": "user", "content": text}], list(pictures))
+    turns = zip(itertools.cycle(("user", "assistant")), (*after, text), strict=False)
+    talk = conversation_of([{"role": role, "content": told} for role, told in turns], list(pictures))
     asked = encoder.inputs_of(encoder.written(talk), talk)
     with torch.no_grad():
         told = model.generate(**asked, do_sample=False, max_new_tokens=8)
@@ -80,6 +84,67 @@ def test_the_openai_client_sends_pictures_and_gets_transformers_own_answer(opena
         model="sees", input="and?", previous_response_id=response.id, temperature=0, max_output_tokens=8
     )
     assert later.usage.input_tokens > response.usage.input_tokens
+
+
+def test_prompts_that_begin_alike_are_answered_as_by_transformers(seeing, folder):
+    red, long = picture(), "hello world " * 20
+    wanted, messages = plain(folder, f"<image>{long}", red), user(part(red), long)
+    for asked in ({}, {}, {"n": 2}):
+        status, body = send(seeing, CHAT, {"messages": messages, **GREEDY, **asked})
+        assert status == 200, body
+        told = json.loads(body)
+        assert told["usage"]["prompt_tokens"] > seeing.service.opened.engine.scheduler.cache.settings.page_tokens
+        assert {choice["message"]["content"] for choice in told["choices"]} == {wanted}
+    more = [*messages, {"role": "assistant", "content": "red"}, *user("and?")]
+    status, body = send(seeing, CHAT, {"messages": more, **GREEDY})
+    answer = json.loads(body)["choices"][0]["message"]["content"]
+    assert answer == plain(folder, "and?", red, after=(f"<image>{long}", "red"))
+
+
+def test_words_that_stand_for_pictures_cost_no_one_else_an_answer(tmp_path):
+    red, model = picture(), tiny_vision.save_gemma3(tmp_path / "model")
+    settings = ServeSettings(logs=tmp_path / "logs", name="sees", max_answer_tokens=64)
+    running = Running(model, settings, context=None, ram_gib=None, pictures=True)
+    try:
+        engine, said = running.service.opened.engine, queue.SimpleQueue[Answer]()
+        soft = running.service.prompts.tokenizer.convert_tokens_to_ids("<soft>")
+        # as if the text had passed: five places, and a picture has four
+        seen = {"pixel_values": torch.zeros(1, 3, 28, 28), "token_type_ids": torch.ones(1, 5, dtype=torch.long)}
+        for number in range(4):
+            status, reply = send(running, CHAT, {"messages": user(part(red), "a <soft>")})
+            assert status == 400 and b"stands for a picture" in reply, reply
+            engine.submit(Request(f"bad-{number}", (soft,) * 5, Sampling(max_tokens=4), seen=seen), None, said.put)
+            answer = said.get(timeout=60)
+            assert answer.finish == "error" and "this model cannot answer the request (" in answer.error
+        assert running.service.thread.is_well
+        status, body = send(running, CHAT, {"messages": user(part(red), "hello"), **GREEDY})
+        assert status == 200, body
+        assert json.loads(body)["choices"][0]["message"]["content"] == plain(model, "<image>hello", red)
+    finally:
+        running.stop()
+
+
+def test_scores_of_prompts_are_refused_in_words(seeing):
+    asked = {"prompt": "hello", "max_tokens": 4}
+    for path, body in (
+        (CHAT, {"messages": user(part(picture()), "hello"), "prompt_logprobs": 1}),
+        ("/v1/completions", asked | {"prompt_logprobs": 1}),
+        ("/v1/completions", asked | {"echo": True, "logprobs": 1}),
+        ("/v1/embeddings", {"input": "hello"}),
+    ):
+        status, reply = send(seeing, path, body)
+        error = json.loads(reply)["error"]
+        assert (status, error["code"]) == (400, None) and "models of text" in error["message"], reply
+
+
+def test_pictures_of_more_places_than_there_are_run_alone(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("outcore.serve.protocols.chat.PLACE_BYTES", 1000)
+    running = Running(folder, ServeSettings(logs=tmp_path, max_queue=2), context=None, ram_gib=None)
+    try:
+        status, body = send(running, CHAT, {"messages": user(part(picture()), "hello"), **GREEDY})
+        assert status == 200, body
+    finally:
+        running.stop()
 
 
 def test_messages_with_pictures_also_in_a_tools_result(seeing, folder):
