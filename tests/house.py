@@ -86,7 +86,7 @@ LINES = {
     "plan": 5762,
     "probe": 4500,
     "runs": 650,
-    "serve": 5264,
+    "serve": 5345,
     "sizing": 3750,
     "staging": 3400,
     "states": 1550,

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -187,6 +188,8 @@ class Service:
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
         self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
         self.thread = Streams(opened.engine, self._failed)
+        self.writer = ThreadPoolExecutor(1, "writer")
+        """Writes large answers, one at a time."""
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
@@ -224,6 +227,7 @@ class Service:
     def close(self) -> None:
         """Cancel what is left, let the model go."""
         self.reading.close()
+        self.writer.shutdown(wait=False, cancel_futures=True)
         has_ended = self.thread.stop()
         self.events.note("serve ended", **self.metrics.against_plan.facts())
         self.records.close()
