@@ -75,7 +75,7 @@ LINES = {
     "flow": 8010,
     "formats": 2650,
     "hf": 1750,
-    "infer": 12062,
+    "infer": 12140,
     "install": 2850,
     "integrations": 50,
     "machine": 2050,

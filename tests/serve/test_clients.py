@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -323,6 +324,27 @@ def test_a_client_that_went_away_before_the_first_event_frees_its_place(server):
     with suppress(Exception):
         asyncio.run(server.server.config.app(scope, receive, send))
     assert told == [200] and not server.service.num_under_way
+
+
+@pytest.mark.parametrize(("path", "field"), [("completions", "prompt"), ("embeddings", "input")])
+def test_texts_of_clients_that_went_away_are_not_read(server, monkeypatch, path, field):
+    """Their places were free at once, so each took some again, and all of their texts were scored."""
+    engine, read = server.service.opened.engine, []
+    kind = "score" if path == "completions" else "embed"
+    method = getattr(engine.runner, kind)
+    monkeypatch.setattr(
+        engine.runner, kind, lambda texts, *more, **named: read.append(texts) or method(texts, *more, **named)
+    )
+    more = {"max_tokens": 1, "prompt_logprobs": 1} if kind == "score" else {}
+    body = json.dumps({field: [[5] * 20] * 4, **more}).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with held(engine):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: server.service.num_under_way and engine._notes)
+        until(lambda: not server.service.num_under_way)
+    assert send(server, f"/v1/{path}", {field: [[6]], **more})[0] == 200
+    assert read == [[(6,)]]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
