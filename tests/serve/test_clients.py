@@ -170,6 +170,14 @@ def test_embeddings(client, tiny_folder):
     assert plain.data[1].embedding == pytest.approx(found.data[1].embedding, abs=1e-6)
 
 
+@pytest.mark.parametrize(("wanted", "status"), [(8, 200), (8.0, 400), (True, 400), ([8], 400)])
+def test_vectors_are_cut_to_a_whole_number_of_values(server, monkeypatch, wanted, status):
+    config = server.service.opened.found.loaded.config
+    monkeypatch.setattr(config, "matryoshka_dimensions", [1, 8], raising=False)
+    found = send(server, "/v1/embeddings", {"input": "Hi", "dimensions": wanted})
+    assert found[0] == status and (b"may be cut to 1, 8" in found[1]) == (status == 400)
+
+
 def test_responses(client):
     asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 9, "temperature": 0, "instructions": "be brief"}
     whole = client.responses.create(**asked, extra_body={"ignore_eos": True})
