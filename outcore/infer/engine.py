@@ -241,6 +241,9 @@ class InferenceEngine:
             self.drafts.prepare(self.scheduler)
         now_s = self._clock()
         works = self.scheduler.next_pass(now_s)
+        if self.scheduler.failed:
+            did = True
+            self._tell_failed()
         if not works:
             return did
         for work in works:
@@ -462,6 +465,13 @@ class InferenceEngine:
             del self._talks[talk.request.name], self._running[talk.request.name]
         if talk.on_answer is not None:
             talk.on_answer(answer)
+
+    def _tell_failed(self) -> None:
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for sequence in failed:
+            self._leave(sequence)
+            self._untold.setdefault(sequence, [])
+        self._tell()
 
     def _end_everything(self) -> None:
         for name in list(self._talks):
