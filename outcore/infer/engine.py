@@ -53,6 +53,11 @@ MANY, APART_S = 16, 0.01
 telling costs this thread and its listeners as much as a token's choice does."""
 
 
+def always() -> bool:
+    """True: whether texts are wanted of one who does not go away."""
+    return True
+
+
 @dataclass(frozen=True)
 class Speech:
     """Tokenizer of a model, and what else the engine needs to know to read its output."""
@@ -166,24 +171,26 @@ class InferenceEngine:
         self.check(request)
         self._queue(_Talk(request, on_piece, on_answer, request.n))
 
-    def submit_texts(self, texts: Texts, num_top: int, on_scores: OnScores) -> None:
-        """Have texts scored before the next pass; the callback runs on the engine's thread. ValueError for texts that
-        cannot be."""
+    def submit_texts(
+        self, texts: Texts, num_top: int, on_scores: OnScores, is_wanted: Callable[[], bool] = always
+    ) -> None:
+        """Have texts scored between passes, a portion at a time, unless they are wanted no longer; the callbacks run on
+        the engine's thread. ValueError for texts that cannot be."""
         self._check_writes()
         self.check_texts(texts)
-        self.call_soon(lambda: self._texts.to_score.append((texts, num_top, on_scores)))
+        self.call_soon(lambda: self._texts.add("scores", texts, on_scores, is_wanted, num_top))
 
-    def submit_embeddings(self, texts: Texts, on_vectors: OnVectors) -> None:
-        """Have texts turned into vectors before the next pass; as `submit_texts`."""
+    def submit_embeddings(self, texts: Texts, on_vectors: OnVectors, is_wanted: Callable[[], bool] = always) -> None:
+        """Have texts turned into vectors; as `submit_texts`."""
         self.check_texts(texts)
-        self.call_soon(lambda: self._texts.to_embed.append((texts, on_vectors)))
+        self.call_soon(lambda: self._texts.add("vectors", texts, on_vectors, is_wanted))
 
-    def submit_labels(self, texts: Texts, on_vectors: OnVectors) -> None:
-        """Have labels of texts scored before the next pass; as `submit_texts`."""
+    def submit_labels(self, texts: Texts, on_vectors: OnVectors, is_wanted: Callable[[], bool] = always) -> None:
+        """Have labels of texts scored; as `submit_texts`."""
         if self.speech.labels is None:
             raise ValueError("this model writes text and has no labels. Open one whose head classifies texts.")
         self.check_texts(texts)
-        self.call_soon(lambda: self._texts.to_label.append((texts, on_vectors)))
+        self.call_soon(lambda: self._texts.add("labels", texts, on_vectors, is_wanted))
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
@@ -208,7 +215,7 @@ class InferenceEngine:
     def wait_for_work(self, timeout_s: float) -> None:
         """Block until there is something to do, or for so long."""
         with self._wake:
-            if not self._notes and self.scheduler.is_idle:
+            if not self._notes and not self._texts.is_any and self.scheduler.is_idle:
                 self._wake.wait(timeout_s)
 
     # --- on the engine's thread
@@ -225,8 +232,9 @@ class InferenceEngine:
             return self._step(meanwhile)
 
     def _step(self, meanwhile: Callable[[], None]) -> bool:
-        had_notes = self._take_notes()
+        did = self._take_notes()
         if self._texts.is_any:
+            did = True
             self._tell()
             self._texts.run(self.runner)
         self._end_late(self._clock())
@@ -234,8 +242,11 @@ class InferenceEngine:
             self.drafts.prepare(self.scheduler)
         now_s = self._clock()
         works = self.scheduler.next_pass(now_s)
+        if self.scheduler.failed:
+            did = True
+            self._tell_failed()
         if not works:
-            return had_notes
+            return did
         for work in works:
             work.begin_masks()
         try:
@@ -309,6 +320,11 @@ class InferenceEngine:
         self.check_texts(texts)
         with torch.inference_mode(), self._on_device:
             return self.runner.score(texts, num_top)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether texts wait to be scored."""
+        return self._texts.is_any
 
     @property
     def num_running(self) -> int:
@@ -452,6 +468,13 @@ class InferenceEngine:
             del self._talks[talk.request.name], self._running[talk.request.name]
         if talk.on_answer is not None:
             talk.on_answer(answer)
+
+    def _tell_failed(self) -> None:
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for sequence in failed:
+            self._leave(sequence)
+            self._untold.setdefault(sequence, [])
+        self._tell()
 
     def _end_everything(self) -> None:
         for name in list(self._talks):

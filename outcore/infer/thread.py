@@ -75,5 +75,6 @@ class EngineThread:
                 self.failures, self.failed_at_s = self.failures + 1, time.monotonic()
                 self._on_failure(error)
         self.engine.cancel_all()
-        self.engine.step()
+        while self.engine.step() and self.engine.has_texts:  # who asked waits for them
+            pass
         self.hand_over(False)

@@ -23,6 +23,7 @@ from outcore.serve.errors import REQUEST_ID, ApiError, RequestIds, gone, stops
 from outcore.serve.gate import Guard, KeyCheck, Keys, let_go
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.models import Models
+from outcore.serve.prompt_scores import SplicedJSON
 from outcore.serve.protocols import PROTOCOLS, count_tokens
 from outcore.serve.service import Service
 from outcore.serve.settings import ServeSettings
@@ -235,7 +236,7 @@ def _add_answers(
             return ClosedEvents(told(), held, headers)
         try:
             answered = while_connected(http, whole(call), lambda: service.is_stopping)
-            return JSONResponse(await answered, headers=headers)
+            return SplicedJSON(await answered, headers=headers)
         finally:
             service.leave_place(places)
 

@@ -14,7 +14,7 @@ from outcore.infer.commands import CompletionLogprobs
 from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.prompt_scores import PROMPT_LOGPROBS, prompt_logprobs, prompt_top
+from outcore.serve.prompt_scores import PROMPT_LOGPROBS, places_of, prompt_top, scores_of, written
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = frozenset({"prompt", "echo", "response_format", PROMPT_LOGPROBS})
@@ -58,6 +58,8 @@ class CompletionCall:
         self.places = len(self.requests)
         self.num_top = self.requests[0].sampling.logprobs
         self.prompt_top = prompt_top(service, fields, self.requests)
+        if self.prompt_top is not None:
+            self.places = places_of(service, self.requests, self.prompt_top)
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
 
@@ -90,14 +92,11 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
     """All answers to all prompts at once."""
     service = call.service
     scores: Sequence[Sequence[TokenScore]] = [[] for _ in call.prompts]
-    of_prompts: list[Any] = []
     if call.echo and call.num_top is not None:
-        scores = [
-            [score._replace(top=score.top[: call.num_top]) for score in found]
-            for found in await service.thread.score(call.prompts, max(1, call.num_top))
-        ]
+        scores = await service.thread.score(call.prompts, max(1, call.num_top))
+    of_prompts: Any = None
     if call.prompt_top is not None:
-        of_prompts = await prompt_logprobs(service, call.prompts, call.prompt_top)
+        of_prompts = await scores_of(service, call.prompts, call.prompt_top)
     answers: list[list[Answer]] = [[] for _ in call.prompts]
     if not call.only_scores:
         tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT, call.name)) for request in call.requests]
@@ -107,15 +106,17 @@ async def whole(call: CompletionCall) -> dict[str, Any]:
             for task in tasks:
                 task.cancel()
     choices = []
+    if call.prompt_top is not None:
+        of_prompts = await written(service, call.prompts, of_prompts, call.prompt_top)
     for number, request in enumerate(call.requests):
         of_prompt = answers[number] or [None] * request.n
         for place, answer in enumerate(of_prompt):
             one = _choice(call, number, number * request.n + place, answer, scores[number])
             choices.append(one | ({PROMPT_LOGPROBS: of_prompts[number]} if of_prompts else {}))
-    written = sum(len(a.tokens) for group in answers for a in group)
+    answered = sum(len(a.tokens) for group in answers for a in group)
     return service.frame(call.name, KIND) | {
         "choices": choices,
-        "usage": usage_of(sum(map(len, call.prompts)), written),
+        "usage": usage_of(sum(map(len, call.prompts)), answered),
     }
 
 
@@ -136,7 +137,8 @@ def _choice(
         told = CompletionLogprobs(tokenizer, prompt)
         echoed = {}
         if call.echo:
-            echoed = told.echo(list(zip(prompt, [None, *scores], strict=True)), _num_added(tokenizer, given, prompt[0]))
+            cut = (score._replace(top=score.top[: call.num_top]) for score in scores)
+            echoed = told.echo(list(zip(prompt, [None, *cut], strict=True)), _num_added(tokenizer, given, prompt[0]))
         of_answer = told.of(() if answer is None else answer.tokens)
         found["logprobs"] = {name: [*echoed.get(name, ()), *values] for name, values in of_answer.items()}
     return found

@@ -158,7 +158,7 @@ class EmbeddingCall(TextsCall):
             raise bad("encoding_format must be float or base64.", "encoding_format")
         self.dimensions = self.fields.get("dimensions")
         sizes = getattr(service.opened.found.loaded.config, "matryoshka_dimensions", None) or ()
-        if self.dimensions is not None and self.dimensions not in sizes:
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions not in sizes):
             which = f"may be cut to {', '.join(map(str, sizes))}" if sizes else "were not trained to be cut"
             raise bad(f"dimensions is {self.dimensions!r}, but this model's vectors {which}.", "dimensions")
         self.check_texts("input")

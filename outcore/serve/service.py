@@ -9,11 +9,14 @@ import asyncio
 import itertools
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from outcore.apart import Bench
@@ -135,25 +138,27 @@ class Streams(EngineThread):
 
     async def settled(self) -> None:
         """Wait until the pass under way has ended, and is counted where it failed."""
-        await _told(lambda told: self.engine.call_soon(lambda: told(None)))
+        await _told(lambda told, is_wanted: self.engine.call_soon(lambda: told(None)))
 
     async def score(self, texts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:
         """Scores of texts; see `InferenceEngine.submit_texts`."""
-        return await _told(lambda told: self.engine.submit_texts(texts, num_top, told))
+        return await _told(partial(self.engine.submit_texts, texts, num_top))
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[Any]:
         """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
-        return await _told(lambda told: self.engine.submit_embeddings(texts, told))
+        return await _told(partial(self.engine.submit_embeddings, texts))
 
     async def label(self, texts: Sequence[Sequence[int]]) -> list[Any]:
         """Scores of the labels of texts; see `InferenceEngine.submit_labels`."""
-        return await _told(lambda told: self.engine.submit_labels(texts, told))
+        return await _told(partial(self.engine.submit_labels, texts))
 
 
-async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
-    """Wait for the result that the engine's thread gives to the callback handed to `ask`."""
+async def _told(ask: Callable[[Callable[[Any], None], Callable[[], bool]], None]) -> Any:
+    """Wait for the result that the engine's thread gives to the first callback handed to `ask`; the second tells that
+    thread whether anybody waits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    gone = threading.Event()
 
     def told(found: Any) -> None:
         def settle() -> None:
@@ -166,8 +171,11 @@ async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
 
         loop.call_soon_threadsafe(settle)
 
-    ask(told)
-    return await future
+    ask(told, lambda: not gone.is_set())
+    try:
+        return await future
+    finally:
+        gone.set()
 
 
 class Service:
@@ -187,6 +195,8 @@ class Service:
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
         self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
         self.thread = Streams(opened.engine, self._failed)
+        self.writer = ThreadPoolExecutor(1, "writer")
+        """Writes large answers, one at a time."""
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
@@ -224,6 +234,7 @@ class Service:
     def close(self) -> None:
         """Cancel what is left, let the model go."""
         self.reading.close()
+        self.writer.shutdown(wait=False, cancel_futures=True)
         has_ended = self.thread.stop()
         self.events.note("serve ended", **self.metrics.against_plan.facts())
         self.records.close()

@@ -199,6 +199,29 @@ def test_a_pass_that_fails_ends_its_answers_and_the_next_one_runs(tiny, monkeypa
     assert len(tokens_of(one.engine, [Request("b", (3, 4), Sampling(max_tokens=3))])["b", 0]) == 3
 
 
+def test_a_request_that_cannot_begin_ends_and_others_are_answered(tiny, monkeypatch):
+    """It stayed in the queue with no pages, and every pass failed by it until its time was over."""
+    one, ended = tiny(), list[Any]()
+    prompt = tuple(range(2, 42))
+    expected = tokens_of(one.engine, [Request("first", prompt, Sampling(temperature=0, max_tokens=3))])["first", 0]
+    cache, use, wrong = one.scheduler.cache, one.scheduler.cache._use, [RuntimeError("states of another shape")]
+
+    def used(*given):
+        use(*given)
+        if wrong:
+            raise wrong.pop()
+
+    monkeypatch.setattr(cache, "_use", used)
+    before = cache.used_pages
+    for name in "ab":
+        one.engine.submit(Request(name, prompt, Sampling(temperature=0, max_tokens=3)), None, ended.append)
+    while one.engine.step():
+        pass
+    assert [(answer.request, answer.finish) for answer in ended] == [("a", "error"), ("b", "length")]
+    assert "states of another shape" in ended[0].error and one.scheduler.is_idle and cache.used_pages == before
+    assert [chosen.token for chosen in ended[1].tokens] == expected
+
+
 @pytest.mark.parametrize("prompt_tokens", [2, 40], ids=["its last token", "a piece of its prompt"])
 def test_what_cannot_be_trusted_ends_answers_untold(tiny, prompt_tokens):
     verify, ended, told = failing(RuntimeError("no results")), [], []
@@ -303,3 +326,28 @@ def test_a_pass_that_fails_after_an_answer_got_its_last_token_ends_it_once():
         assert after.finish == "length" and len(after.tokens) == 2
     finally:
         one.close()
+
+
+def test_texts_take_turns_with_answers_and_those_of_nobody_are_not_scored(tiny, monkeypatch):
+    """Texts of clients that had gone away were all scored, before the next token of any answer."""
+    monkeypatch.setattr("outcore.infer.passes.texts.PORTION_TOKENS", 8)
+    one, told, sizes = tiny(), list[Any](), list[list[int]]()
+    score = one.runner.score
+    texts = [[3, 4, 5], [6, 7, 8, 9], [3] * 20, [4, 5]]
+    expected = [value for scores in score(texts, 2) for value in scores.logprobs.tolist()]
+
+    def noted(texts, num_top):
+        sizes.append([len(text) for text in texts])
+        return score(texts, num_top)
+
+    monkeypatch.setattr(one.runner, "score", noted)
+    one.engine.submit(Request("a", (3, 4), Sampling(max_tokens=20, ignore_eos=True)))
+    one.engine.submit_texts([[3, 4]] * 8, 2, told.append, lambda: False)
+    one.engine.submit_texts([], 2, told.append)
+    one.engine.submit_texts(texts, 2, told.append)
+    passes = []
+    while len(told) < 2:
+        assert one.engine.step()
+        passes.append(one.engine.counts.answer_tokens)
+    assert sizes == [[3, 4], [20], [2]] and passes == [1, 2, 3] and told[0] == []
+    assert [value for scores in told[1] for value in scores.logprobs.tolist()] == pytest.approx(expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -169,6 +170,14 @@ def test_embeddings(client, tiny_folder):
     assert plain.data[1].embedding == pytest.approx(found.data[1].embedding, abs=1e-6)
 
 
+@pytest.mark.parametrize(("wanted", "status"), [(8, 200), (8.0, 400), (True, 400), ([8], 400)])
+def test_vectors_are_cut_to_a_whole_number_of_values(server, monkeypatch, wanted, status):
+    config = server.service.opened.found.loaded.config
+    monkeypatch.setattr(config, "matryoshka_dimensions", [1, 8], raising=False)
+    found = send(server, "/v1/embeddings", {"input": "Hi", "dimensions": wanted})
+    assert found[0] == status and (b"may be cut to 1, 8" in found[1]) == (status == 400)
+
+
 def test_responses(client):
     asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 9, "temperature": 0, "instructions": "be brief"}
     whole = client.responses.create(**asked, extra_body={"ignore_eos": True})
@@ -323,6 +332,27 @@ def test_a_client_that_went_away_before_the_first_event_frees_its_place(server):
     with suppress(Exception):
         asyncio.run(server.server.config.app(scope, receive, send))
     assert told == [200] and not server.service.num_under_way
+
+
+@pytest.mark.parametrize(("path", "field"), [("completions", "prompt"), ("embeddings", "input")])
+def test_texts_of_clients_that_went_away_are_not_read(server, monkeypatch, path, field):
+    """Their places were free at once, so each took some again, and all of their texts were scored."""
+    engine, read = server.service.opened.engine, []
+    kind = "score" if path == "completions" else "embed"
+    method = getattr(engine.runner, kind)
+    monkeypatch.setattr(
+        engine.runner, kind, lambda texts, *more, **named: read.append(texts) or method(texts, *more, **named)
+    )
+    more = {"max_tokens": 1, "prompt_logprobs": 1} if kind == "score" else {}
+    body = json.dumps({field: [[5] * 20] * 4, **more}).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with held(engine):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: server.service.num_under_way and engine._notes)
+        until(lambda: not server.service.num_under_way)
+    assert send(server, f"/v1/{path}", {field: [[6]], **more})[0] == 200
+    assert read == [[(6,)]]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])

@@ -194,12 +194,12 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
         ("        if not talk.left:\n            del", "        if talk.left <= 1:\n            del"),
         ("notes, self._notes = self._notes, deque()", "notes, self._notes = list(self._notes), self._notes"),
         ("sequence.is_told = self._talks[sequence.request.name], untold.pop(sequence), True", "sequence.is_told = self._talks[sequence.request.name], untold[sequence], True"),
-        ("            if not self._notes and self.scheduler.is_idle:", "            if self.scheduler.is_idle:"),
+        ("            if not self._notes and not self._texts.is_any and self.scheduler.is_idle:", "            if self.scheduler.is_idle:"),
         ("limit is not None and any(now_s - s.clock.arrived_s > limit", "limit is not None and any(now_s - s.clock.arrived_s > 0"),
         ("                if sequence.finish is None:\n                    sequence.finish, sequence.error = why, error", "                if True:\n                    sequence.finish, sequence.error = why, error"),
     ),
     "infer/thread.py": (
-        ("        self.engine.cancel_all()\n        self.engine.step()", "        self.engine.step()\n        self.engine.cancel_all()"),
+        ("        self.engine.cancel_all()\n        while self.engine.step()", "        self.engine.step()\n        while self.engine.step()"),
         ("            except Exception as error:", "            except ValueError as error:"),
     ),
     "infer/schedule/scheduler.py": (

@@ -15,6 +15,8 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,8 @@ class KeptPrefixes:
         self.num_damaged = 0
         try:
             make_folder(self.folder)
+            with suppress(OSError):  # another user's, who alone may shut it, or on a drive that knows no users
+                self.folder.chmod(0o700)
             (self._lock,) = lock_directories([self.folder], exclusive=True)
             try:
                 self._file = self._opened(identity)
@@ -126,9 +130,7 @@ class KeptPrefixes:
                 reason = "it holds other tokens, or bytes that changed"
                 raise StorageError("read of a kept page", path=self.folder, reason=reason)
         except StorageError as error:
-            self.num_damaged += 1
-            logger.warning("a page of a prompt on the drive is not used, and computed again: %s", error)
-            self._forget_from(page.key)
+            self.forget(parent, tokens, error)
             return None
         self._index.used(page)
         found, at = [], self._head_bytes
@@ -138,6 +140,12 @@ class KeptPrefixes:
                 found[-1].append(record[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
                 at += tensor.nbytes
         return found
+
+    def forget(self, parent: bytes, tokens: Sequence[int], why: object) -> None:
+        """Forget a page that cannot be used, with those behind it, and say so."""
+        self.num_damaged += 1
+        logger.warning("a page of a prompt on the drive is not used, and computed again: %s", why)
+        self._forget_from(key_of(parent, tokens))
 
     def put(self, parent: bytes, tokens: Sequence[int], contents: Sequence[Sequence[torch.Tensor]]) -> None:
         """Keep a page whose parent is kept or which begins a prompt. A drive that fails is logged once; nothing is
@@ -281,7 +289,8 @@ class KeptStates:
         self._fresh = fresh
         num_states = sum(2 * layer.number_of_states for layer in fresh().values())
         self._most_bytes = state_bytes + NAME_BYTES * (1 + num_states)
-        identity, record_bytes = {**identity, "states": state_bytes}, 8 + self._most_bytes
+        identity = {**identity, "states": state_bytes, "transformers": version("transformers")}  # lays states out
+        record_bytes = 8 + self._most_bytes
         self.records = KeptPrefixes(folder, budget_bytes, identity, page_tokens, record_bytes, is_chained=False)
 
     def read(self, parent: bytes, tokens: Sequence[int], length: int) -> SequenceStates | None:
@@ -293,7 +302,11 @@ class KeptStates:
         if found is None:
             return None
         (size,), (data,) = found
-        return SequenceStates.from_bytes(data[: int(size)].numpy().tobytes(), self._fresh(), length)
+        try:
+            return SequenceStates.from_bytes(data[: int(size)].numpy().tobytes(), self._fresh(), length)
+        except Exception as error:  # as it was written, and another layout's: what comes of that is of many kinds
+            self.records.forget(parent, tokens, f"{type(error).__name__}: {error}")
+            return None
 
     def put(self, parent: bytes, tokens: Sequence[int], states: SequenceStates) -> None:
         """Keep those at the end of a page, unless they are."""

@@ -177,15 +177,11 @@ class KvCache:
             sequence = SequencePages([[] for _ in self.ledgers], adapter, parent=root)
             if self.index is None:
                 return sequence
-            most = len(known) if self.snapshots is None else self._with_states(sequence, tokens, known)
-            for page in self.index.find(tokens, root)[:most]:
-                self._use(sequence, page)
-                if self.kept is not None:
-                    self._keep(page)  # a beginning that came twice may come again
-            while sequence.num_offered < most and (page := self._brought(sequence, tokens)) is not None:
-                self._use(sequence, page)
-                sequence.num_read += 1
-                self.counts.read_pages += 1
+            try:
+                most = self._begun(sequence, tokens, known)
+            except BaseException:
+                self.close(sequence)  # or its pages would be in use for good
+                raise
             if self.snapshots is None or sequence.num_offered == most:
                 break
             # A page of the drive's is damaged, or memory has no room for it: its states are of more tokens than that.
@@ -196,6 +192,22 @@ class KvCache:
         self.counts.asked_tokens += len(tokens)
         self.counts.found_tokens += sequence.num_cached
         return sequence
+
+    def _begun(
+        self, sequence: SequencePages, tokens: Sequence[int], known: Sequence[tuple[bytes, Sequence[int]]]
+    ) -> int:
+        """Give a sequence the pages that are known of its beginning; how many it may have at most."""
+        assert self.index is not None
+        most = len(known) if self.snapshots is None else self._with_states(sequence, tokens, known)
+        for page in self.index.find(tokens, sequence.parent)[:most]:
+            self._use(sequence, page)
+            if self.kept is not None:
+                self._keep(page)  # a beginning that came twice may come again
+        while sequence.num_offered < most and (page := self._brought(sequence, tokens)) is not None:
+            self._use(sequence, page)
+            sequence.num_read += 1
+            self.counts.read_pages += 1
+        return most
 
     def known_tokens(self, tokens: Sequence[int], adapter: int = 0) -> int:
         """Tokens of the beginning that are kept, in memory or on the drive; nothing counts as used."""

@@ -10,6 +10,7 @@ of a pass at most; one that came `AHEAD_S` earlier is not overtaken, so that eve
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from outcore.infer.schedule.cost import PassCost
 from outcore.infer.schedule.sequence import Sequence
 from outcore.sizing.inference import RowCost
 
+logger = logging.getLogger(__name__)
 BRIEF_SHARE = 4
 """Little is to be read of a prompt that takes at most this part of a pass."""
 AHEAD_S = 10.0
@@ -123,6 +125,8 @@ class Scheduler:
         self.cache, self.limits = cache, limits
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.failed: list[Sequence] = []
+        """Sequences that could not begin, until they are taken out here; they hold nothing."""
         self.cost = PassCost()
         self.num_preempted = 0
 
@@ -209,7 +213,14 @@ class Scheduler:
             sequence = self.waiting[0]
             if only_brief and not sequence.is_brief:
                 break
-            self._admit(sequence, now_s)
+            try:
+                self._admit(sequence, now_s)
+            except Exception as error:  # it would be raised again by every pass, and nobody be answered
+                logger.exception("the request %s could not begin", sequence.request.name)
+                sequence.finish, sequence.error = "error", f"{type(error).__name__}: {error}"
+                self.waiting.remove(sequence)
+                self.failed.append(sequence)
+                continue
             if not self._reading(sequence, left, row_cost, works):
                 if sequence in self.running:  # no page for it now: back, with what it holds given up
                     self._send_back(sequence)
@@ -260,11 +271,11 @@ class Scheduler:
         return min(sequence.num_prompt - start, size - of_prompts % size)
 
     def _admit(self, sequence: Sequence, now_s: float) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
         # An answer's tokens have other bits than a prompt's where these may not depend on company.
         end = sequence.num_prompt + 1 if self.limits.is_deterministic else None
         sequence.pages = self.cache.open(sequence.tokens[:end], sequence.request.adapter)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         sequence.pages.is_minor = sequence.request.priority < 0
         if self.limits.is_deterministic:
             sequence.pages.most_shared = sequence.num_prompt

@@ -26,8 +26,9 @@ class Records:
     def __init__(self, folder: Path, header: Mapping[str, Any], *, with_text: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("requests-*.jsonl"):
-            with suppress(PermissionError):  # another user's, who alone may shut it
-                old.chmod(0o600)
+            with suppress(OSError):  # another user's, who alone may shut it, or one that is removed just now
+                if not old.is_symlink():  # of a file elsewhere
+                    old.chmod(0o600)
         # to the nanosecond: several models may be opened in one second
         self.path = folder / f"requests-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}.jsonl"
         self._file = open(self.path, "x", encoding="utf-8", opener=opener_for_us)  # noqa: SIM115

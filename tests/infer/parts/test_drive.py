@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import stat
 from contextlib import closing
 
 import pytest
@@ -165,6 +166,15 @@ def test_pages_are_found_by_their_tokens_after_a_restart(tmp_path):
     other = kept_at(tmp_path, identity="b")
     assert len(other) == 0
     other.close()
+
+
+def test_kept_prompts_are_for_this_user_alone(tmp_path):
+    (tmp_path / "kept").mkdir(mode=0o755)
+    for _ in range(2):
+        kept = kept_at(tmp_path / "kept")
+        assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+        kept.close()
+        kept.folder.chmod(0o755)  # as one that was made before
 
 
 def test_the_budget_is_kept_and_the_oldest_ends_go(tmp_path):

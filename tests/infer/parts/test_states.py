@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from outcore.data import train_byte_bpe
 from outcore.infer.cache import SequenceStates
@@ -279,6 +280,25 @@ def test_states_that_are_damaged_or_stand_behind_a_damaged_page_are_computed_aga
     assert found == expected and "computed again" in caplog.text
     assert cached == 36, "the second asking begins with what the first one left"
     assert session(hybrid[0], [prompt], **kept)[2] == 36, "and so does a third, after a restart"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [b"nothing", save({"x": torch.zeros(2)}), save({"9.conv_states.0": torch.zeros(2)})],
+    ids=["no safetensors", "another naming", "a layer that is not there"],
+)
+def test_states_whose_bytes_are_right_and_mean_something_else_are_computed_again(
+    hybrid, tmp_path, caplog, monkeypatch, wrong
+):
+    """What raised while a request began ended no answer, and was raised again by every pass."""
+    prompt = [draw % 250 + 2 for draw in range(0, 120, 3)]
+    kept = {"prefix_path": tmp_path, "prefix_gib": 0.05}
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceStates, "to_bytes", lambda self: wrong)
+        expected, _, _, _ = session(hybrid[0], [prompt, prompt], **kept)
+    found, _, cached, _ = session(hybrid[0], [prompt, prompt], **kept)
+    assert found == expected and "computed again" in caplog.text and cached == 36
+    assert session(hybrid[0], [prompt], **kept)[2] == 36, "what was computed again is kept"
 
 
 def test_a_kill_leaves_states_that_are_right_or_none(hybrid, tmp_path, monkeypatch):

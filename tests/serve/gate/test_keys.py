@@ -4,6 +4,7 @@ import asyncio
 import json
 import stat
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,27 @@ def test_records_of_models_opened_in_one_second_are_files_apart_and_old_ones_are
     old.chmod(0o644)
     with open(old, "ab", opener=opener_for_us):
         assert stat.S_IMODE(old.stat().st_mode) == 0o600
+
+
+def test_an_old_record_that_goes_meanwhile_stops_no_opening_and_what_a_link_names_stays_as_it_is(tmp_path):
+    (tmp_path / "logs").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("{}")
+    elsewhere.chmod(0o644)
+    for name, there in (("gone", "nowhere"), ("link", "elsewhere")):  # a broken link: listed, and not there
+        (tmp_path / f"logs/requests-{name}.jsonl").symlink_to(tmp_path / there)
+    chmod = Path.chmod
+
+    def vanished(path, mode):
+        if path.name == "requests-old.jsonl":
+            raise FileNotFoundError(path)
+        chmod(path, mode)
+
+    (tmp_path / "logs/requests-old.jsonl").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "chmod", vanished)
+        Records(tmp_path / "logs", {"model_hash": "a"}, with_text=False).close()
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
 
 
 def test_no_header_chooses_the_address_that_guesses_are_counted_by():
