@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import easy_vqa  # pyright: ignore[reportMissingImports]
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -37,6 +36,8 @@ TEMPLATE = (
 
 def rows(folder: Path, part: str, most: int | None) -> Path:
     """The questions of a part as rows with their pictures."""
+    import easy_vqa  # pyright: ignore[reportMissingImports]
+
     questions, answers, numbers = getattr(easy_vqa, f"get_{part}_questions")()
     paths, file = getattr(easy_vqa, f"get_{part}_image_paths")(), folder / f"{part}.jsonl"
     told = list(zip(questions, answers, numbers, strict=True))[:most]
@@ -47,6 +48,8 @@ def rows(folder: Path, part: str, most: int | None) -> Path:
 
 def words() -> Any:
     """A tokenizer of the questions' words."""
+    import easy_vqa  # pyright: ignore[reportMissingImports]
+
     questions, answers, _ = easy_vqa.get_train_questions()
     cut = pre_tokenizers.Whitespace()
     known = {word for text in {*questions, *answers} for word, _ in cut.pre_tokenize_str(text)}

@@ -79,7 +79,7 @@ LINES = {
     "install": 2850,
     "integrations": 50,
     "machine": 2050,
-    "model": 6260,
+    "model": 6262,
     "monitor": 3100,
     "optim": 3100,
     "performance": 1330,

@@ -62,7 +62,7 @@ def named_config(model: str, trust_remote_code: bool = False) -> Any:
         settings = ModelSettings(config_file=str(config_file), seq_length=2, trust_remote_code=trust_remote_code)
     else:
         settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
-    return resolve_source(settings).config
+    return resolve_source(settings, sees=True).config
 
 
 def _names_of(lora_target_modules: str) -> tuple[str, ...]:

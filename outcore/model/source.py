@@ -70,11 +70,12 @@ def windows_path_hint(spelling: str) -> str | None:
     return None
 
 
-def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> ModelSource:
+def resolve_source(settings: ModelSettings, tokenizer: Any | None = None, *, sees: bool = False) -> ModelSource:
     """The final config of a model that transformers builds.
 
     `tokenizer` (optional): its length and special tokens go into a config from scratch. Raises ValueError for bad
-    settings and RuntimeError when the hub cannot give what was asked. Not for model_module: its hook builds alone."""
+    settings and RuntimeError when the hub cannot give what was asked. Not for model_module: its hook builds alone.
+    `sees`: take image-text models, too, which are refused otherwise."""
     if settings.model_module is not None:
         raise ValueError("model_module builds its own model; there is no config to resolve.")
     vocab_size = settings.vocab_size or (len(tokenizer) if tokenizer is not None else None)
@@ -92,7 +93,8 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
             config.vocab_size = vocab_size
     else:
         source = _trained_source(settings)
-        _check_it_reads_text_alone(source)
+        if not sees:
+            _check_it_reads_text_alone(source)
     _apply_overrides(source.config, settings)
     if source.path is None:
         _apply_tokenizer(source.config, tokenizer)

@@ -88,6 +88,8 @@ RUN = {
     "seq_length": Flip(16),
     "method": Flip("dpo"),
     "beta": Flip(0.25),
+    "pooling": Flip("last"),
+    "matryoshka": Flip(8),
     "teacher": Flip("{base}"),
     "dataset": Flip("{chat}"),
     "dataset_config": Flip("other", {"dataset": "nobody/nothing"}),

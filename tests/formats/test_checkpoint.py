@@ -169,7 +169,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     cut, other = tmp_path / "cut.safetensors", tmp_path / "other.safetensors"
     cut.write_bytes(whole[:-100])
     other.write_bytes(b"GGUF" + whole)
-    with pytest.raises(RuntimeError, match=r"cut\.safetensors lacks its last 100 B"):
+    with pytest.raises(RuntimeError, match=r"cut\.safetensors is damaged or cut short: it lacks its last 100 B"):
         open_safetensors([cut], {"quant_method": "fp8"})
     with pytest.raises(RuntimeError, match=r"other\.safetensors is not a safetensors file"):
         open_safetensors([other], {"quant_method": "fp8"})

@@ -371,7 +371,7 @@ def test_models_that_cannot_be_streamed_are_left_as_they_are() -> None:
         outcore.hf.stream(model)
     with pytest.raises(StreamUnsupported, match="not in memory"):
         outcore.hf.stream(tiny().to("meta"))
-    with pytest.raises(ValueError, match="nvme, a folder"):
+    with pytest.raises(ValueError, match="nvme_offload_path, a folder"):
         outcore.hf.stream(tiny(), ram_gib=1)
     with pytest.raises(ValueError, match="raise vram_gib"):
         outcore.hf.stream(tiny(), vram_gib=1e-6)

@@ -124,7 +124,7 @@ class Shape:
         if any(row.get(column) is not None for column in self.columns):
             return
         other = next(iter(_found({c: v for c, v in row.items() if v is not None}, DataSettings()).values()), None)
-        if other is not None:
+        if other is not None and other.format != self.format:
             raise RowError(
                 f"the row is {other}, and this file is read as {self}, which other rows of it are: a file has rows of "
                 "one shape. Give each shape a file of its own (--dataset A --dataset B)"

@@ -73,8 +73,8 @@ class TensorPlace:
             raise RuntimeError(f"{self.file} cannot be read: {error}") from error
         if done < len(view):
             raise RuntimeError(
-                f"{self.file} ends {format_gb(len(view) - done)} before a tensor of its own does: it is cut off. "
-                "Download it again."
+                f"{self.file} is damaged or cut short: it ends {format_gb(len(view) - done)} before a tensor of its "
+                "own does. Copy or download it again."
             )
         return raw.view(self.dtype).view(self.shape)
 
@@ -113,7 +113,7 @@ def _header(path: Path) -> tuple[dict, int]:
     ends = [start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if max(ends, default=start) > size_bytes:
         missing = format_gb(max(ends) - size_bytes)
-        raise RuntimeError(f"{path} lacks its last {missing}: it is cut off. Download it again.")
+        raise RuntimeError(f"{path} is damaged or cut short: it lacks its last {missing}. Copy or download it again.")
     return header, start
 
 

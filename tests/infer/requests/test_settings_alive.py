@@ -26,6 +26,7 @@ FLIPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefix_path": ("{root}/kept", {}), "draft_tokens": (0, {"draft_model": "{model}"}), "prefix_gib": (1.0, {}),
     "cpu_tokens": (0, {}),
     "expert_cache_gib": (1.0, {}), "deterministic": (True, {}), "scores_only": (True, {}),
+    "pictures": (True, {}),
     "share_prefixes": (False, {"prefix_path": "{root}/kept"}),
 }  # fmt: skip
 """Another value, and other settings that both have."""

@@ -165,7 +165,6 @@ TEXT_ALONE = {
     "train": ["--dataset", "seen.jsonl", "--lora_r", "4"],
     "train --method": ["--method", "dpo", "--dataset", "text.jsonl", "--lora_r", "4"],
     "train --plan": ["--plan", "--dataset", "seen.jsonl"],
-    "plan": ["--nominal"],
     "score": ["--input", "texts.jsonl"],
 }
 
