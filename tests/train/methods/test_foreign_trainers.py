@@ -1,5 +1,6 @@
 """Runs by trainers that are not ours (`--method`, `--train_vision`): what every run promises holds for them too."""
 
+import copy
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ SEEN_TURNS = tiny_vision.TEMPLATE.replace("<eos>", "<|im_end|>")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A text model and an image-text model whose chats end otherwise than their texts, and rows for both."""
     monkeypatch.chdir(tmp_path)
-    words = tokenizer()
+    words = copy.deepcopy(tokenizer())  # which is cached
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     words.chat_template = TURNS
     words.save_pretrained("text")
