@@ -51,7 +51,7 @@ Said = Mapping[str, Any]
 
 class SamplingParams(dict[str, Any]):
     """Sampling settings, by the names of OpenAI's and vLLM's fields: `SamplingParams(temperature=0.8, max_tokens=64,
-    n=2)`. Those left out are as the model's makers recommend. ValueError for what cannot be."""
+    n=2)`. Fields left out follow the model's generation config. Raises ValueError for bad values."""
 
     def __init__(self, **said: Any) -> None:
         super().__init__(said)

@@ -31,7 +31,7 @@ MOST_GOING = 2
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Settings by which a model is streamed. ValueError for what cannot be."""
+    """Settings by which a model is streamed. Raises ValueError for settings that contradict each other."""
 
     vram_gib: float | None = None
     """Device memory for all of it at most; None: what is free."""

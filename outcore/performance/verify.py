@@ -3,7 +3,7 @@
 The main job resumes the run, in folders of its own beside the run's, which are removed at the end; of the run nothing
 is written. Loss and gradient norm of each step are compared with its log and, where the run kept a checkpoint of the
 last one, every tensor, the random state and the position in the data. Exit code: 0 the same bits, 1 others or damage,
-2 what cannot be taken again."""
+2 a run whose steps cannot be repeated."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _origin_at(path: str, commit: str | None = None) -> Origin | None:
 
 @contextmanager
 def _told_lost(path: str) -> Iterator[None]:
-    """Context: what cannot be read of the model at `path`, gone or no safetensors, is a warning."""
+    """Context: a model at `path` that is gone or cannot be read is warned of, not raised."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:

@@ -83,7 +83,7 @@ class WaitingTexts:
             self._do(runner, portion)
 
     def _portion(self, most_tokens: int) -> list[tuple[_Asked, Sequence[int]]]:
-        """The next texts, of so many tokens at most, or a single one."""
+        """Take the next texts: together at most that many tokens, or a single longer text."""
         portion: list[tuple[_Asked, Sequence[int]]] = []
         for asked in self._asked:
             if not asked.goes_with(self._asked[0]):

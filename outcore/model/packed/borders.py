@@ -45,7 +45,7 @@ def borders_of(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def num_entries(documents: int, tokens: int) -> int | None:
-    """Length of the borders of so many documents: a power of two; None when they are too short for them."""
+    """Entries of the borders for this many documents: a power of two; None when the documents are too short."""
     entries = _power_of_two(max(documents + 1, tokens // TOKENS_PER_ENTRY, MIN_ENTRIES))
     return entries if entries <= max(FEW_ENTRIES, _power_of_two(tokens // MIN_TOKENS_PER_DOCUMENT)) else None
 
