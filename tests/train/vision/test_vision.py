@@ -96,10 +96,10 @@ def test_a_run_that_is_stopped_saves_and_goes_on_to_the_same_bits(told, made, tm
     assert train(made, tmp_path / "whole", *told, "--max_steps", "3") == 0
     read = PictureEncoder.batch
 
-    def stopping(self: PictureEncoder, *given: Any) -> Any:
-        if next(batches) == 3:  # of the second step
+    def stopping(self: PictureEncoder, talks: list[Any], *given: Any) -> Any:
+        if len(talks) == 2 and next(batches) == 3:  # of the second step; single rows are read before the first
             os.kill(os.getpid(), signal.SIGTERM)
-        return read(self, *given)
+        return read(self, talks, *given)
 
     batches = itertools.count(1)
     with monkeypatch.context() as patch:
