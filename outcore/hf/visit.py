@@ -94,7 +94,9 @@ class LayerVisit:
             self._leaves[at] = None  # autograd has them, or RAM
         if self.index == len(self.stack.layers) - 1:
             self.stack.expect(self.index, DOWN)
-        return self._returned(outputs)
+        result = self._returned(outputs)
+        self._forget_ledgers()
+        return result
 
     # ------------------------------------------------------------------ called by the nodes
 
@@ -208,6 +210,14 @@ class LayerVisit:
         for ledger, items in zip(self._ledgers.values(), written, strict=True):
             ledger.update(items)
         return result
+
+    def _forget_ledgers(self) -> None:
+        """Empty mappings in place of the call's: outputs in them lead through autograd back to this visit, a circle
+        that Python's collector does not see."""
+        for at, ledger in self._ledgers.items():
+            self._leaves = [None if leaf is ledger else leaf for leaf in self._leaves]
+            self._ledgers[at] = copy.copy(ledger)
+            self._ledgers[at].clear()
 
     def _grads_of(
         self, grads: Sequence[torch.Tensor | None], outputs: list[torch.Tensor], starts: list[int]

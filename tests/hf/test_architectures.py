@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +171,7 @@ def test_gradients_are_those_of_the_plain_model(which: str) -> None:
         assert not [name for name, grad in wanted.items() if not torch.equal(grad, grads[name])]
     for name, grad in wanted.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
+    layers = [weakref.ref(m) for m in model.modules() if is_streamed(m)]
+    del model, loss, loss_too, found
+    gc.collect()
+    assert not any(layer() for layer in layers), "the memory goes with the model"
