@@ -95,7 +95,9 @@ class LayerVisit:
         if self.index == len(self.stack.layers) - 1:
             self.stack.expect(self.index, DOWN)
         result = self._returned(outputs)
-        self._forget_ledgers()
+        for at, ledger in self._ledgers.items():  # now its outputs lead back to this visit: a circle for ever
+            self._leaves = [None if leaf is ledger else leaf for leaf in self._leaves]
+            self._ledgers[at] = _emptied(ledger)
         return result
 
     # ------------------------------------------------------------------ called by the nodes
@@ -169,8 +171,7 @@ class LayerVisit:
         values, contents = tree_unflatten(some, self._form)
         values, own = list(values), list[MutableMapping[Any, Any]]()
         for (at, ledger), items in zip(self._ledgers.items(), contents, strict=True):
-            values[at] = copy.copy(ledger)
-            values[at].clear()  # others may have written since
+            values[at] = _emptied(ledger)  # others may have written since
             values[at].update(items)
             own.append(values[at])
         kwargs = dict(zip(self._names, values[self._num_args :], strict=True))
@@ -210,14 +211,6 @@ class LayerVisit:
         for ledger, items in zip(self._ledgers.values(), written, strict=True):
             ledger.update(items)
         return result
-
-    def _forget_ledgers(self) -> None:
-        """Empty mappings in place of the call's: outputs in them lead through autograd back to this visit, a circle
-        that Python's collector does not see."""
-        for at, ledger in self._ledgers.items():
-            self._leaves = [None if leaf is ledger else leaf for leaf in self._leaves]
-            self._ledgers[at] = copy.copy(ledger)
-            self._ledgers[at].clear()
 
     def _grads_of(
         self, grads: Sequence[torch.Tensor | None], outputs: list[torch.Tensor], starts: list[int]
@@ -329,6 +322,12 @@ class _Weights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.visit.shipped()
+
+
+def _emptied(ledger: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    empty = copy.copy(ledger)
+    empty.clear()
+    return empty
 
 
 def _token() -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from outcore.common.quantities import GIB
 from outcore.config import FIELDS, ConfigError, DeepSpeedFile, ProcessFacts, TrainConfig, parse, resolve
 from outcore.engine.decide import choose_engine
-from outcore.engine.deepspeed.config.zero_section import RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import RunFacts, build_config
 from outcore.train.command import main
 from tests.config.flips import ELSEWHERE, RUN, TOLD
 from tests.engine.deepspeed.config_cases import TINY, accept

@@ -11,7 +11,7 @@ import torch
 import outcore.engine.deepspeed.staged.optimizer as homes_room
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.build import facts_for_builder
-from outcore.engine.deepspeed.config.zero_section import build_config
+from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan

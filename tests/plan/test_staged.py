@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.zero_section import build_config
+from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.model import preset_shape
 from outcore.plan.choose import best_stage

@@ -22,7 +22,7 @@ from outcore.common.os_layer import remove_own_buffer
 from outcore.common.quantities import MIB
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, EngineError, Host
-from outcore.engine.deepspeed.config.zero_section import build_config, check_by_deepspeed
+from outcore.engine.deepspeed.config.builder import build_config, check_by_deepspeed
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import (
     accelerator,

@@ -23,7 +23,7 @@ from typing import Any
 from outcore.common.files import write_atomic
 from outcore.common.quantities import GB
 from outcore.config import ProcessFacts, TrainConfig, resolve, understand
-from outcore.engine.deepspeed.config.zero_section import build_config
+from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.settings import RunFacts
 from outcore.machine.offload import NvmePathError, resolve_nvme_path, validate_nvme_path
 from outcore.sizing.swapping import WeightCounts

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from outcore.config import ProcessFacts, RunSettings, TrainConfig, parse, resolve, understand
-from outcore.engine.deepspeed.config.zero_section import BuiltConfig, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.sizing.swapping import WeightCounts
 
 TINY = WeightCounts(3_000_000, 1_048_576, 20, 512)

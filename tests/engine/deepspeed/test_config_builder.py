@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.zero_section import RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import RunFacts, build_config
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.sizing.swapping import WeightCounts, min_param_buffers, nvme_bytes
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build, settings_of

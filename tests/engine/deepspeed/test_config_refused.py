@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outcore.engine.deepspeed.config.zero_section import RunFacts
+from outcore.engine.deepspeed.config.builder import RunFacts
 from outcore.sizing.swapping import WeightCounts
 from tests.engine.deepspeed.config_cases import INFINITY, build, settings_of
 from tests.refused import refused

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outcore.config import deepspeed_keys as keys
-from outcore.engine.deepspeed.config.zero_section import RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import RunFacts, build_config
 from outcore.install.extensions import extension_environment
 from outcore.sizing.swapping import WeightCounts
 from tests.engine.deepspeed.config_cases import accept, settings_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.zero_section import BuiltConfig, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.states import element_offsets, real_numel
 from outcore.machine.offload import SPACE_SAFETY
