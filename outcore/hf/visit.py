@@ -56,6 +56,7 @@ class LayerVisit:
         self._ledgers = {at: value for at, value in enumerate(values) if isinstance(value, MutableMapping)}
         """Mappings by place in the call: layers write there for others to read."""
         contents = tuple(tuple(ledger.items()) for ledger in self._ledgers.values())
+        self._leaves: list[Any]
         self._leaves, self._form = tree_flatten((values, contents), is_leaf=_is_whole)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._given = [at for at, leaf in enumerate(self._leaves) if _is_float(leaf) and leaf.requires_grad]
