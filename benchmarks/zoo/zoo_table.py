@@ -67,7 +67,7 @@ def pictures(records: dict[str, Any]) -> str:
         ", ".join(equal) + ".",
         "",
         f"The other {len(others)} were not tried, because the trial could not build a small copy with a batch. That "
-        "says nothing of the model itself. [The raw results](../benchmarks/results/architectures.json) have the reasons:",
+        "says nothing of the model. [The raw results](../benchmarks/results/architectures.json) have the reasons:",
         "",
         ", ".join(others) + ".",
         SEEN_END,
