@@ -179,10 +179,8 @@ class OptimizerPool:
         return self._submit(unit_id, priority, jobs, hyper, "guarded_update" if guard else "update", notify_chunks)
 
     def submit_sumsq(self, unit_id: Hashable, priority: int, grads: Sequence[torch.Tensor]) -> Ticket:
-        """Queue the sum of squares and finiteness of a unit's gradients; the result's `stats` has them.
-
-        The sum is that of `grad_sumsq_and_finite` of each gradient, added in order.
-        """
+        """Queue the sum of squares of a unit's gradients and whether all are finite. The result's `stats` have both.
+        The sums of the gradients (`grad_sumsq_and_finite`) are added in their order."""
         return self._submit(unit_id, priority, JobBatch.of_grads(grads), None, "sum_squares", False)
 
     def submit_add_up(

@@ -49,7 +49,7 @@ LARGEST_GRAD = 2.0**60
 
 
 def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
-    """AdamW on one chunk; the arguments are those of a checked `JobBatch`."""
+    """AdamW on one chunk. The arguments come from a checked `JobBatch`."""
     numel, state = job.grad.numel(), job.state
     if job.kept is not None and job.param is not None:
         job.kept.copy_(job.param)

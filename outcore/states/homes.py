@@ -70,7 +70,7 @@ class StateWindow:
     def __init__(self, store: TensorStore, backend: Backend) -> None:
         self._store, self._backend = store, backend
         self._memory: dict[str, torch.Tensor] = {}
-        """Memory by use: `plain`, what callers see; `compressed`, as the drive has it."""
+        """Memory by use: `plain` has the format that callers see, `compressed` the drive's."""
         self._chunk: StateChunk | None = None
         self._loaded: set[str] = set()
         self._dirty: set[str] = set()
@@ -389,11 +389,11 @@ class _Second:
     """One part's."""
 
     states: list[torch.Tensor]
-    """uint8, for each chunk as many bytes as it has."""
+    """One uint8 buffer for each chunk, as large as the chunk's own states."""
     params: torch.Tensor
     """[trainable parameters], of their type, as they were before the update."""
     jobs: JobBatch | None = None
-    """The update that was handed out, until it stands or is taken back."""
+    """Update that was submitted, until it is accepted or taken back."""
     is_real: bool = False
     """True once the buffer was written to: only then do its pages take RAM."""
 

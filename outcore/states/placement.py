@@ -58,7 +58,7 @@ class StateChunk:
     matrix: tuple[int, int] | None = None
     """Shape of the parameter that Muon updates here; None: AdamW updates what is here, of whatever shape."""
     undecayed: tuple[tuple[int, int], ...] = ()
-    """[start, stop) within the chunk of what has no weight decay, as `ChunkJob` has it."""
+    """Range [start, stop) within the chunk that has no weight decay, as in `ChunkJob`."""
     tail: Tail | None = None
     """Tail of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 

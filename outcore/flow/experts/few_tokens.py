@@ -109,8 +109,8 @@ def has_kernels(device: torch.device) -> bool:
 def share_out(
     numbers: torch.Tensor, where: torch.Tensor, every: torch.Tensor, told: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slot of each pair or -1, number of its expert where the GPU reads it in RAM or -1), int32 [P]. `numbers` [P]: of
-    its expert, which `told` hears; `where` [experts]: their slots."""
+    """(slot of each pair or -1, number of its expert if the GPU reads it in RAM, else -1), int32 [P]. The CPU computes
+    the rest. `numbers` [P]: experts of the pairs, copied to `told` for the CPU; `where` [experts]: their slots."""
     if has_kernels(numbers.device):
         numbers = numbers.contiguous()
         slots, links = (torch.empty(len(numbers), dtype=torch.int32, device=numbers.device) for _ in range(2))
@@ -133,7 +133,8 @@ def collect(
     linked: torch.Tensor | None,
     of_cpu: torch.Tensor,
 ) -> torch.Tensor:
-    """[P, results], in the type of `in_slots`, of each pair from who computed it."""
+    """[P, results] in the type of `in_slots`: each pair's result, taken from slots, from RAM by the GPU, or from the
+    CPU."""
     if has_kernels(in_slots.device):
         out, (pairs, width) = torch.empty_like(in_slots), in_slots.shape
         grid = -(-width // WIDTH), pairs
@@ -215,7 +216,7 @@ class FewTokens:
 
     @property
     def every(self) -> int:
-        """Every so many of the pairs without a slot are multiplied by the GPU, which reads them in RAM; 0: none."""
+        """One in this many pairs without a slot is the GPU's, which reads the expert in RAM; 0: none."""
         return int(self._every[0])
 
     @every.setter
@@ -241,8 +242,8 @@ class FewTokens:
             few.can_link = False
 
     def begin(self, tokens: int) -> None:
-        """A pass of so many tokens is about to be queued, and the one before it has run. EngineError for what could not
-        be read, which is given up then."""
+        """Prepare for a pass of this many tokens, which is queued next; the pass before it has run. Raises EngineError
+        if an expert could not be read, and gives that expert up."""
         self._chosen, self._where = self._told[:, : self._pairs].clone(), self._cache.where_now.clone()
         self._pairs = tokens * self._of_token
         try:

@@ -95,8 +95,8 @@ class RowHomes:
             self._expected.pop(next(iter(self._expected)))
 
     def arriving(self, wanted: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """Yield the rows asked for, on the device, reading the next ones meanwhile. Each list is emptied when the next
-        one is asked for; who keeps none of its tensors either lets two be on the device at a time, otherwise three."""
+        """Yield the rows asked for, on the device, while the next ones are read. Each list is emptied when the next one
+        is asked for. A caller that keeps no tensor of it holds two sets on the device at a time, otherwise three."""
         left, ahead = iter(wanted), deque[Coming]()
 
         def fetch() -> None:

@@ -29,7 +29,7 @@ from outcore.common.errors import line_of
 from outcore.model.weights import is_stand_in
 
 MIN_MASK_NUMEL = 1 << 20
-"""Smaller masks stay as they are: nothing to gain."""
+"""Smaller masks are kept as they are, because replacing them gains nothing."""
 
 
 @dataclass(frozen=True)

@@ -238,8 +238,8 @@ class WeightSource(Protocol):
         ...
 
     def cached(self, unit: Part) -> torch.Tensor | None:
-        """The end of that rest, 1-D, where RAM has it, too, until the part's use after this one; None where it has not.
-        Asked once the part is current."""
+        """1-D end of the part's rest on NVMe that RAM holds as well, until the part's use after this one; None if RAM
+        has none. Ask once the part is current."""
         ...
 
     def is_current(self, unit: Part) -> bool:
@@ -247,7 +247,7 @@ class WeightSource(Protocol):
         ...
 
     def wait_current(self, unit: Part) -> None:
-        """Block until it has; raises what went wrong with it."""
+        """Block until the last change to the part has been made; raises the error that stopped it."""
         ...
 
 
@@ -312,7 +312,7 @@ class Expansion:
         self._again: dict[tuple[int, int], Sequence[Again]] = {}
         """Instructions to expand a part's bytes at an address again."""
         self.as_they_are = frozenset[int]()
-        """Indices of parts whose bytes are multiplied as they are for the time being, so that nothing is expanded."""
+        """Indices of parts whose packed bytes are multiplied without being expanded, for now."""
 
     @property
     def device_bytes(self) -> int:
@@ -324,8 +324,8 @@ class Expansion:
         return packed and part.index in self._indices and part.index not in self.as_they_are
 
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
-        """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
-        not expanded, and of one that is multiplied as it is, the bytes themselves (uint8)."""
+        """The part's slab on the device, made from the bytes of its home. It is valid until the next call. A packed
+        part that is not expanded gives the bytes themselves (uint8)."""
         if not self.expands(part):
             has_bytes = part.layout.packed_slots or part.index in self.as_they_are
             return home.view(torch.uint8 if has_bytes else part.layout.dtype)

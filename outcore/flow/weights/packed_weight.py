@@ -65,7 +65,7 @@ class HandOver:
         self._tasks: dict[tuple[tuple[int, int], ...], int] = {}
 
     def takes(self, num_rows: int, columns: int, results: int) -> bool:
-        """Whether there is room for so many rows, of so many columns and results."""
+        """Whether the box has room for a question of `num_rows` rows and its answer."""
         return num_rows * columns * 4 <= X_BYTES and num_rows * results * 4 <= OUT_BYTES
 
     def multiply(self, calls: Sequence[Any], rows: torch.Tensor) -> list[torch.Tensor]:
@@ -89,8 +89,8 @@ class HandOver:
         self._asks.ask(self._box, self._turn, PackedProducts.question(task, pairs), waits=False)
 
     def chosen(self, pairs: int, results: int) -> torch.Tensor:
-        """Wait for what was asked for: fp32 [pairs, results] in the CPU's RAM, good until the next question. What was
-        not for the CPU is undefined."""
+        """Wait for the answer to `ask_chosen`: fp32 [pairs, results] in the CPU's RAM, valid until the next question.
+        Rows of pairs that the CPU did not compute are undefined."""
         self._asks.wait(self._box, self._turn)
         return self._out[: pairs * results].view(pairs, results)
 
@@ -146,13 +146,13 @@ class InPlaceProducts:
         """Results of it that nobody has asked for yet, by weight."""
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
-        """Whether the CPU's kernels multiply so many rows."""
+        """Whether the CPU's kernels multiply this many rows with the weight."""
         if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
             return False
         return self.hand_over is None or self.hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
 
     def takes_pairs(self, weight: PackedWeight, num_rows: int, pairs: int) -> bool:
-        """Whether the CPU's kernels multiply so many rows with matrices of a stack that they chose."""
+        """Whether the CPU's kernels multiply this many rows, each with a matrix of a stack that it chose."""
         if self.is_exact or self._products is None or self.device.type != "cpu":
             return False
         has_kernel = PackedProducts.can(PackedSpec(weight.spec.format, weight.spec.shape[1:]))

@@ -96,7 +96,7 @@ class StateFormat:
 
     @property
     def without_squares(self) -> StateFormat:
-        """Make this format with a momentum alone, in fp32, beside its master."""
+        """Make the variant of this format whose only moment is the momentum, in fp32, with the same master."""
         assert not self.moments8
         return replace(self, name=f"{self.name}_momentum", only_momentum=True)
 

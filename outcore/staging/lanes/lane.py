@@ -148,7 +148,7 @@ class Lane:
         )
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Blocks until nothing is under way; failures stay with their transfers. TimeoutError."""
+        """Block until no transfer is in flight. Failures stay with their transfers. Raises TimeoutError."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._watch_all()
         with self._settled:

@@ -254,8 +254,8 @@ class PinnedPool:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Instead of `close`, where a transfer does not end: the memory stays as it is until the process has ended, and
-        is neither freed nor unpinned at its exit."""
+        """Keep the memory mapped and pinned until the process ends, instead of `close`: a transfer has not ended and
+        may still write to it."""
         self._finalizer.detach()
         weakref.finalize(self, _keep, self).atexit = False  # what it is to be called with lives as long as the process
 
