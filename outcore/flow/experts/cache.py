@@ -1,13 +1,13 @@
 """Experts on the device as they are chosen: slots of one expert each.
 
-A layer asks for the experts that its router chose. Those that lie in a slot are hits; the others are read from their
-home, RAM or NVMe, each once, by the lanes that bring everything else. Where all that a call touches fits into one group
-(a few tokens), it is computed together when the last has come. Many tokens touch more than that: then groups follow one
-another, those that are there first, and the next ones are on the way while one is computed. When nearly all experts of
-a layer are touched, so will be the next layer's, of which as many are read ahead. So at most two groups have been read
-that nobody has computed with yet, and other slots keep what they have from pass to pass (`NextUses` says what goes).
+A layer asks for the experts that its router chose. Experts in a slot are hits. The lanes read the others from their
+home, RAM or NVMe, each once. A call on few tokens uses few experts: they form one group, which is computed when its
+last expert has arrived. A call on many tokens is computed group by group, experts that are already there first, while
+the next group is read. A layer that uses nearly all of its experts is likely to be followed by another one that does,
+so as many of the next layer's are read ahead. At most two groups are read but not yet computed with. The other slots
+keep their experts from pass to pass (`NextUses` says which leave).
 
-What is evicted is known to be read no more: copies into a slot wait for the work that was queued with it.
+An expert can be evicted safely: copies into its slot wait for the work that was queued with it.
 
 Which expert makes room for another: the one that will be asked for latest, as far as one can tell.
 

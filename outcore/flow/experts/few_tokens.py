@@ -1,11 +1,11 @@
 """A layer's experts on few tokens, with no host in between: each pair of a token and an expert by the expert's number.
 
-Where an expert lies is a table on the device. Those in a slot of the cache are multiplied by the GPU, the others by the
-CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. The GPU may read
-some of the others in RAM, too: CPU and link together take more of the memory's rate (`by_pairs.py`). What is not in RAM
-is read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
-the host sees there which experts are to come into slots, at most `MOST_SWAPS`, and which make room for them. The table
-follows when they have come, so no pass waits for them.
+A table on the device says where each expert lies. The GPU multiplies with experts in slots while the CPU multiplies
+with the others in RAM. The GPU itself asks the CPU for them (`HandOver` in `weights/packed_weight.py`), so a CUDA graph
+holds a whole pass. The GPU may also read some experts in RAM, because CPU and link together use more of the memory's
+rate than one alone. Experts on a drive are read into RAM first (`from_drive.py`). The choices are written to
+page-locked RAM. While the next pass runs, the host finds there which experts should move into slots, at most
+`MOST_SWAPS`, and which leave. The table changes only once they have arrived, so no pass waits for them.
 
 N tokens, K experts of each, P = N K pairs, H hidden size.
 
@@ -16,8 +16,8 @@ the kernels for a layer, which hand all chosen experts out together. Longer pass
 
 Who multiplies which pair of a token and an expert: the GPU from a slot, the GPU from RAM over the link, or the CPU.
 
-Both read RAM at once, each at its own rate, so of the pairs without a slot every `every`th is the GPU's (0: none), in
-the order of the pairs; the CPU counts them alike (products.h: Stack)."""
+Both read RAM at once, each at its own rate. So one in `every` pairs without a slot is the GPU's (0: none), counted in
+the order of the pairs. The CPU counts in the same way (products.h: Stack), so neither has to tell the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton kernels that multiply pairs of a token and an expert, and sum their results. Imported on a
-GPU only; `by_pairs.py` says the same in torch."""
+"""Triton kernels that multiply pairs of a token and an expert, and sum their results. Imported on a GPU only;
+`few_tokens.py` says the same in torch."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 A *role* is what is computed of a layer: "forward", and what others register, such as a backward with recomputation.
 Without compiler support for a model the layers run eagerly, with the reason said once. Dropout stays eager: graphs of
-two roles would draw different numbers from one seed.
-Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
-several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
-Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
+two roles would draw different numbers from one seed. Micro-batches of the first shape have functions of their own,
+compiled for just that shape. Once the compiler has seen several lengths it makes slower code for any length, and would
+then use that for the usual shape, too. Cost: seconds to a minute at the first step, and a recompilation for a new
+sequence length.
 
 LoRA's adapters as compiled layers run them: added to the product of the frozen weight in place.
 

@@ -1,11 +1,11 @@
 """Homes of the parameters: the first part of each unit's slab in RAM, the rest in scratch on NVMe.
 
-A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for every layer
-while the rest of it comes from RAM, so it is busy through the whole pass and each layer's reads hide behind its
-neighbours' compute; with the last layers wholly on NVMe it would be idle (its slots full) until they come and then be
-all that is waited for. Embedding and head come first into RAM: they have one device buffer and no neighbour to hide
-behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM. Elsewhere the cut lies between two chunks of
-optimizer states, so a chunk's parameters are in one place; those on NVMe are written back by the ring of states.
+A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for each layer, so
+it is busy through the whole pass, and each read hides behind the neighbours' compute. With the last layers wholly on
+NVMe the drive would first be idle, with its slots full, and then be what everything waits for. Embedding and head get
+RAM first, because they have one device buffer and no neighbour to hide behind. A unit that is mostly frozen (LoRA)
+keeps its trained parameters in RAM. Elsewhere the cut lies between two chunks of optimizer states, so that a chunk's
+parameters are in one place. The ring of states writes back those on NVMe.
 
 Frozen parameters may be packed (`SlabLayout`): each is packed as its value comes, and expanded when it is asked for.
 A module's parameter is a view of its home where that is RAM and not packed, else a stand-in of the right shape without

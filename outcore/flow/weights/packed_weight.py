@@ -2,19 +2,18 @@
 are.
 
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
-transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
-packed bytes, or the GPU's where they are there; above that, and for whatever else is done with a weight, its values are
-expanded for the call, which then gives what a layer that was expanded whole would give, bit for bit. A GPU hands its
-activations over to the CPU (`HandOver`), once for all weights that a layer multiplies them with: which these are
-shows its first pass.
+transposed one; torch hands these calls over. For few rows kernels read the packed bytes, on the CPU or, if the bytes
+are there, on the GPU; up to how many rows that pays is measured. For more rows, and for any other use of the weight,
+its values are expanded for the call, which gives the bits of a layer that was expanded whole. A GPU hands its
+activations to the CPU (`HandOver`) once for all weights that a layer multiplies them with. The first pass shows which
+these are.
 
 Products of the CPU in the middle of a GPU's work, with the host in between neither waiting nor launching.
 
-A kernel writes activations to page-locked RAM and asks there for a task; a thread of the CPU that looks into that RAM
-multiplies and answers; the kernel, which has waited, ends, and the next one reads the results. All of it is queued as
-any other work of the stream is, so CUDA graphs hold it, and uploads are queued ahead meanwhile. A hand-over costs three
-small kernels and a round trip to RAM beside the products, some 15 us (estimated). Cost: 24 MiB of page-locked RAM and a
-thread."""
+A kernel writes activations and a question to page-locked RAM and waits. A CPU thread that polls this RAM multiplies and
+answers. Then the kernel ends, and the next one reads the results. All of it is ordinary work of the stream, so CUDA
+graphs can hold it, and uploads are queued ahead meanwhile. A hand-over costs three small kernels and a round trip to
+RAM beside the products, some 15 us (estimated). Cost: 24 MiB of page-locked RAM and a thread."""
 
 from __future__ import annotations
 

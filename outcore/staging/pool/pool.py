@@ -13,9 +13,9 @@ RAM for homes: leased from the pinned pool while it lasts (less a reserve), page
 Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned
 homes are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
 
-Where the pool does not hold all homes of a kind, `which_pinned` spreads it evenly over the layers: copying a pageable
-home takes the CPU several times as long as the link takes for a pinned one, which hides behind the compute of its
-neighbours; were they all in a row, the pass would go at the copies' rate there and the CPU would idle elsewhere.
+If the pool cannot hold all homes of a kind, `which_pinned` spreads pinned ones evenly over the layers. The CPU copies a
+pageable home several times slower than the link moves a pinned one, and one slow copy hides behind the compute of its
+neighbours. Many in a row would slow the pass to the rate of the copies, and leave the CPU idle elsewhere.
 
 Page-locked RAM that a GPU's kernels read where it is, and small tensors that go to the GPU that way.
 
