@@ -22,7 +22,7 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import RangeUpload, SlabRanges, settle
 from outcore.staging import AT_ONCE
 
-NUM_BUFFERS = 3
+NUM_BUFFERS = 3  # one is computed with, the others arrive behind it
 
 
 @dataclass

@@ -44,7 +44,7 @@ from outcore.storage.store import TensorStore
 
 logger = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 10.0  # the process is ending: a copy that hangs must not hold it up
 HOME_COPY_BYTES = 64 * MIB
 """Piece of a copy between pinned RAM and the device: few calls a layer, and at 12 GB/s other lanes get between
 after 5 ms."""

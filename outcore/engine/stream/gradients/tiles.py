@@ -88,7 +88,7 @@ class RowSums:
         return rounded
 
 
-NUM_BUFFERS = 2
+NUM_BUFFERS = 2  # one tile leaves while the next is made
 SUM_DTYPE = torch.float32
 
 
