@@ -20,6 +20,7 @@ PACKAGED = ROOT / "outcore" / "engine" / "stream" / "check" / "architectures.jso
 BEGIN, END = "<!-- zoo: written by benchmarks/zoo/zoo_table.py -->", "<!-- zoo: end -->"
 SEEN, SEEN_END = "<!-- pictures: written by benchmarks/zoo/zoo_table.py -->", "<!-- pictures: end -->"
 PICTURES = "pictures/"
+PLAIN = {"types": "16 or 32 bits", "packing": "yes", "lora": "yes", "tiles": "yes"}
 PART = re.compile(r"\w+(\.\w+)+")
 
 
@@ -56,19 +57,19 @@ def pictures(records: dict[str, Any]) -> str:
     """The table of image-text architectures between its marks in docs/models.md."""
     found = {n.removeprefix(PICTURES): r for n, r in sorted(records.items()) if n.startswith(PICTURES)}
     equal = [name for name, r in found.items() if r.get("streams") == "" and not r["steps"] and not r["answer"]]
-    others = {name: r["unbuilt"] for name, r in found.items() if name not in equal}
+    others = [name for name, r in found.items() if name not in equal and r["unbuilt"]]  # KeyError: a wrong one
     versions = sorted({r["key"].partition(", code")[0] for r in found.values()})
     lines = [
         SEEN,
-        f"Tried with {'; '.join(versions)}: {len(found)} image-text architectures, {len(equal)} of which train and "
-        f"answer as the plain model does. Of the "
-        f"other {len(others)} this trial builds no small copy with a batch, which says nothing of the model itself:",
+        f"Tried with {'; '.join(versions)}: {len(found)} image-text architectures, of which {len(equal)} train and "
+        "answer as the plain model does:",
         "",
         ", ".join(equal) + ".",
         "",
-        "| not tried | why |",
-        "|---|---|",
-        *(f"| {name} | {_first(why).replace('|', '/')[:200]} |" for name, why in others.items()),
+        f"The other {len(others)} were not tried, because the trial could not build a small copy with a batch. That "
+        "says nothing of the model. [The raw results](../benchmarks/results/architectures.json) have the reasons:",
+        "",
+        ", ".join(others) + ".",
         SEEN_END,
     ]
     return "\n".join(lines)
@@ -91,23 +92,33 @@ def markdown(rows: dict[str, Any]) -> str:
     found = rows["architectures"]
     streamed = {name: r for name, r in found.items() if r["streams"] == "yes"}
     refused = {name: r for name, r in found.items() if r["streams"] == "no"}
-    untried = {name: r for name, r in found.items() if r["streams"] == "not tried"}
+    untried = [name for name, r in found.items() if r["streams"] == "not tried"]
+    plain = [name for name, r in streamed.items() if all(r[column] == said for column, said in PLAIN.items())]
     lines = [
         BEGIN,
         f"Tried with {rows['tried_with']}: {len(found)} architectures, {len(streamed)} stream, {len(refused)} go to "
         f"DeepSpeed's engine, {len(untried)} could not be tried.",
         "",
+        f"{len(plain)} stream in 16 and in 32 bits, with packed rows, LoRA and tiles:",
+        "",
+        ", ".join(plain) + ".",
+        "",
+        f"The other {len(streamed) - len(plain)} stream with these limits:",
+        "",
         "| architecture | weights in | packed rows | LoRA | in tiles |",
         "|---|---|---|---|---|",
-        *(f"| {n} | {r['types']} | {r['packing']} | {r['lora']} | {r['tiles']} |" for n, r in streamed.items()),
+        *(
+            f"| {n} | {r['types']} | {r['packing']} | {r['lora']} | {r['tiles']} |"
+            for n, r in streamed.items()
+            if n not in plain
+        ),
         "",
         "| goes to DeepSpeed | why it is not streamed |",
         "|---|---|",
         *(f"| {name} | {r['why'].replace('|', '/')} |" for name, r in refused.items()),
         "",
-        "| could not be tried | why |",
-        "|---|---|",
-        *(f"| {name} | {r['why'].replace('|', '/')} |" for name, r in untried.items()),
+        "transformers did not build a small copy of these, so they could not be tried (`outcore models NAME` has the "
+        f"reason): {', '.join(untried)}.",
         END,
     ]
     return "\n".join(lines)

@@ -149,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def sample(self, prompt_ids: list[int], max_new_tokens: int, end_tokens: Collection[int] | None) -> list[int]:
-        """Greedy continuation of a prompt up to one of `end_tokens`, for a look at what the model has learned."""
+        """Continue a prompt greedily up to one of `end_tokens`, to show what the model has learned."""
         ...
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
@@ -259,8 +259,8 @@ class Decision(Protocol):
 
 
 def grouped(keys: Sequence[str], most: int | None = None) -> str:
-    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'; more than `most` of a
-    block are only counted (plan.json has them all)."""
+    """Join dotted keys in one line, block by block: 'zero_optimization (a, b), aio'. A block with more than `most` keys
+    is only counted (plan.json has them all)."""
     blocks: dict[str, list[str]] = {}
     for key in keys:
         block, _, rest = key.partition(".")

@@ -43,7 +43,7 @@ class Call:
     num_top: int = 1
     """Likeliest tokens that are returned at each position, with logprobs."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for the decoder beside the batch's, such as a cache of keys and values; they win over the batch's."""
+    """More arguments for the decoder, such as a cache of keys and values. They win over the batch's."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ MOST_NUMEL = (1 << 31) - 1024
 
 
 def updates_on_device(state_format: StateFormat, numel: int) -> bool:
-    """Whether `update_on_device` knows the format, one with fp32 moments, and takes so many parameters at once."""
+    """Whether `update_on_device` can update this many parameters in this format. It needs fp32 moments."""
     return numel <= MOST_NUMEL and not (state_format.moments8 or state_format.compressed)
 
 
@@ -90,7 +90,7 @@ class MatrixJob(NamedTuple):
 
 
 class MatrixUpdates:
-    """Muon on one matrix after another: a thread queues them, another one waits until they are back in RAM."""
+    """Muon on one matrix after another. One thread queues the matrices, another waits until they are back in RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,7 +104,7 @@ class MatrixUpdates:
         """A number for each matrix that has memory on the device."""
 
     def submit(self, jobs: Sequence[MatrixJob], hyper: AdamWHyper) -> Future[None]:
-        """Queue the update of a unit in RAM; until the result is there, the tensors belong to it."""
+        """Queue the update of a unit in RAM. Its tensors must not be touched until the result is there."""
         updated: Future[None] = Future()
         queued = self._queue.submit(self._update, jobs, hyper, updated)
         queued.add_done_callback(lambda queued: queued.cancelled() and updated.cancel())
@@ -159,7 +159,7 @@ class MatrixUpdates:
         self._arrivals.submit(self._arrive, arrived, [grad, state, param], n_bytes, updated)
 
     def _arrive(self, arrived: torch.cuda.Event, held: list[torch.Tensor], n_bytes: int, updated: Future[None]) -> None:
-        """Hold what the streams use until they have used it, then let the next matrix have its room."""
+        """Keep what the streams use alive until they have used it. Then free its room for the next matrix."""
         try:
             arrived.synchronize()
         except BaseException as error:  # raised again on the thread that waits

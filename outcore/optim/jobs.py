@@ -165,8 +165,8 @@ class JobBatch:
         return batch
 
     def ahead(self, states: Sequence[torch.Tensor], params: torch.Tensor) -> JobBatch:
-        """Copy whose update can be taken back: updated states go to `states`, one for each chunk and as large as its
-        own, old parameters to `params`, which has as many as all chunks."""
+        """Copy of this batch whose update can be taken back. New states go to `states`, one buffer for each chunk and
+        as large as it; old parameters go to `params`, which has room for those of all chunks."""
         assert self.state_format is not None
         kept = params.split([grad.numel() for grad in self.grads])
         jobs = [replace(job, next=to, kept=old) for job, to, old in zip(self.jobs, states, kept, strict=True)]

@@ -15,11 +15,11 @@ overflows): a bad gradient never reaches the states. Tensors are kept alive unti
 their contents belong to the pool. Every wait is bounded. Without a compiler the same class works with torch on Python
 threads, with the same bits.
 
-An update that was made before the clipping factor is known cannot be computed backwards: m and v are contractions that
-merge neighbouring numbers, and w rounds. Double precision finds the old m, v and w in 67, 74 and 75 % of cases (M); the
-rest is off by units in the last place, m by far more where it cancelled; residuals would be 4 bits a parameter
-(entropy, M) with an escape for outliers. So such an update writes its states elsewhere (`JobBatch.ahead`): no byte more
-is read or written for that, the old parameters apart, and they are what it takes to take it back.
+An update made before the clipping factor is known cannot be undone by arithmetic: m and v are contractions that merge
+neighbouring numbers, and w rounds. Double precision finds the old m, v and w in 67, 74 and 75 % of cases (M); the rest
+is off by units in the last place, m by far more where it cancelled; residuals would be 4 bits a parameter (entropy, M)
+with an escape for outliers. So such an update writes its states to other buffers (`JobBatch.ahead`) and keeps the old
+parameters. Only these are extra bytes, and both together are enough to take the update back.
 
 What a pool hands out: a ticket per submitted unit, its result, reports of chunks, and the errors of waiting."""
 
@@ -179,10 +179,8 @@ class OptimizerPool:
         return self._submit(unit_id, priority, jobs, hyper, "guarded_update" if guard else "update", notify_chunks)
 
     def submit_sumsq(self, unit_id: Hashable, priority: int, grads: Sequence[torch.Tensor]) -> Ticket:
-        """Queue the sum of squares and finiteness of a unit's gradients; the result's `stats` has them.
-
-        The sum is that of `grad_sumsq_and_finite` of each gradient, added in order.
-        """
+        """Queue the sum of squares of a unit's gradients and whether all are finite. The result's `stats` have both.
+        The sums of the gradients (`grad_sumsq_and_finite`) are added in their order."""
         return self._submit(unit_id, priority, JobBatch.of_grads(grads), None, "sum_squares", False)
 
     def submit_add_up(

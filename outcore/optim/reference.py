@@ -40,7 +40,7 @@ from outcore.optim.formats.state_format import (
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob, JobBatch, by_decay, check_grad
 
-SLICE_NUMEL = 1 << 18
+SLICE_NUMEL = 1 << 18  # small enough that 40 passes over it stay in the cache
 SUM_BLOCK_NUMEL = 4096
 SUM_LANES = 64
 SMALLEST_NORMAL = 2.0**-126
@@ -49,7 +49,7 @@ LARGEST_GRAD = 2.0**60
 
 
 def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
-    """AdamW on one chunk; the arguments are those of a checked `JobBatch`."""
+    """AdamW on one chunk. The arguments come from a checked `JobBatch`."""
     numel, state = job.grad.numel(), job.state
     if job.kept is not None and job.param is not None:
         job.kept.copy_(job.param)

@@ -20,7 +20,7 @@ from outcore.storage import BlockFile, PosixEngine
 
 
 class NvmePerformance(TypedDict):
-    """Sequential rates of a drive, in decimal GB/s, and what is to be said of it."""
+    """Sequential rates of a drive in decimal GB/s, with warnings about them."""
 
     sequential_read_gb_s: float
     sequential_write_gb_s: float

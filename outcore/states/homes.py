@@ -14,17 +14,18 @@ Optimizer states chunk by chunk: those in RAM in a buffer each, those on NVMe be
 
 Second homes of states: an update that may have to be taken back writes there, and leaves the first ones alone.
 
-With a global gradient norm no update counts before the last gradient is there. One that begins sooner, as if nothing
-had to be clipped, writes the new states beside the old ones, which costs no traffic that an update in place would not;
-parameters, which other parts of the engine have addresses of, are written in place, and kept as they were. When the
-norm is known the second homes become the first (`stand`), or parameters are put back (`take_back`).
+With a global gradient norm no update counts before the last gradient is there. An optimistic update starts sooner, as
+if nothing had to be clipped. It writes the new states to second homes, which costs no more traffic than an update in
+place. Parameters are written in place, because other parts of the engine have their addresses, and a copy of the old
+ones is kept. When the norm is known the second homes become the first (`stand`), or the old parameters return
+(`take_back`).
 
 Chunks of states on NVMe as a checkpoint reads and writes them: one in memory at a time, only the regions asked for.
 
 A save goes through the parameters once per family (master, exp_avg, exp_avg_sq), in order, so neighbouring parameters
 find the same chunk in memory and each region crosses the link once: the states are read once per save, written once per
-load, which sets both moments of a chunk together. What was written goes back when another chunk is opened, or with
-`flush`, which must come before the chunks are updated: what is in memory would be old then.
+load, which sets both moments of a chunk together. Changes reach the drive when another chunk is opened, or by `flush`.
+Call it before the chunks are updated, because the copy in memory would be old then.
 
 Compressed moments are expanded where they were read and compressed before they are written, so callers see the plain
 format. Both go back together, as they share heads and tail."""
@@ -70,7 +71,7 @@ class StateWindow:
     def __init__(self, store: TensorStore, backend: Backend) -> None:
         self._store, self._backend = store, backend
         self._memory: dict[str, torch.Tensor] = {}
-        """Memory by use: `plain`, what callers see; `compressed`, as the drive has it."""
+        """Memory by use: `plain` has the format that callers see, `compressed` the drive's."""
         self._chunk: StateChunk | None = None
         self._loaded: set[str] = set()
         self._dirty: set[str] = set()
@@ -389,11 +390,11 @@ class _Second:
     """One part's."""
 
     states: list[torch.Tensor]
-    """uint8, for each chunk as many bytes as it has."""
+    """One uint8 buffer for each chunk, as large as the chunk's own states."""
     params: torch.Tensor
     """[trainable parameters], of their type, as they were before the update."""
     jobs: JobBatch | None = None
-    """The update that was handed out, until it stands or is taken back."""
+    """Update that was submitted, until it is accepted or taken back."""
     is_real: bool = False
     """True once the buffer was written to: only then do its pages take RAM."""
 

@@ -1,9 +1,8 @@
 """Which chunks of optimizer states live in RAM and which on NVMe: as many in RAM as fit, the others spread evenly.
 
-A drive gives its best when it is asked all the time, so every stretch of the model sends it the same share of its
-states: with half of them on NVMe every unit has about half of its bytes there. A chunk keeps master and moments
-together. Each byte of either is read and written once a step, so moving one kind before the other would save nothing.
-"""
+A drive is fastest when it is always busy. So every part of the model has the same share of its states there: with half
+of them on NVMe every unit has about half of its bytes there. A chunk keeps master and moments together. Each byte of
+either is read and written once a step, so moving one kind before the other would save nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class StateChunk:
     matrix: tuple[int, int] | None = None
     """Shape of the parameter that Muon updates here; None: AdamW updates what is here, of whatever shape."""
     undecayed: tuple[tuple[int, int], ...] = ()
-    """[start, stop) within the chunk of what has no weight decay, as `ChunkJob` has it."""
+    """Range [start, stop) within the chunk that has no weight decay, as in `ChunkJob`."""
     tail: Tail | None = None
     """Tail of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 

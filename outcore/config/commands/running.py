@@ -68,7 +68,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, aim: str = "balanced") -
     group.add_argument("--kv_gib", type=float, help="room for keys and values")
     group.add_argument("--vram_gib", type=float, help="device memory to stay within")
     group.add_argument("--ram_gib", type=float, help="RAM for weights, keys and values")
-    drive: dict[str, Any] = {"dest": "nvme_path", "action": "append"}
+    drive: dict[str, Any] = {"dest": "nvme_path", "action": "append", "metavar": "DIR"}
     group.add_argument("--nvme_offload_path", default=[], help="folder for what RAM does not hold", **drive)
     group.add_argument("--nvme_path", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **drive)  # its former name
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")

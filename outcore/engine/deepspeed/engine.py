@@ -45,7 +45,7 @@ class DeepSpeedEngine:
     def __init__(
         self, engine: Any, loaded: LoadedModel, *, nvme_state: bool, check_finite: bool, takes_borders: bool = False
     ) -> None:
-        """`takes_borders`: the model attends to packed rows by documents' borders, which each forward is told."""
+        """`takes_borders`: the model attends to packed rows by documents' borders, given to each forward."""
         self.ds = engine
         self.takes_borders = takes_borders
         self.loaded = loaded

@@ -40,7 +40,7 @@ class OffloadCosts:
     ram: float
     """Everything in RAM."""
     ram_overhead: int
-    """Bytes beside the parameters, per rank."""
+    """Bytes of RAM per rank in addition to the parameters."""
     ram_optimizer_on_nvme: float
     nvme_optimizer: float
     """On the drive, per trainable parameter."""

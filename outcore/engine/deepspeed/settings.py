@@ -83,7 +83,7 @@ class ChosenOffload:
 
 @dataclass(frozen=True)
 class BuiltConfig:
-    """A DeepSpeed configuration without any "auto", and why it is what it is."""
+    """A DeepSpeed configuration without any "auto", and the reasons for its values."""
 
     config: dict[str, Any]
     notes: tuple[str, ...]

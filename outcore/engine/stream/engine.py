@@ -97,7 +97,7 @@ class StreamEngine:
     # --- training
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """One optimizer step; see `Engine`. After any exception but that of `NO_TARGETS` only a resume can train on."""
+        """Make one optimizer step; see `Engine`. After an exception other than `NO_TARGETS` training needs a resume."""
         self._ranks.doing(f"step {self._attempts + 1}")
         own = sum(count_target_tokens(batch) for batch in micro_batches)
         total = int(self._ranks.sums([own], "tokens of the step")[0])
@@ -383,8 +383,7 @@ class StreamEngine:
         return self._parts.describe(self.settings, deferred=self._deferred)
 
     def _drain(self) -> None:
-        """Wait until every unit is up to date in its home; what fails here or in a step, `close` does not wait for
-        again."""
+        """Block until every update is applied. After a failure, here or in a step, `close` skips this wait."""
         failed, self._failed = self._failed, True
         self._parts.updates.drain()
         self._parts.residents.write_back()

@@ -66,7 +66,7 @@ class EngineParts:
     save_buffer: torch.Tensor | None
     """Shared by several ranks: where a saved tensor is put together from what each has of it."""
     also_closed: Sequence[Callable[[float], object]] = ()
-    """Parts of several ranks: closed with the rest, within so many seconds."""
+    """Parts of several ranks, which are closed with the rest within the given seconds."""
     packed_rows: str = ""
     """Text for people: how attention keeps packed documents apart; '' when it does not come up."""
 

@@ -39,11 +39,11 @@ class Resident:
     slab: torch.Tensor
     """uint8, the bytes of the part's home."""
     states: torch.Tensor | None
-    """uint8, those of all its chunks as of one, so that one kernel updates them; None: nothing in it is trained."""
+    """One uint8 tensor with the states of all its chunks, so that one kernel updates them; None: nothing is trained."""
     gradient: torch.Tensor | None
     """Waits for the global norm; None without updates of their own, and where they come at once."""
     arrived: torch.Tensor | None = None
-    """The step's gradient, rounded, until the update."""
+    """The step's rounded gradient, kept until the update."""
     norm: torch.Tensor | None = None
     is_ahead: bool = False
     """Whether it was updated since it was last written back."""
@@ -171,7 +171,7 @@ class Residents:
         return True
 
     def step_begins(self, tokens: Sequence[int]) -> None:
-        """Before a step of micro-batches of so many `tokens`: make room where it is larger than any before."""
+        """Make room before a step of micro-batches of these `tokens`, if it is larger than any before."""
         size = (max(tokens), sum(tokens))
         if size[0] <= self._largest[0] and size[1] <= self._largest[1]:
             self._steps += 1
@@ -196,7 +196,7 @@ class Residents:
         return said
 
     def _choose(self, idle_bytes: int, phase_s: dict[str, float]) -> tuple[int, str]:
-        """(how many layers are to stay, why so many in words)."""
+        """(number of layers to pin, reason for that number in words)."""
         may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
         hidden_bytes, none = self._largest[0] * self._hidden_row_bytes, "no layer stays on the device"
         count = min(self._placed.staying(may_take, hidden_bytes).stays, len(self._candidates))
@@ -279,7 +279,7 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
 
 
 class ResidentDownload(ShippingBefore):
-    """The `GradientShipping` of a model of which some layers stay: their gradients stay as well."""
+    """`GradientShipping` of a model with pinned layers, whose gradients stay on the device as well."""
 
     def __init__(self, inner: GradientDownload, residents: Residents) -> None:
         super().__init__(inner)

@@ -45,7 +45,7 @@ class _MicroBatch(Passage):
         return grad
 
     def take_router_grads(self) -> list[torch.Tensor]:
-        """Take those of the topmost layer that has not had its backward yet."""
+        """Take the router gradients of the topmost layer whose backward has not run yet."""
         count = self.router_counts.pop() if self.router_counts else 0
         cut = len(self.grad_routers) - count
         taken, self.grad_routers = self.grad_routers[cut:], self.grad_routers[:cut]

@@ -83,7 +83,7 @@ class StreamState:
                         self._whole_state(plan.name, family)
 
     def _whole_state(self, name: str, family: StateName) -> torch.Tensor:
-        """A tensor of states from all ranks: rank 0's until it asks for the next one."""
+        """Gather a state tensor from all ranks. It belongs to rank 0 until that asks for the next one."""
         if self._buffer is None:
             return self._homes.read_state(name, family)
         self._ranks.barrier("tensor written by rank 0", timeout_s=math.inf)

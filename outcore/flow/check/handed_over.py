@@ -14,8 +14,8 @@ from outcore.model.forward import Batch, forward_inputs
 
 @torch.no_grad()
 def why_not_by_hidden_states(units: ModelParts, batch: Batch) -> str:
-    """Which layer uses what an earlier one returned beside the hidden states (chosen tokens that layers share), seen in
-    a run of the whole decoder: a layer that is called with such a tensor is run without it. '' when there is none."""
+    """Reason why hidden states alone do not suffice, '' when they do: a layer uses another tensor that an earlier one
+    returned (such as chosen tokens). Layers called with such a tensor are run again without it."""
     returned: dict[int, tuple[int, torch.Tensor]] = {}
     found: list[str] = []
     hooks = []

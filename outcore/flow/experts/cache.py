@@ -1,13 +1,13 @@
 """Experts on the device as they are chosen: slots of one expert each.
 
-A layer asks for the experts that its router chose. Those that lie in a slot are hits; the others are read from their
-home, RAM or NVMe, each once, by the lanes that bring everything else. Where all that a call touches fits into one group
-(a few tokens), it is computed together when the last has come. Many tokens touch more than that: then groups follow one
-another, those that are there first, and the next ones are on the way while one is computed. When nearly all experts of
-a layer are touched, so will be the next layer's, of which as many are read ahead. So at most two groups have been read
-that nobody has computed with yet, and other slots keep what they have from pass to pass (`NextUses` says what goes).
+A layer asks for the experts that its router chose. Experts in a slot are hits. The lanes read the others from their
+home, RAM or NVMe, each once. A call on few tokens uses few experts: they form one group, which is computed when its
+last expert has arrived. A call on many tokens is computed group by group, experts that are already there first, while
+the next group is read. A layer that uses nearly all of its experts is likely to be followed by another one that does,
+so as many of the next layer's are read ahead. At most two groups are read but not yet computed with. The other slots
+keep their experts from pass to pass (`NextUses` says which leave).
 
-What is evicted is known to be read no more: copies into a slot wait for the work that was queued with it.
+An expert can be evicted safely: copies into its slot wait for the work that was queued with it.
 
 Which expert makes room for another: the one that will be asked for latest, as far as one can tell.
 
@@ -38,9 +38,9 @@ from outcore.flow.weights import RangeUpload, SlabRanges, settle
 from outcore.staging.pool import SmallCopies
 
 DRIVE_COST = 8
-"""Times as long that a drive takes to give an expert as RAM: some 5 GB/s beside some 40."""
+"""Cost of reading an expert from a drive, relative to RAM: about 5 GB/s against about 40."""
 UNKNOWN_PASSES = 16.0
-"""Passes until an expert is asked for, as long as its layer has asked for none: a token chooses some 8 of 128."""
+"""Assumed passes until an expert is used, before its layer has used any: a token chooses about 8 of 128."""
 Key = tuple[int, int]
 """(layer, expert)."""
 LATELY, OFTEN = 1 / 2, 1 / 16
@@ -49,8 +49,8 @@ repeat themselves (1/16) or on skewed ones that do not (1/2); half of each does 
 
 
 class NextUses:
-    """Contents of the slots, and when each will be asked for. `num_experts`: of each layer; `in_ram`: so many of them,
-    the first ones, have a home in RAM and the others on a drive."""
+    """Experts in the slots, and forecasts of when each will be used. `num_experts`: of each layer; `in_ram`: how many
+    of them, from the first on, live in RAM. The others are on a drive."""
 
     def __init__(self, num_slots: int, num_experts: Mapping[int, int], in_ram: Mapping[int, int]) -> None:
         self._rank = {layer: rank for rank, layer in enumerate(sorted(num_experts))}
@@ -63,7 +63,7 @@ class NextUses:
         for layer, rank in self._rank.items():
             self._cost[rank * self._width + in_ram[layer] : (rank + 1) * self._width] = DRIVE_COST
         self._ahead = np.zeros(len(num_experts))
-        """Share of a pass until each layer asks again."""
+        """Share of a pass until each layer runs again."""
         self._layer, self._place = np.full(num_slots, -1), np.full(num_slots, len(self._passes) - 1)
         """Layer of what lies in a slot, and where its passes stand."""
         self._in_pass = np.zeros(self._width, dtype=bool)
@@ -114,8 +114,8 @@ class NextUses:
         return self._last(when, count)
 
     def sooner(self, wanted: Sequence[Key], most: int, kept: Collection[int]) -> list[tuple[Key, int]]:
-        """((layer, expert), slot) of up to so many of those wanted, for which what lies in the slot makes room because
-        it will be asked for later; none of `kept`."""
+        """((layer, expert), slot) for up to `most` wanted experts that will be used sooner than the expert in the slot.
+        Slots in `kept` are left alone."""
         if not wanted:
             return []
         rank, expert = np.array([(self._rank[layer], expert) for layer, expert in wanted]).reshape(-1, 2).T
@@ -127,7 +127,7 @@ class NextUses:
         return [(wanted[at], place) for at, place in zip(first, places) if wanted_when[at] < when[place]]
 
     def _when(self) -> np.ndarray:
-        """Passes until each slot's expert is asked for, divided by the cost of bringing it again."""
+        """Passes until each slot's expert is used, divided by the cost of reading it again: the highest goes first."""
         return (self._passes.take(self._place) + self._ahead.take(self._layer)) / self._cost.take(self._place)
 
     @staticmethod
@@ -137,7 +137,7 @@ class NextUses:
 
 
 NEARLY_ALL = 0.9
-"""Share of a layer's experts touched from which the next layer's are read before they are asked for."""
+"""Share of a layer's experts: a call that uses more starts reading the next layer's experts ahead."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ class ExpertCounts:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the experts asked for that were there; None: none was asked for yet."""
+        """Share of the experts asked for that were already in a slot; None before the first request."""
         return self.hits / self.asked if self.asked else None
 
 
@@ -211,14 +211,14 @@ class ExpertCache:
         """Copy of it in RAM."""
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._moved, self._just = set[Key](), set[Key]()
-        """Experts of which that is another by now, and those that have only just been asked for."""
+        """Experts whose slot has changed since `settle`, and those so recent that the next `settle` leaves them out."""
         self._over: dict[int, Any] = {}
         """Event after the last use of a slot; those that are missing are free since `_since`."""
         self._since = ranges.lane.streams.now()
 
     def groups(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """(experts, their slots) of group after group, each ready for work queued on the current stream until the next
-        is asked for. `experts`: each once. EngineError for what could not be read."""
+        """Yield (experts, their slots) group after group. A group is ready for work on the current stream until the
+        next is asked for. `experts`: each once. Raises EngineError if one could not be read."""
         self._uses.visit(layer, experts)
         asked = [(layer, expert) for expert in experts]
         missing = deque(key for key in asked if key not in self._table)
@@ -273,8 +273,8 @@ class ExpertCache:
         self._over, self._since = {}, self._ranges.lane.streams.now()
 
     def adapt(self, chosen: torch.Tensor, where: torch.Tensor, most: int) -> None:
-        """Learn from what a pass chose [layers, pairs], for which experts were where `where` says, and begin to read up
-        to so many of those that it missed, where they are likely to be asked for sooner than what makes room."""
+        """Learn from the experts that a pass chose, [layers, pairs], with the slots in `where`. Start reading some of
+        the missed ones, where they are likely to be used sooner than what they evict."""
         missing = []
         for layer, numbers, places in zip(self.parts, chosen.numpy(), where.numpy(), strict=True):
             experts = np.unique(numbers)
@@ -318,7 +318,7 @@ class ExpertCache:
         return len(keys)
 
     def _bring(self, keys: Sequence[Key], kept: set[int], *, is_ahead: bool = False) -> None:
-        """Begin to read experts into slots that are free or will be missed least; not into those of `kept`."""
+        """Start reading experts into slots that are free or needed last, but not into those of `kept`."""
         for key, place in zip(keys, self._uses.latest(len(keys), kept), strict=True):
             self._put(key, place, is_ahead=is_ahead)
 

@@ -74,7 +74,7 @@ class ChosenLayers:
 
 
 class ChosenExperts:
-    """Runs the experts of one layer. `in_place`: computes with packed weights as they are; None: nothing does."""
+    """Runs the experts of one layer. `in_place`: multiplies packed weights as they are; None: they are expanded."""
 
     def __init__(
         self, module: nn.Module, layer: int, cache: ExpertCache, in_place: InPlaceProducts | None, layers: ChosenLayers

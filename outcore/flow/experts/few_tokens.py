@@ -1,11 +1,11 @@
 """A layer's experts on few tokens, with no host in between: each pair of a token and an expert by the expert's number.
 
-Where an expert lies is a table on the device. Those in a slot of the cache are multiplied by the GPU, the others by the
-CPU, both at once; the GPU asks for them itself (`weights/hand_over.py`), so CUDA graphs hold a pass. The GPU may read
-some of the others in RAM, too: CPU and link together take more of the memory's rate (`by_pairs.py`). What is not in RAM
-is read from its drive first (`from_drive.py`). What was chosen is written to page-locked RAM: while the next pass runs,
-the host sees there which experts are to come into slots, at most `MOST_SWAPS`, and which make room for them. The table
-follows when they have come, so no pass waits for them.
+A table on the device says where each expert lies. The GPU multiplies with experts in slots while the CPU multiplies
+with the others in RAM. The GPU itself asks the CPU for them (`HandOver` in `weights/packed_weight.py`), so a CUDA graph
+holds a whole pass. The GPU may also read some experts in RAM, because CPU and link together use more of the memory's
+rate than one alone. Experts on a drive are read into RAM first (`from_drive.py`). The choices are written to
+page-locked RAM. While the next pass runs, the host finds there which experts should move into slots, at most
+`MOST_SWAPS`, and which leave. The table changes only once they have arrived, so no pass waits for them.
 
 N tokens, K experts of each, P = N K pairs, H hidden size.
 
@@ -16,8 +16,8 @@ the kernels for a layer, which hand all chosen experts out together. Longer pass
 
 Who multiplies which pair of a token and an expert: the GPU from a slot, the GPU from RAM over the link, or the CPU.
 
-Both read RAM at once, each at its own rate, so of the pairs without a slot every `every`th is the GPU's (0: none), in
-the order of the pairs; the CPU counts them alike (products.h: Stack)."""
+Both read RAM at once, each at its own rate. So one in `every` pairs without a slot is the GPU's (0: none), counted in
+the order of the pairs. The CPU counts in the same way (products.h: Stack), so neither has to tell the other."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def has_kernels(device: torch.device) -> bool:
 def share_out(
     numbers: torch.Tensor, where: torch.Tensor, every: torch.Tensor, told: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slot of each pair or -1, number of its expert where the GPU reads it in RAM or -1), int32 [P]. `numbers` [P]: of
-    its expert, which `told` hears; `where` [experts]: their slots."""
+    """(slot of each pair or -1, number of its expert if the GPU reads it in RAM, else -1), int32 [P]. The CPU computes
+    the rest. `numbers` [P]: experts of the pairs, copied to `told` for the CPU; `where` [experts]: their slots."""
     if has_kernels(numbers.device):
         numbers = numbers.contiguous()
         slots, links = (torch.empty(len(numbers), dtype=torch.int32, device=numbers.device) for _ in range(2))
@@ -133,7 +133,8 @@ def collect(
     linked: torch.Tensor | None,
     of_cpu: torch.Tensor,
 ) -> torch.Tensor:
-    """[P, results], in the type of `in_slots`, of each pair from who computed it."""
+    """[P, results] in the type of `in_slots`: each pair's result, taken from slots, from RAM by the GPU, or from the
+    CPU."""
     if has_kernels(in_slots.device):
         out, (pairs, width) = torch.empty_like(in_slots), in_slots.shape
         grid = -(-width // WIDTH), pairs
@@ -215,7 +216,7 @@ class FewTokens:
 
     @property
     def every(self) -> int:
-        """Every so many of the pairs without a slot are multiplied by the GPU, which reads them in RAM; 0: none."""
+        """One in this many pairs without a slot is the GPU's, which reads the expert in RAM; 0: none."""
         return int(self._every[0])
 
     @every.setter
@@ -241,8 +242,8 @@ class FewTokens:
             few.can_link = False
 
     def begin(self, tokens: int) -> None:
-        """A pass of so many tokens is about to be queued, and the one before it has run. EngineError for what could not
-        be read, which is given up then."""
+        """Prepare for a pass of this many tokens, which is queued next; the pass before it has run. Raises EngineError
+        if an expert could not be read, and gives that expert up."""
         self._chosen, self._where = self._told[:, : self._pairs].clone(), self._cache.where_now.clone()
         self._pairs = tokens * self._of_token
         try:

@@ -42,7 +42,7 @@ class ExpertForm:
     size_bytes: int
     """Bytes of one expert, gaps included."""
     expanded_bytes: int
-    """Bytes of one expert's packed matrices as they are used."""
+    """Bytes of one expert's packed matrices after they are expanded."""
 
 
 def experts_apart(units: ModelParts) -> ModelParts:

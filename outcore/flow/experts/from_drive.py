@@ -1,8 +1,8 @@
 """Experts on a drive that the CPU is to multiply: each is read into a slot in RAM when it is needed.
 
-A thread that answers a GPU's questions asks for them (`Scattered`), and waits. Slots that were asked for least recently
-make room, as far as that is told: of what a question needs nothing is told where none of it is missing. A read that
-fails ends the pass, whose results are not there then, and the next one reads again."""
+The thread that answers a GPU's questions asks for missing experts (`Scattered`) and waits for them. The least recently
+used slot makes room. Uses are seen only in questions with a missing expert, because the thread hears of no others. A
+failed read ends the pass without results, and the next pass reads again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton kernels that multiply pairs of a token and an expert, and sum their results. Imported on a
-GPU only; `by_pairs.py` says the same in torch."""
+"""Triton kernels that multiply pairs of a token and an expert, and sum their results. Imported on a GPU only;
+`few_tokens.py` says the same in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def share_out(numbers, where, every, told, slots, links, count, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["width"])
 def collect(slots, links, in_slots, linked, of_cpu, out, width, BLOCK: tl.constexpr):
-    """Results of each pair from who computed them, in the type of `out`. Programs: (pieces of the width, pairs)."""
+    """Copy each pair's result from where it was computed into `out`. Programs: (pieces of the width, pairs)."""
     pair = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = pair.to(tl.int64) * width + at

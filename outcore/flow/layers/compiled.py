@@ -2,10 +2,10 @@
 
 A *role* is what is computed of a layer: "forward", and what others register, such as a backward with recomputation.
 Without compiler support for a model the layers run eagerly, with the reason said once. Dropout stays eager: graphs of
-two roles would draw different numbers from one seed.
-Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
-several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
-Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
+two roles would draw different numbers from one seed. Micro-batches of the first shape have functions of their own,
+compiled for just that shape. Once the compiler has seen several lengths it makes slower code for any length, and would
+then use that for the usual shape, too. Cost: seconds to a minute at the first step, and a recompilation for a new
+sequence length.
 
 LoRA's adapters as compiled layers run them: added to the product of the frozen weight in place.
 
@@ -279,11 +279,11 @@ class CompiledLayers:
             thread.join(LOAD_TIMEOUT_S)
 
     def register(self, role: str, make: Role) -> None:
-        """Have layers run in this role, too."""
+        """Let layers also run in this role."""
         self._roles[role] = make
 
     def is_active(self, layer: int) -> bool:
-        """Whether this layer is to be run compiled now: in the mode it is compiled for, until the compiler gave up."""
+        """Whether this layer runs compiled: in the mode that it was compiled for, and unless the compiler gave up."""
         return not self.why_not and self.units.layers[layer].training is self._training
 
     def takes_packed(self, layer: int) -> bool:
@@ -364,7 +364,7 @@ class CompiledLayers:
             return function(*args)
 
     def has_eager_graphs(self, layer: int) -> bool:
-        """Whether this layer, not being compiled, is to be run through graphs: in the same mode, until one fails."""
+        """Whether this layer runs through CUDA graphs without being compiled: in the same mode, and until one fails."""
         return (
             self.graphs is not None
             and self.graphs_fit_eager

@@ -91,7 +91,7 @@ class TiledHead:
 
     @contextmanager
     def bound(self, tensors: Sequence[Any], tile: torch.Tensor, rows: tuple[int, int]) -> Iterator[None]:
-        """The model with one tile in place of the vocabulary's weight, and the same rows of a bias beside it."""
+        """Bind a tile in the vocabulary's place, and the same rows of its bias, while the context lasts."""
         unit = self.units.head
         modules = {id(module) for module, _ in unit.owners[self._place]}
         taken = list(tensors)
@@ -104,7 +104,7 @@ class TiledHead:
             yield
 
     def chunks(self, row: HeadRow, num_rows: int) -> Iterator[slice]:
-        """Ranges of a row's tokens, such that their logits over so many rows of the weight may be held."""
+        """Yield ranges of a row's tokens whose logits over `num_rows` rows of the weight fit `chunk_bytes`."""
         step = max(16, self.chunk_bytes // (4 * num_rows))
         for start in range(0, len(row.flat), step):
             yield slice(start, min(start + step, len(row.flat)))
@@ -213,8 +213,8 @@ class Head:
             return projection(final.reshape(-1, final.shape[-1])[positions]).float()
 
     def losses(self, slab: torch.Tensor, inputs: Iterable[HeadInput]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(fp32 sum of the loss, tokens that count) of each batch, one after another as they are asked for; in tiles
-        all at once with the first."""
+        """Yield (fp32 sum of the loss, tokens that count) of each batch when it is asked for. In tiles all are computed
+        with the first."""
         if self.tiled is not None:
             yield from self.tiled.losses(slab, map(self.on_device, inputs))
             return
@@ -294,8 +294,8 @@ class Head:
         return ce_sum, n_tokens
 
     def num_chunks(self, num_tokens: int, smaller: int) -> int:
-        """Count the chunks that so many tokens are cut into; `smaller`: so many times less memory than
-        `logits_chunk_bytes` for each."""
+        """Number of chunks into which these tokens are cut. `smaller`: divisor of `logits_chunk_bytes` for each
+        chunk."""
         return min(num_tokens, auto_num_chunks(num_tokens, self.vocab_size, max(1, self.logits_chunk_bytes // smaller)))
 
 

@@ -45,8 +45,8 @@ class Heads:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> Heads:
-        """Make as many groups as there are heads of keys; one where these are not those of values, too, or do not
-        divide the queries'. `parts`: queries, keys, values [B, H, t, D]."""
+        """Make a group for each head of keys, or a single one if values have another number of heads or the queries'
+        heads do not divide. `parts`: queries, keys, values [B, H, t, D]."""
         query, key, value = parts
         heads = key.shape[1]
         groups = heads if value.shape[1] == heads and query.shape[1] % heads == 0 else 1
@@ -80,7 +80,7 @@ class Heads:
         return rows.unflatten(-1, (self.shapes[0][0], -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def pack_result(self, result: torch.Tensor, rows: torch.Tensor) -> None:
-        """Fill what `result` is of."""
+        """Write attention's result [B, t, H, D] into `rows` [G, B, t, result width], the inverse of `result`."""
         of_groups = result.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3, 4)
         rows.unflatten(-1, of_groups.shape[3:]).copy_(of_groups)
 
@@ -353,7 +353,7 @@ class LongRows:
 
     @contextmanager
     def _standing_in(self, index: int) -> Iterator[Attention]:
-        """Within this context the layer's attention is the stand-in; gives what it is outside."""
+        """Replace the layer's attention by the stand-in while the context lasts; yields the real attention."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         configs = self._configs[index]

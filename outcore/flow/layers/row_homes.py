@@ -1,11 +1,11 @@
 """Homes of whole rows of long micro-batches, mostly in RAM, and their way to the device and back, block by block.
 
-A row of 131,072 tokens of 8 B takes 1 GiB wherever it is held whole: hidden states, their gradient, queries, keys and
-values, attention's result. So the device has blocks of them: the next one comes up while one is worked on, and what was
-made goes down behind. The host never runs more than two blocks ahead, or blocks on their way would fill the device.
-Rows are [..., T, width]; a block is some tokens of all of them, or, for attention, one group of heads of all tokens.
-Where the device has room for a layer's rows that pass, which no other pass needs, these live there: near rows, whose
-blocks are views of them. Inputs of layers live in RAM in any case."""
+A row of 131,072 tokens of an 8 B model takes 1 GiB for each tensor that holds it whole: hidden states, their gradient,
+queries, keys, values, attention's result. So the device holds blocks. The next block is uploaded while one computes,
+and results are downloaded behind it. The host runs at most two blocks ahead, because blocks in flight would otherwise
+fill the device. Rows are [..., T, width]; a block is some tokens of all of them, or, for attention, one group of heads
+of all tokens. If the device has room for one layer's rows, they live there during that layer: near rows, whose blocks
+are views. Inputs of layers live in RAM in any case."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class RowHomes:
             self._expected.pop(next(iter(self._expected)))
 
     def arriving(self, wanted: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """Yield the rows asked for, on the device, reading the next ones meanwhile. Each list is emptied when the next
-        one is asked for; who keeps none of its tensors either lets two be on the device at a time, otherwise three."""
+        """Yield the rows asked for, on the device, while the next ones are read. Each list is emptied when the next one
+        is asked for. A caller that keeps no tensor of it holds two sets on the device at a time, otherwise three."""
         left, ahead = iter(wanted), deque[Coming]()
 
         def fetch() -> None:

@@ -44,14 +44,14 @@ class PartWeights:
         return self._views[key]
 
     def home_views(self, unit: Part, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Parameters in slot order, packed ones as their bytes, of a unit that comes as those of its home."""
+        """Parameters in slot order, as the bytes of the part's home: packed ones stay packed."""
         key = (unit.index, slab.data_ptr())
         if key not in self._home_views:
             self._home_views[key] = unit.layout.home_views(slab)
         return self._home_views[key]
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
-        """(all parameters in slot order, those of them that autograd is asked about)."""
+        """(all parameters in slot order, those that autograd differentiates)."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.leaves(unit, slab)
         key = (unit.index, slab.data_ptr())

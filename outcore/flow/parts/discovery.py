@@ -55,8 +55,8 @@ def packing_of(loaded: LoadedModel, *, as_published: bool = False) -> Packing:
 
 
 def cpu_specs(part: Part) -> list[PackedSpec | None]:
-    """Format of each slot's weight for the CPU's kernels, where its bytes are: packed as it is, or a frozen 16-bit
-    matrix of linear layers as it stands; None for what goes to the device."""
+    """Format of each slot's weight if the CPU can multiply it in place (packed, or a frozen 16-bit matrix of a linear
+    layer); None if it goes to the device."""
     return [_cpu_spec(part, slot, owners) for slot, owners in zip(part.layout.slots, part.owners, strict=True)]
 
 

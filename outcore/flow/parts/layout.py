@@ -105,7 +105,7 @@ class SlabLayout:
         """Elements of the slab's home, gaps included: fewer where parameters are packed."""
 
     def runs(self, slot: Slot) -> list[tuple[int, int, int]]:
-        """[start, end) of the home, and of which element of the parameter it begins with, run after run."""
+        """A parameter's runs in the home: (start, end, first element of the parameter in the run)."""
         return [(slot.home_offset, slot.home_offset + slot.home_numel(self.dtype.itemsize), 0)]
 
     @property

@@ -8,11 +8,11 @@ states, and the modules of the embedding are `Blank`, so that their weights need
 
 Attention masks of micro-batches that wait: boolean [B, 1, T, T], held as bits.
 
-The vertical schedule runs every micro-batch through a layer before the next layer, so what a layer is called with waits
-for a whole step. A mask of packed or padded rows is by far the largest part of that: B x T x T bytes for each kind of
-layer, 268 MB at 8 micro-batches of 2 x 4,096 tokens, 34 MB as bits. Each use makes the mask anew: two kernels that
-write B x T x T bytes, little beside the attention that reads it. Nothing is asked of the device, so nothing waits for
-it. Masks of numbers (eager attention adds them) stay as they are."""
+The vertical schedule runs every micro-batch through a layer before the next layer, so a layer's arguments wait for a
+whole step. A mask of packed or padded rows is by far the largest part of that: B x T x T bytes for each kind of layer,
+268 MB at 8 micro-batches of 2 x 4,096 tokens, 34 MB as bits. Each use makes the mask anew: two kernels that write B x T
+x T bytes, little beside the attention that reads it. Nothing is asked of the device, so nothing waits for it. Masks of
+numbers (eager attention adds them) stay as they are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outcore.common.errors import line_of
 from outcore.model.weights import is_stand_in
 
 MIN_MASK_NUMEL = 1 << 20
-"""Smaller masks stay as they are: nothing to gain."""
+"""Smaller masks are kept as they are, because replacing them gains nothing."""
 
 
 @dataclass(frozen=True)

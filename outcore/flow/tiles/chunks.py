@@ -35,7 +35,7 @@ class RowSink(Protocol):
 
 
 class TileSink(Protocol):
-    """Gradients of tiles. It is told of every use, so that it knows which part of a gradient is the last."""
+    """Gradients of tiles. It is told of every use, because only so it knows which piece of a gradient is the last."""
 
     counting: bool
     """Off while a chunk of tokens is recomputed: its uses have been counted."""
@@ -68,7 +68,7 @@ class TileSink(Protocol):
 COPIES = 4
 """Intermediates of each projection that are held at once: its result, the activation's, and their gradients."""
 TOLERANCE = 0.02
-"""Share of the largest value: two tokens together against one by one, in 16-bit."""
+"""Allowed difference between tokens computed together and one by one in 16 bits: share of the largest value."""
 
 
 class TokenChunks:

@@ -33,7 +33,7 @@ from outcore.sizing.tiles import (
 )
 
 ROUND_ROWS = 64
-"""Tiles of at least so many rows have a multiple of it: whole blocks of a GPU's matrix units."""
+"""Rows of a larger tile are a multiple of this: whole blocks of a GPU's matrix units."""
 PACKED_ROWS = 4
 """Tiles of packed rows have a multiple of it, so that they begin at whole elements of the home, of up to 4 bytes."""
 PLACE_ALIGN_NUMEL = 128

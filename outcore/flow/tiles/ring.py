@@ -22,7 +22,7 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import RangeUpload, SlabRanges, settle
 from outcore.staging import AT_ONCE
 
-NUM_BUFFERS = 3
+NUM_BUFFERS = 3  # one is computed with, the others arrive behind it
 
 
 @dataclass
@@ -66,7 +66,7 @@ class TileRing:
         return self._expanded.nbytes + sum(buffer.nbytes for buffer in self._buffers)
 
     def open(self, unit: Part) -> None:
-        """From here on this unit is used, with its parameters as they are now."""
+        """Start using this part, with its parameters as they are now."""
         self.drop()
         self._unit = unit
 
@@ -87,7 +87,7 @@ class TileRing:
         return settle(coming, deadline)
 
     def tiles(self, matrix: TiledMatrix, use: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number, tile [rows, num_cols]) one after another; each may be read until the next is asked for."""
+        """Yield (number, tile [rows, num_cols]). A tile may be read until the next one is asked for."""
         assert self._unit is matrix.unit, f"{matrix.slot.name} is used while {matrix.unit.name} is not open"
         assert not self._held, "tiles of one matrix at a time"
         self._follower[self._last] = matrix

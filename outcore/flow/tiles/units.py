@@ -302,7 +302,7 @@ class TiledParts:
         return self._bind(unit, self[unit].resident.views(slab), None)
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
-        """(what stands for each parameter in a backward, those of them that autograd is asked about)."""
+        """(stand-ins for all parameters in a backward pass, those that autograd differentiates)."""
         resident = self[unit].resident
         views = [
             view.detach().requires_grad_(slot.trainable)
@@ -390,7 +390,7 @@ class TiledArrival:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiled parts, and how their weights arrive beside those of the others."""
+    """Parts in tiles, and how their weights arrive together with those of the other parts."""
 
     parts: TiledParts
     arrival: TiledArrival

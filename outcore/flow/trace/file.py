@@ -86,7 +86,7 @@ def write_trace(path: Path, slices: Sequence[Slice], about: dict[str, Any]) -> N
 
 Moment = Any
 """A timed torch.cuda.Event, or seconds on the clock of time.perf_counter."""
-CALIBRATION_TRIES = 5
+CALIBRATION_TRIES = 5  # the tightest of them counts: the host may be interrupted in some
 POLL_S = 1e-4
 
 

@@ -219,12 +219,12 @@ class Stalls:
             self.trace.device_wait(what, reason, stall.begin, stall.end)
 
     def withdraw(self) -> None:
-        """The wait told last was none: the device had other work meanwhile."""
+        """Forget the last wait: the device had other work meanwhile, so it did not stall."""
         self._stalls.pop()
 
     @contextmanager
     def because(self, reason: Reason, what: str) -> Iterator[None]:
-        """The host blocks here for this reason, within an `until` or (draining) outside of any."""
+        """Count this context's time as blocked for this reason. It lies within an `until`, or in a step's draining."""
         begin_s = time.perf_counter()
         try:
             yield
@@ -236,7 +236,7 @@ class Stalls:
             self.trace.host_wait(what, reason, begin_s, end_s)
 
     def add(self, reason: Reason, seconds: float) -> None:
-        """The host was blocked for so long, told afterwards; below 0 takes back what was for another reason."""
+        """Count time that the host was blocked, afterwards. Negative seconds take back time of another reason."""
         if self._open is not None:
             self._open.host_s[reason] = max(0.0, self._open.host_s.get(reason, 0.0) + seconds)
 

@@ -20,7 +20,7 @@ setp.ne.b64 waits, seen, $2;
 @waits bra again;
 mov.b64 $0, seen;
 }""")
-"""Reads `answered` of the box until it has the same number."""
+"""Loop that reads the box until `answered` equals the number of the question."""
 
 
 @triton.jit(do_not_specialize=["task"])

@@ -1,11 +1,11 @@
 """Homes of the parameters: the first part of each unit's slab in RAM, the rest in scratch on NVMe.
 
-A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for every layer
-while the rest of it comes from RAM, so it is busy through the whole pass and each layer's reads hide behind its
-neighbours' compute; with the last layers wholly on NVMe it would be idle (its slots full) until they come and then be
-all that is waited for. Embedding and head come first into RAM: they have one device buffer and no neighbour to hide
-behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM. Elsewhere the cut lies between two chunks of
-optimizer states, so a chunk's parameters are in one place; those on NVMe are written back by the ring of states.
+A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for each layer, so
+it is busy through the whole pass, and each read hides behind the neighbours' compute. With the last layers wholly on
+NVMe the drive would first be idle, with its slots full, and then be what everything waits for. Embedding and head get
+RAM first, because they have one device buffer and no neighbour to hide behind. A unit that is mostly frozen (LoRA)
+keeps its trained parameters in RAM. Elsewhere the cut lies between two chunks of optimizer states, so that a chunk's
+parameters are in one place. The ring of states writes back those on NVMe.
 
 Frozen parameters may be packed (`SlabLayout`): each is packed as its value comes, and expanded when it is asked for.
 A module's parameter is a view of its home where that is RAM and not packed, else a stand-in of the right shape without
@@ -238,8 +238,8 @@ class WeightSource(Protocol):
         ...
 
     def cached(self, unit: Part) -> torch.Tensor | None:
-        """The end of that rest, 1-D, where RAM has it, too, until the part's use after this one; None where it has not.
-        Asked once the part is current."""
+        """1-D end of the part's rest on NVMe that RAM holds as well, until the part's use after this one; None if RAM
+        has none. Ask once the part is current."""
         ...
 
     def is_current(self, unit: Part) -> bool:
@@ -247,7 +247,7 @@ class WeightSource(Protocol):
         ...
 
     def wait_current(self, unit: Part) -> None:
-        """Block until it has; raises what went wrong with it."""
+        """Block until the last change to the part has been made; raises the error that stopped it."""
         ...
 
 
@@ -312,7 +312,7 @@ class Expansion:
         self._again: dict[tuple[int, int], Sequence[Again]] = {}
         """Instructions to expand a part's bytes at an address again."""
         self.as_they_are = frozenset[int]()
-        """Indices of parts whose bytes are multiplied as they are for the time being, so that nothing is expanded."""
+        """Indices of parts whose packed bytes are multiplied without being expanded, for now."""
 
     @property
     def device_bytes(self) -> int:
@@ -324,8 +324,8 @@ class Expansion:
         return packed and part.index in self._indices and part.index not in self.as_they_are
 
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
-        """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
-        not expanded, and of one that is multiplied as it is, the bytes themselves (uint8)."""
+        """The part's slab on the device, made from the bytes of its home. It is valid until the next call. A packed
+        part that is not expanded gives the bytes themselves (uint8)."""
         if not self.expands(part):
             has_bytes = part.layout.packed_slots or part.index in self.as_they_are
             return home.view(torch.uint8 if has_bytes else part.layout.dtype)

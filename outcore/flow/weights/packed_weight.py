@@ -2,19 +2,18 @@
 are.
 
 The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
-transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
-packed bytes, or the GPU's where they are there; above that, and for whatever else is done with a weight, its values are
-expanded for the call, which then gives what a layer that was expanded whole would give, bit for bit. A GPU hands its
-activations over to the CPU (`HandOver`), once for all weights that a layer multiplies them with: which these are
-shows its first pass.
+transposed one; torch hands these calls over. For few rows kernels read the packed bytes, on the CPU or, if the bytes
+are there, on the GPU; up to how many rows that pays is measured. For more rows, and for any other use of the weight,
+its values are expanded for the call, which gives the bits of a layer that was expanded whole. A GPU hands its
+activations to the CPU (`HandOver`) once for all weights that a layer multiplies them with. The first pass shows which
+these are.
 
 Products of the CPU in the middle of a GPU's work, with the host in between neither waiting nor launching.
 
-A kernel writes activations to page-locked RAM and asks there for a task; a thread of the CPU that looks into that RAM
-multiplies and answers; the kernel, which has waited, ends, and the next one reads the results. All of it is queued as
-any other work of the stream is, so CUDA graphs hold it, and uploads are queued ahead meanwhile. A hand-over costs three
-small kernels and a round trip to RAM beside the products, some 15 us (estimated). Cost: 24 MiB of page-locked RAM and a
-thread."""
+A kernel writes activations and a question to page-locked RAM and waits. A CPU thread that polls this RAM multiplies and
+answers. Then the kernel ends, and the next one reads the results. All of it is ordinary work of the stream, so CUDA
+graphs can hold it, and uploads are queued ahead meanwhile. A hand-over costs three small kernels and a round trip to
+RAM beside the products, some 15 us (estimated). Cost: 24 MiB of page-locked RAM and a thread."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class HandOver:
         self._tasks: dict[tuple[tuple[int, int], ...], int] = {}
 
     def takes(self, num_rows: int, columns: int, results: int) -> bool:
-        """Whether there is room for so many rows, of so many columns and results."""
+        """Whether the box has room for a question of `num_rows` rows and its answer."""
         return num_rows * columns * 4 <= X_BYTES and num_rows * results * 4 <= OUT_BYTES
 
     def multiply(self, calls: Sequence[Any], rows: torch.Tensor) -> list[torch.Tensor]:
@@ -89,8 +88,8 @@ class HandOver:
         self._asks.ask(self._box, self._turn, PackedProducts.question(task, pairs), waits=False)
 
     def chosen(self, pairs: int, results: int) -> torch.Tensor:
-        """Wait for what was asked for: fp32 [pairs, results] in the CPU's RAM, good until the next question. What was
-        not for the CPU is undefined."""
+        """Wait for the answer to `ask_chosen`: fp32 [pairs, results] in the CPU's RAM, valid until the next question.
+        Rows of pairs that the CPU did not compute are undefined."""
         self._asks.wait(self._box, self._turn)
         return self._out[: pairs * results].view(pairs, results)
 
@@ -146,13 +145,13 @@ class InPlaceProducts:
         """Results of it that nobody has asked for yet, by weight."""
 
     def takes(self, weight: PackedWeight, num_rows: int) -> bool:
-        """Whether the CPU's kernels multiply so many rows."""
+        """Whether the CPU's kernels multiply this many rows with the weight."""
         if self.is_exact or weight.call is None or num_rows > self.most_rows[weight.spec.format.name]:
             return False
         return self.hand_over is None or self.hand_over.takes(num_rows, weight.call.columns, weight.call.rows)
 
     def takes_pairs(self, weight: PackedWeight, num_rows: int, pairs: int) -> bool:
-        """Whether the CPU's kernels multiply so many rows with matrices of a stack that they chose."""
+        """Whether the CPU's kernels multiply this many rows, each with a matrix of a stack that it chose."""
         if self.is_exact or self._products is None or self.device.type != "cpu":
             return False
         has_kernel = PackedProducts.can(PackedSpec(weight.spec.format, weight.spec.shape[1:]))

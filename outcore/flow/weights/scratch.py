@@ -39,7 +39,7 @@ MODES: tuple[Mode, ...] = ("auto", "on", "off", "sampled")
 ENOUGH_GB_PER_S = 4.0
 """Rate of one core from which everything is verified: two cores then keep up with a drive of 8 GB/s."""
 ONE_IN = 8
-"""Sampled: one section of 8 MiB of so many."""
+"""Sampled verification checks one section of 8 MiB out of this many."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Tail(NamedTuple):
 
 
 def tail_of(state_format: StateFormat, state: torch.Tensor, numel: int) -> Tail:
-    """Tail of the chunk in `state`, of which no update is under way. ValueError where its head cannot be one."""
+    """Tail of the chunk in `state`, while no update of it runs. Raises ValueError if its head is impossible."""
     size_bytes, index, next_bytes = _chunk_head(state_format, state, numel)[:3].tolist()
     room_bytes = state_format.tail_bytes(numel)
     if index not in (0, 1) or not 0 <= size_bytes <= room_bytes or next_bytes:

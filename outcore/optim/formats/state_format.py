@@ -96,7 +96,7 @@ class StateFormat:
 
     @property
     def without_squares(self) -> StateFormat:
-        """Make this format with a momentum alone, in fp32, beside its master."""
+        """Make the variant of this format whose only moment is the momentum, in fp32, with the same master."""
         assert not self.moments8
         return replace(self, name=f"{self.name}_momentum", only_momentum=True)
 
@@ -224,7 +224,7 @@ LEVELS = 127.0 * 127.0
 ROOT_LEVELS = 255.0 * 255.0
 INVERSE_LEVELS = round_to_fp32(1 / LEVELS)
 INVERSE_ROOT_LEVELS = round_to_fp32(1 / ROOT_LEVELS)
-SMALLEST_EXP_AVG = 2.0**-112
+SMALLEST_EXP_AVG = 2.0**-112  # below it the smallest code would be no normal fp32 number
 SMALLEST_EXP_AVG_SQ = 2.0**-93
 GOLDEN_64 = 0x9E3779B97F4A7C15
 MASK_32 = 0xFFFFFFFF

@@ -138,7 +138,7 @@ class CudaCopy:
 
 
 class CudaStreams:
-    """`count` streams on a CUDA device, and one beside them; torch hands them out of its pool of 32 per device."""
+    """`count` streams for copies on a CUDA device and one more. torch takes them from its pool of 32 per device."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.count = count

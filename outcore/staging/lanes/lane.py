@@ -44,7 +44,7 @@ from outcore.storage.store import TensorStore
 
 logger = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 10.0  # the process is ending: a copy that hangs must not hold it up
 HOME_COPY_BYTES = 64 * MIB
 """Piece of a copy between pinned RAM and the device: few calls a layer, and at 12 GB/s other lanes get between
 after 5 ms."""
@@ -148,7 +148,7 @@ class Lane:
         )
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Blocks until nothing is under way; failures stay with their transfers. TimeoutError."""
+        """Block until no transfer is in flight. Failures stay with their transfers. Raises TimeoutError."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._watch_all()
         with self._settled:

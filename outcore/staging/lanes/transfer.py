@@ -106,7 +106,8 @@ class LaneTransfer:
 
     @property
     def error(self) -> BaseException | None:
-        """Failure of the transfer; None while all is well. Who reads it has taken notice: it is not logged again."""
+        """Failure of the transfer; None while there is none. Reading it counts as handling it, so it is not logged
+        again."""
         self._error_seen = True
         return self._error
 
@@ -163,7 +164,7 @@ class LaneTransfer:
     # ------------------------------------------------------------------ for the lane
 
     def leave_unwatched(self, unwatched: Unwatched) -> None:
-        """No thread waits for this copy until somebody on the host wants to know that it ended."""
+        """Start no waiter thread for this copy until somebody on the host asks whether it has ended."""
         with self._condition:
             self._unwatched = unwatched
 
@@ -229,7 +230,7 @@ class LaneTransfer:
             return not self._in_flight and (self._error is not None or self._done_bytes == self.n_bytes)
 
     def finish(self) -> None:
-        """Ends it, once: tells those who wait, lets go of the buffers."""
+        """End the transfer, once: wake the threads that wait, and release the buffers."""
         with self._condition:
             if self._finished:
                 return

@@ -13,9 +13,9 @@ RAM for homes: leased from the pinned pool while it lasts (less a reserve), page
 Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned
 homes are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
 
-Where the pool does not hold all homes of a kind, `which_pinned` spreads it evenly over the layers: copying a pageable
-home takes the CPU several times as long as the link takes for a pinned one, which hides behind the compute of its
-neighbours; were they all in a row, the pass would go at the copies' rate there and the CPU would idle elsewhere.
+If the pool cannot hold all homes of a kind, `which_pinned` spreads pinned ones evenly over the layers. The CPU copies a
+pageable home several times slower than the link moves a pinned one, and one slow copy hides behind the compute of its
+neighbours. Many in a row would slow the pass to the rate of the copies, and leave the CPU idle elsewhere.
 
 Page-locked RAM that a GPU's kernels read where it is, and small tensors that go to the GPU that way.
 
@@ -254,8 +254,8 @@ class PinnedPool:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Instead of `close`, where a transfer does not end: the memory stays as it is until the process has ended, and
-        is neither freed nor unpinned at its exit."""
+        """Keep the memory mapped and pinned until the process ends, instead of `close`: a transfer has not ended and
+        may still write to it."""
         self._finalizer.detach()
         weakref.finalize(self, _keep, self).atexit = False  # what it is to be called with lives as long as the process
 

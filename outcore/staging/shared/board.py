@@ -373,7 +373,7 @@ class RankGroup:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Context: an exception within is told to the other ranks, and ends their waits."""
+        """Context: report an exception within it to the other ranks, which ends their waits."""
         try:
             yield
         except BaseException as error:

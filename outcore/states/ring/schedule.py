@@ -23,7 +23,7 @@ from outcore.states.placement import StateChunk, Updatable
 from outcore.states.ring.slots import RingSlot
 
 KEPT_SHARE = 4
-"""One slot in so many, and at least one, is never used for reading ahead."""
+"""One slot in this many, at least one, is never used for reading ahead: it is for chunks that are ready."""
 
 
 class RingTicket:
@@ -49,7 +49,7 @@ class ChunkPassage:
     is_leaving: bool = False
     """The chunk is being updated or written."""
     is_staying: bool = False
-    """The chunk is being updated, and will be kept once what else is written of it has reached the drive."""
+    """True while a chunk is updated that will stay in its slot once its writes have reached the drive."""
     is_kept: bool = False
     """The chunk stays in its slot for the next pass; its states are newer than those on the drive."""
 
@@ -139,8 +139,8 @@ class RingSchedule:
         self._ahead = len(self._order)
 
     def add(self, ticket: RingTicket) -> list[ChunkPassage]:
-        """Add an update whose unit is ready. Returns those of its chunks that were read ahead (perhaps not to the
-        end yet)."""
+        """Add an update whose gradient is complete. Returns its chunks that are already in slots, or being read into
+        one."""
         self._tickets.add(ticket)
         if self._turns:
             self.stop_reading_ahead()  # until the turn: the next pass begins with what this one keeps
@@ -160,7 +160,7 @@ class RingSchedule:
         return found
 
     def next_read(self) -> ChunkPassage | None:
-        """The chunk to be read now, in a slot that was free; None until something changes."""
+        """Choose the chunk to read now, with a slot that was free; None until something changes."""
         if not self._free:
             return None
         for ticket in self._ready:

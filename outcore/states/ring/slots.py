@@ -106,7 +106,7 @@ class RingSlot:
         return self._param_part(chunk)
 
     def initialise(self, chunk: StateChunk, timeout_s: float) -> Transfer:
-        """Set the chunk's states on NVMe to those of a fresh start; the write under way."""
+        """Write fresh states of a chunk to NVMe; returns the write in flight."""
         for part in self._param_part(chunk):
             part.submit_read().wait(timeout_s)
         ChunkState(chunk.state_format, self.states(chunk), chunk.numel, self.param(chunk)).initialise()
@@ -124,7 +124,8 @@ class RingSlot:
 
 
 def pieces(chunk: StateChunk, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """(offset on the drive, where it belongs in `memory`, [>= chunk.n_bytes]) of what the drive has of a chunk."""
+    """Tuples of (offset on the drive, where the bytes belong in `memory`) for the pieces of a chunk that the drive
+    holds. `memory`: [>= chunk.n_bytes]."""
     found = [(0, memory[: chunk.moved_bytes])]
     if chunk.tail is not None and chunk.tail.size_bytes:
         start = chunk.tail.offset_bytes

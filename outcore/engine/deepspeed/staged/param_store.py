@@ -167,17 +167,17 @@ class Loans:
         return ds_id in self._lent
 
     def memory_of(self, ds_id: int) -> torch.Tensor:
-        """Memory that is lent to a share, with its contents."""
+        """Gradient memory that a share reuses, with its contents."""
         return self._lent[ds_id][1]
 
     def lend(self, param: Any, memory: torch.Tensor) -> None:
-        """`memory` holds the rank's share of `param`, padding included, and is DeepSpeed's to read until `reclaim`."""
+        """Let the rank's share of `param`, padding included, stay in `memory` for DeepSpeed until `reclaim`."""
         self._lent[param.ds_id] = (param, memory)
         param.ds_tensor.data = memory
         param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def reclaim(self, param: Any) -> None:
-        """Before a gradient is written there. Nothing where no memory is lent."""
+        """Take the memory back before a gradient is written to it. Does nothing if the share has none."""
         lent = self._lent.pop(param.ds_id, None)
         if lent is None:
             return

@@ -166,7 +166,7 @@ class StagedParams:
             self._finish_write(ds_id)
 
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
-        """Shares that were gathered are not needed any more; those in lent memory stay there."""
+        """Release the buffers of gathered shares. Shares in reused gradient memory stay there."""
         for param in params:
             if param.ds_id in self.loans:
                 continue
@@ -190,7 +190,7 @@ class StagedParams:
             self._updated = set()
 
     def _copy_of_lent(self, param: Any) -> ShareBuffer:
-        """Staging memory with what the lent memory holds, which goes back."""
+        """Copy a share from reused gradient memory to staging memory, and give the gradient memory back."""
         place = self.store[param.ds_id]
         self._wait_for_update(param.ds_id)
         buffer = self._take(place.n_bytes)

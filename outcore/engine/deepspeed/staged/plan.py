@@ -45,7 +45,7 @@ class StagedPlan:
     home_bytes: int = 0
     """Parameters that will live in RAM, as far as known before the model is made."""
     grad_bytes: int = 0
-    """Gradients that will live in RAM, likewise; their memory is taken when the shares are known."""
+    """Bytes of gradients that will live in RAM. Their memory is taken when the shares are known."""
     pin: bool = True
     """Pin the homes of parameters and gradients."""
     nvme_path: str | None = None

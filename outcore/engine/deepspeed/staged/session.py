@@ -71,7 +71,7 @@ class StagedMemory:
         return words + (f", and {format_gib(staging_bytes)} of staging memory" if staging_bytes else "")
 
     def leave(self) -> None:
-        """Instead of `close`, where a transfer does not end: everything stays until the process ends."""
+        """Keep everything until the process ends, instead of `close`, because a transfer does not end."""
         for pool in (self.pool, self._gradient_pool):
             if pool is not None:
                 pool.leave()
@@ -136,9 +136,8 @@ class StagedSession:
         return StagedGradients(self.memory.pool, device)
 
     def close(self, deadline: Deadline | None = None, *, is_idle: bool = True) -> None:
-        """Wait for transfers, give memory back, remove the scratch files; safe to call twice.
-
-        Where a transfer does not end within the limit, its memory and the scratch files stay until the process ends."""
+        """Wait for transfers, release memory, remove the scratch files; safe to call twice. If a transfer does not end
+        in time, its memory and the scratch files stay until the process ends."""
         deadline = deadline or Deadline()
         if self.gradients is not None:
             is_idle = self.gradients.close(deadline) and is_idle

@@ -61,7 +61,7 @@ class Activations(Protocol):
         ...
 
     def clear(self, deadline: Deadline | None = None) -> None:
-        """Forget everything (after a failed pass), once what is under way has ended."""
+        """Forget everything after a failed pass, once the copies in flight have ended."""
         ...
 
 
@@ -123,7 +123,7 @@ class RamActivations:
         self._first_staying = num_layers - STAY_LAYERS
         self._device = DeviceActivations()
         self._homes: dict[int, torch.Tensor] = {}
-        """RAM by layer, of our own for what is not lent."""
+        """RAM of our own by layer, for checkpoints that do not fit the reused gradient memory."""
         self._forms: dict[tuple[int, int], tuple[torch.dtype, torch.Size]] = {}
         self._stacks: list[torch.Tensor] = []
         self._leaving: list[list[LaneTransfer]] = [[] for _ in range(DEVICE_STACKS)]
@@ -140,7 +140,7 @@ class RamActivations:
 
     @property
     def host_bytes(self) -> int:
-        """RAM that the checkpoints have taken so far, what was lent not counted."""
+        """RAM that the checkpoints have taken so far, without reused gradient memory."""
         return sum(home.nbytes for home in self._homes.values())
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ class RamActivations:
         return self._stacks[self._turn][:total]
 
     def _pieces(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
-        """(begin, end, RAM) of a layer's checkpoints: as many micro-batches as fit lie in what is lent."""
+        """(begin, end, RAM) of a layer's checkpoints. As many micro-batches as fit use the gradient memory."""
         lent, total = self._lend(layer), self._offsets[-1]
         fits = 0 if lent is None else lent_bytes(self._offsets, lent.nbytes)
         pieces = [] if lent is None or not fits else [(0, fits, lent[:fits])]

@@ -88,7 +88,7 @@ class TiledHeadGradient:
         grad_scale: float,
         into: GradAccumulator | None,
     ) -> list[torch.Tensor]:
-        """Second pass: gradients of the tiles, which go down; those of the rows, fp32 [N, H'], are returned."""
+        """Second pass over the tiles: gradients of tiles go to RAM, those of the rows (fp32 [N, H']) are returned."""
         gradients, matrix = self.tiles.work.gradients, self.head.matrix
         wanted = matrix.slot.trainable and gradients is not None
         lses = [row.lse for row in rows]

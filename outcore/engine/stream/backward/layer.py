@@ -234,7 +234,7 @@ ROLE = "recompute_backward"
 
 
 def recompute_backward(forward: LayerForward, trainable: Sequence[bool]) -> Callable[..., torch.Tensor]:
-    """The role's function: gradient of the input; those of the trainable parameters are added to `sums`."""
+    """Gradient of the layer's input. Gradients of the trainable parameters are added to `sums`."""
 
     def backward(
         tensors: list[torch.Tensor],
@@ -296,7 +296,7 @@ class BackwardRunner:
         grad_routers: Sequence[torch.Tensor],
         into: GradAccumulator | None,
     ) -> torch.Tensor:
-        """Gradient of the layer's input; those of its parameters are added to `into` (None: it has none to train)."""
+        """Gradient of the layer's input. Gradients of its parameters are added to `into` (None: none is trained)."""
         unit, compiled = self.units.layer_units[index], self._compiled
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_backward(unit)

@@ -73,7 +73,7 @@ class GradientArena:
         self._memory = memory.take(self.size_bytes, "gradients")
 
     def try_take(self, unit: Part) -> torch.Tensor | None:
-        """[layout.trainable_numel] for the unit's gradient, its own until `give_back`; None while there is no room."""
+        """Take memory [layout.trainable_numel] for the unit's gradient until `give_back`; None without room."""
         held = self._held.get(unit.index)
         self._has_weights.discard(unit.index)
         if held is not None:

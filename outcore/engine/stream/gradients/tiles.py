@@ -88,7 +88,7 @@ class RowSums:
         return rounded
 
 
-NUM_BUFFERS = 2
+NUM_BUFFERS = 2  # one tile leaves while the next is made
 SUM_DTYPE = torch.float32
 
 
@@ -248,7 +248,7 @@ class TileGradients:
         self._leave(state.transfer)
 
     def _come_back(self, matrix: TiledMatrix, tile: int, state: _TileState) -> torch.Tensor:
-        """Bring what was set aside to the device again, until `_free_back`."""
+        """Bring sums that wait in RAM back to the device, until `_free_back`."""
         assert state.transfer is not None
         state.transfer.wait()
         home = self._download.home(matrix.unit) if state.where == "home" else self._sum_home(matrix)

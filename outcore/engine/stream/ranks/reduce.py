@@ -48,7 +48,7 @@ class ReducedGradient:
         return self._done.wait(within_s)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait until it is at home; its bytes. Raises what went wrong, TimeoutError."""
+        """Wait until the sum is at home; returns its bytes. Raises the error that stopped it, or TimeoutError."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"the ranks' gradients of {self.part.name} were not added up in time")
         if self.error is not None:
@@ -120,7 +120,7 @@ class GradientReducer:
         return found
 
     def make_room(self) -> None:
-        """Wait until one slot more is free; raises what went wrong with its gradient."""
+        """Wait until one more slot is free; raises the error of its gradient, if it had one."""
         if not self._give_back():
             assert self._held, "slots are full of gradients that nobody adds up"
             self._queue.put(_TOGETHER)
@@ -150,7 +150,7 @@ class GradientReducer:
         return torch.tensor(total, dtype=torch.float64).sqrt()
 
     def _wait(self, item: ReducedGradient) -> None:
-        """Wait until it is at home, on the training thread; counts which rank was late."""
+        """Wait on the training thread until the sum is at home, and count which rank was late."""
         end_s = time.monotonic() + self._group.timeout_s
         while not item.done() and time.monotonic() < end_s:
             late, begin_s = self._group.late(self._host.counter(ARRIVED, item.part), item.count), time.monotonic()
@@ -176,8 +176,7 @@ class GradientReducer:
     # --- on the threads
 
     def _run(self, work: Callable[[Any], list[ReducedGradient]], given: _Items, then: _Items | None) -> None:
-        """Do `work` on what is `given`, and pass on what it gives. After a failure whoever waits for what comes is
-        told."""
+        """Do `work` on each item of `given`, and pass on its result. A failure is passed on to whoever waits."""
         failed: BaseException | None = None
         while (item := given.get()) is not None:
             done: list[ReducedGradient] = []
@@ -218,7 +217,7 @@ class GradientReducer:
         return together
 
     def _submit(self, part: Part) -> Ticket | None:
-        """Add up this rank's share of a part whose gradients have all arrived; None where it has none."""
+        """Add up this rank's share of a part whose gradients have all arrived; None if it has no share."""
         group, host, home = self._group, self._host, self._homes[part]
         start, stop = host.place.share(len(home))
         if start == stop:
@@ -262,9 +261,9 @@ class ReducedDownload(ShippingBefore):
 logger = logging.getLogger(__name__)
 
 STEPS = 10
-"""So many steps in a row make a slow rank; one may have read data or met another program."""
+"""Steps in a row that make a rank slow: in a single one it may have read data or met another program."""
 SHARE = 0.2
-"""Share of a step that this rank waited for the same other one."""
+"""Share of a step that this rank must have waited for the same rank."""
 
 
 class SlowRank:
