@@ -150,7 +150,7 @@ def test_an_export_stops_where_its_chats_end(kind: str, how: list[str]) -> None:
     assert isinstance(told, list) and end in told and len(told) == 2
 
 
-@pytest.mark.more(after=1)  # a program of its own each: seven seconds of imports
+@pytest.mark.more
 @pytest.mark.parametrize("kind", WAYS)
 def test_no_library_talks_between_the_lines(kind: str) -> None:
     child = subprocess.run(
