@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.stream.runs.job import SMALL_MODEL
+from tests.engine.stream.runs.job import SMALL_MODEL, write_corpus
 from tests.install.fakes import REPOSITORY
 
 
@@ -48,8 +48,9 @@ def test_a_package_that_does_not_import_is_named_with_what_mends_it(
 
 @pytest.mark.more
 def test_a_home_that_cannot_be_written_does_not_matter_to_a_run(tmp_path: Path) -> None:
+    text = write_corpus(tmp_path)
     small = ["--max_steps", "1", "--sample_tokens", "0", "--seq_length", "32", "--config_overrides", SMALL_MODEL]
-    done = outcore(tmp_path, "train", *small, HOME="/proc/nowhere", XDG_DATA_HOME="")
+    done = outcore(tmp_path, "train", "--dataset", str(text), *small, HOME="/proc/nowhere", XDG_DATA_HOME="")
     assert done.returncode == 0, done.stderr
 
 
