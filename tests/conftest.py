@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -116,6 +117,16 @@ def _linear_as_torch_has_it() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.nn.functional.linear is not torch._C._nn.linear:
         torch.nn.functional.linear = torch._C._nn.linear
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A command takes signals for its whole process, which here is that of the tests that follow, too."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from outcore.config import FIELDS, DeepSpeedFile, ProcessFacts, TrainConfig, read_deepspeed_file, resolve
 from outcore.config.spellings import meaning_of
 from tests.forked import ROOT
-from tests.train.runs.test_parity import CASES, Case
+from tests.train.runs.test_parity import CASES, RATES, Case
 
 PAGE = (ROOT / "docs/from_hf_trainer.md").read_text(encoding="utf-8")
 OURS = {name: row.name for row in FIELDS.values() for name in (row.name, *row.spec.aliases)}
@@ -27,7 +27,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def parity_rows() -> list[str]:
     """A line for each case that is compared, step by step."""
-    return [f"| {name} | {_code(case.ours)} | {_code(_theirs(case))} |" for name, case in CASES.items()]
+    return [f"| {name} | {_code(case.ours)} | {_code(_theirs(case))} |" for name, case in (CASES | RATES).items()]
 
 
 def _code(words: str) -> str:

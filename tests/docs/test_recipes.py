@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from outcore.cli import main
+from outcore.train.loop import TrainingLoop
 from tests.docs.recipes import PAGE, SHELVES, Recipe, page
+from tests.engine.stream.runs.job import try_once
 from tests.infer.models import save_tiny_model
 
 RECIPES = [recipe for shelf in SHELVES.values() for recipe in shelf]
@@ -87,6 +89,8 @@ def test_it_runs(
 ) -> None:
     monkeypatch.chdir(home)
     monkeypatch.setattr("sys.stdin", io.StringIO("the fox\n"))
+    monkeypatch.setattr(TrainingLoop, "plot", lambda trainer: None)  # loss.png takes longer than the steps
+    try_once(monkeypatch)
     for command in recipe.command.splitlines():
         assert main(words_of(command, recipe, home)) == 0
         said = capfd.readouterr().out

@@ -100,17 +100,17 @@ def test_a_model_whose_name_is_no_utf8_is_refused_with_the_reason(command, tiny_
 
 
 def test_jobs_read_and_write_files_whose_names_are_no_utf8(tiny_folder, tmp_path):
-    """In a process of its own, whose output takes no such name by itself."""
-    source, output = (os.fsencode(tmp_path) + name for name in (b"/i\xff.jsonl", b"/o\xff.jsonl"))
+    """In a process of their own, whose output takes no such name by itself."""
+    source = os.fsencode(tmp_path) + b"/i\xff.jsonl"
     write_lines(source, 2, max_tokens=2)
-    for command in ("generate", "score"):
-        Path(os.fsdecode(output)).unlink(missing_ok=True)
-        more = [*SMALL, "--input", source, "--output", output]
-        ran = subprocess.run(
-            [sys.executable, "-m", "outcore", command, str(tiny_folder[0]), *more], cwd=ROOT, capture_output=True
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert rb"o\udcff.jsonl" in ran.stderr + ran.stdout or command == "score"
+    outputs = [os.fsencode(tmp_path) + name for name in (b"/answers\xff.jsonl", b"/scores\xff.jsonl")]
+    both = "import sys; from outcore.cli import main; job = [*sys.argv[3:], '--output']; "
+    both += "sys.exit(main(['generate', *job, sys.argv[1]]) or main(['score', *job, sys.argv[2]]))"
+    more = [str(tiny_folder[0]), *SMALL, "--input", source]
+    ran = subprocess.run([sys.executable, "-c", both, *outputs, *more], cwd=ROOT, capture_output=True)
+    assert ran.returncode == 0, ran.stderr
+    assert rb"answers\udcff.jsonl" in ran.stderr + ran.stdout
+    for output in outputs:
         with open(output) as file:
             assert len(file.read().splitlines()) == 2
 

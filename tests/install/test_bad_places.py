@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.stream.runs.job import SMALL_MODEL, write_corpus
 from tests.install.fakes import REPOSITORY
 
 
@@ -47,9 +48,9 @@ def test_a_package_that_does_not_import_is_named_with_what_mends_it(
 
 @pytest.mark.more
 def test_a_home_that_cannot_be_written_does_not_matter_to_a_run(tmp_path: Path) -> None:
-    done = outcore(
-        tmp_path, "train", "--max_steps", "1", "--sample_tokens", "0", HOME="/proc/nowhere", XDG_DATA_HOME=""
-    )
+    text = write_corpus(tmp_path)
+    small = ["--max_steps", "1", "--sample_tokens", "0", "--seq_length", "32", "--config_overrides", SMALL_MODEL]
+    done = outcore(tmp_path, "train", "--dataset", str(text), *small, HOME="/proc/nowhere", XDG_DATA_HOME="")
     assert done.returncode == 0, done.stderr
 
 
@@ -61,6 +62,7 @@ import outcore.train.methods, outcore.train.run, outcore.train.vision
 """
 
 
+@pytest.mark.more
 def test_everything_but_its_own_engine_is_imported_without_deepspeed():
     done = subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

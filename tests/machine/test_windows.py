@@ -132,7 +132,7 @@ def test_limits_that_windows_does_not_have_are_none(monkeypatch: pytest.MonkeyPa
 WITHOUT_POSIX = Path(__file__).with_name("without_posix.py")
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 @pytest.mark.parametrize("work", ["doors", "train"])
 def test_it_works_where_posix_has_nothing(tmp_path: Path, work: str) -> None:
     """A child in which fcntl, resource, fork, /proc, pread and symbolic links are refused to our files."""

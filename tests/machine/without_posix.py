@@ -1,7 +1,7 @@
 """A child without what Windows lacks: python without_posix.py WORK. Refuses it to files of `outcore`, not to others.
 
-WORK doors: every module is imported but those that are of Linux only. WORK train: a tiny model is trained on the drive,
-resumed, generates, serves one request."""
+WORK doors: every module is imported but those that are of Linux only. WORK train: a tiny model is trained and
+generates; the server is imported."""
 
 import builtins
 import io
@@ -21,6 +21,7 @@ CALLS = (
 )  # fmt: skip
 SIGNALS = ("SIGHUP", "SIGKILL", "SIGPIPE", "SIGUSR1", "SIGUSR2", "SIGALRM", "pthread_sigmask", "pause", "alarm")
 KERNEL = ("/proc", "/sys", "/dev")
+SMALL = '{"num_hidden_layers":2,"hidden_size":64,"intermediate_size":128}'
 
 
 def is_ours(name: object) -> bool:
@@ -86,7 +87,11 @@ def train() -> None:
     def outcore(*arguments: str) -> None:
         assert not cli.main(list(arguments)), arguments
 
-    outcore("train", "--max_steps", "2", "--sample_tokens", "0", "--save_steps", "1")
+    Path("text.txt").write_text("def and return, " * 2000)
+    outcore(
+        *("train", "--dataset", "text.txt", "--config_overrides", SMALL, "--max_steps", "2", "--seq_length", "32"),
+        *("--sample_tokens", "0", "--save_steps", "1"),
+    )
     (model,) = Path("final_model").iterdir()
     Path("prompts.jsonl").write_text('{"prompt": "def "}\n')
     outcore("generate", str(model), "--input", "prompts.jsonl", "--output", "said.jsonl", "--max_tokens", "4")

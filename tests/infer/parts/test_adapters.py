@@ -53,6 +53,7 @@ def together(engine, prompts, count=12):
     return [[found[f"{adapter} {number}"] for number in range(len(prompts))] for adapter in range(3)]
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -71,6 +71,7 @@ def stopped_after_a_step() -> None:
     shutil.rmtree("checkpoints/r/step-00000002")
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_base_that_changed_is_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(kind, "--lora_r", "4")) == 0
@@ -104,6 +105,7 @@ def test_another_tokenizer_is_refused(kind: str, capsys: pytest.CaptureFixture[s
     assert "its token ids mean other pieces" in capsys.readouterr().err
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", WAYS)
 def test_other_settings_of_a_resumed_run_are_refused(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(kind, "--lora_r", "4")) == 0
@@ -112,6 +114,7 @@ def test_other_settings_of_a_resumed_run_are_refused(kind: str, capsys: pytest.C
     assert "made with lora_r 4, this run has 2" in capsys.readouterr().err
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("kind", WAYS)
 def test_an_adapter_alone_is_merged_afterwards(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(kind, "--lora_r", "4")) == 0
@@ -140,6 +143,7 @@ def test_a_checkpoint_of_theirs_says_what_becomes_of_it(kind: str, capsys: pytes
         assert "whose checkpoints only its trainer reads. Let the run come to its end" in said, said
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("how", [[], ["--lora_r", "4"], ["--lora_r", "4", "--lora_export", "adapter"]])
 @pytest.mark.parametrize("kind", WAYS)
 def test_an_export_stops_where_its_chats_end(kind: str, how: list[str]) -> None:
@@ -150,6 +154,7 @@ def test_an_export_stops_where_its_chats_end(kind: str, how: list[str]) -> None:
     assert isinstance(told, list) and end in told and len(told) == 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", WAYS)
 def test_no_library_talks_between_the_lines(kind: str) -> None:
     child = subprocess.run(
@@ -210,6 +215,7 @@ def test_epochs_that_do_not_divide_are_said(kind: str, capsys: pytest.CaptureFix
     assert "epochs: 2 x 4 rows are 3 steps of 3" in capsys.readouterr().out
 
 
+@pytest.mark.more(after=2)
 @pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("what", ["rows", "lora_alpha"])
 def test_other_rows_or_scales_of_a_resumed_run_are_refused(

@@ -110,6 +110,7 @@ def test_dpo_learns_as_trl_does_on_the_plain_model() -> None:
     assert [step["loss"] for step in read_metrics("logs/run/metrics.jsonl").steps] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("flags", [["--lora_r", "4"], []])
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert train("dpo", *flags, name="whole", steps=4) == 0
@@ -176,6 +177,7 @@ def test_what_a_method_has_not_is_refused(flags: list[str], words: str, capsys: 
     assert not Path("checkpoints").exists()
 
 
+@pytest.mark.more(after=1)
 @pytest.mark.parametrize("flags", [[], ["--lora_r", "4"]], ids=["full", "lora"])
 def test_words_of_a_text_get_labels(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The label of a word stands at its last token: as transformers' own model and loss see them."""

@@ -80,6 +80,7 @@ def losses(name: str) -> list[float]:
     return [step["loss"] for step in read_metrics(f"logs/{name}/metrics.jsonl").steps]
 
 
+@pytest.mark.more
 def test_a_student_learns_from_an_address_what_the_model_there_says() -> None:
     ROWS["distill"] = ANSWERS
     torch.manual_seed(5)

@@ -15,7 +15,6 @@ from tests.infer.models import save_tiny_model
 from tests.train.jobs import fixtures, flags, metrics
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 CHAT = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hi there"}]
 LORA = ["--lora_r", "4"]
 

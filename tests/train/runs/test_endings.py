@@ -198,7 +198,7 @@ def test_standard_output_on_a_full_drive_or_closed_ends_no_run(tmp_path: Path, o
     assert child.stderr.count("standard output") <= 1
 
 
-@pytest.mark.more(after=1)
+@pytest.mark.more
 @pytest.mark.parametrize("output", ["full", "closed"])
 def test_a_run_is_finished_without_standard_output(tmp_path: Path, output: str, corpus: Path) -> None:
     argv = ["train", *flags(tmp_path, corpus, "--max_steps", "1", "--run_name", "r")]

@@ -22,7 +22,6 @@ from tests.refused import refused
 from tests.train.jobs import fixtures, flags, metrics
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 RESUME = ["--resume_from_checkpoint", "auto"]
 ON_PURPOSE = [*RESUME, "--continue_with_changes"]
 

@@ -14,12 +14,14 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from outcore.cli import main
+from outcore.config import understand
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.model.facts import undecayed
+from outcore.train.configure import parse_config
+from outcore.train.configure.rooms import schedule_of
 from tests.train.jobs import REPOSITORY, metrics, states, try_once
 
-pytestmark = pytest.mark.no_cover
 Steps = list[list[dict[str, torch.Tensor]]]
 TEXT = "the quick brown fox jumps over a lazy dog and runs away from two bears that sleep in their warm cave"
 WORDS = TEXT.split()
@@ -139,26 +141,7 @@ CASES = {
     "decay of all": Case("--weight_decay 0.3 --decay_all", DECAY, optimizer=one_group),
     "LoRA": Case(ALL, ONE, LORA),
     "as it comes": Case(""),
-    "a share of the run to warm up": Case("--warmup_ratio 0.4", {"warmup_steps": 3}),
     "cosine, warm": Case(f"--lr_scheduler_type cosine {WARM}", {"lr_scheduler_type": "cosine", "warmup_steps": 3}),
-    "cosine": Case("--lr_scheduler_type cosine --warmup_steps 0", {"lr_scheduler_type": "cosine"}),
-    "constant": Case("--lr_scheduler_type constant", {"lr_scheduler_type": "constant"}),
-    "constant, warm": Case(
-        f"--lr_scheduler_type constant_with_warmup {WARM}",
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
-    ),
-    "cosine to a tenth": Case(
-        "--lr_scheduler_type cosine_with_min_lr --warmup_steps 2",
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 2},
-    ),
-    "warm, stable, falling": Case(
-        "--lr_scheduler_type wsd --warmup_steps 2 --lr_decay_ratio 0.5",
-        {
-            "lr_scheduler_type": "warmup_stable_decay",
-            "lr_scheduler_kwargs": {"num_decay_steps": 3, "decay_type": "linear"},
-            "warmup_steps": 2,
-        },
-    ),
     "no accumulation": Case("", rows=4, accumulation=1),
     "accumulation of five": Case("", rows=1, accumulation=5),
     "clipped hard": Case("--max_grad_norm 0.05", {"max_grad_norm": 0.05}),
@@ -189,6 +172,28 @@ CASES = {
     "DeepSpeed without offload, decay": Case("--engine deepspeed --zero_stage none --weight_decay 0.3", DECAY),
 }  # fmt: skip
 """The cases that differ most come first: the others run where all tests do."""
+RATES = {
+    "a share of the run to warm up": Case("--warmup_ratio 0.4", {"warmup_steps": 3}),
+    "cosine": Case("--lr_scheduler_type cosine --warmup_steps 0", {"lr_scheduler_type": "cosine"}),
+    "constant": Case("--lr_scheduler_type constant", {"lr_scheduler_type": "constant"}),
+    "constant, warm": Case(
+        f"--lr_scheduler_type constant_with_warmup {WARM}",
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+    ),
+    "cosine to a tenth": Case(
+        "--lr_scheduler_type cosine_with_min_lr --warmup_steps 2",
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 2},
+    ),
+    "warm, stable, falling": Case(
+        "--lr_scheduler_type wsd --warmup_steps 2 --lr_decay_ratio 0.5",
+        {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 3, "decay_type": "linear"},
+            "warmup_steps": 2,
+        },
+    ),
+}
+"""More schedules, of which the rates alone are compared."""
 
 
 @pytest.mark.more(after=4)
@@ -208,6 +213,19 @@ def test_runs_are_those_of_hugging_faces_trainer(tmp_path: Path, base: Path, ste
     )
     trainer.train()
     compare(tmp_path, trainer, model)
+
+
+@pytest.mark.parametrize("case", RATES.values(), ids=list(RATES))
+def test_rates_are_those_of_hugging_faces_trainer(tmp_path: Path, case: Case) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    ours = schedule_of(parse_config(case.ours.split()), understand({}), 1e-2, STEPS)
+    trainer = Trainer(torch.nn.Linear(1, 1), TrainingArguments(**case.arguments(tmp_path)))
+    trainer.create_optimizer_and_scheduler(STEPS)
+    for step in range(STEPS):
+        assert ours.lr(step) == pytest.approx(trainer.lr_scheduler.get_last_lr()[0], rel=1e-9, abs=1e-12)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
 
 
 @pytest.mark.more(after=2)
@@ -260,7 +278,7 @@ def test_what_decays_is_what_trainer_decays(family: str) -> None:
 
 
 def train(root: Path, base: Path, rows: list[dict[str, Any]], case: Case) -> None:
-    """Our run, of which the first and the last step are saved."""
+    """Our run, of which the last step is saved, and with adapters the first, too."""
     data = root / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
@@ -269,7 +287,7 @@ def train(root: Path, base: Path, rows: list[dict[str, Any]], case: Case) -> Non
     argv += f"--run_name r --seq_length 128 --packing off --precision fp32 --max_steps {STEPS} --no_export".split()
     argv += f"--micro_batch_size {case.rows} --gradient_accumulation_steps {case.accumulation}".split()
     argv += QUIET.split()
-    argv += ["--save_steps", "1", "--save_total_limit", "9"]
+    argv += ["--save_steps", "1" if case.lora else "0", "--save_total_limit", "9"]
     assert main(["train", *argv, *case.ours.split()]) == 0
 
 

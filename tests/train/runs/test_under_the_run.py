@@ -14,7 +14,6 @@ from tests.infer.models import save_tiny_model
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
-pytestmark = pytest.mark.no_cover
 
 
 def argv(root: Path, data: Path, *extra: str) -> list[str]:
