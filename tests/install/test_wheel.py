@@ -75,7 +75,7 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_wheel_says_which_machines_it_is_for(wheel: Path) -> None:
     assert wheel.name.endswith({
         "linux-x86_64": "-py3-none-manylinux_2_17_x86_64.whl", "linux-aarch64": "-py3-none-manylinux_2_17_aarch64.whl",
@@ -89,14 +89,14 @@ def test_the_wheel_says_which_machines_it_is_for(wheel: Path) -> None:
     assert b"libstdc++" not in library and b"libc++" not in library.replace(b"libc++abi", b"")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_trains_in_an_empty_folder_and_nothing_is_compiled(installed: Path, empty: Path) -> None:
     said = outcore(installed, empty, "train", "--max_steps", "2", "--sample_tokens", "0")
     assert re.search(r"step 2/2 \| loss \d", said) and "done: 2 steps" in said
     assert "(extension (" in said and not (installed / "torch_extensions").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_its_kernels_have_the_bits_of_the_reference(installed: Path, empty: Path) -> None:
     """`outcore setup` there is the doctor: each part used once, a step of the optimizer compared with torch's."""
     said = outcore(installed, empty, "setup", "--json")
@@ -104,14 +104,14 @@ def test_its_kernels_have_the_bits_of_the_reference(installed: Path, empty: Path
     assert rows["CPU optimizer"]["status"] == "OK"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_names_commands_that_are_there(installed: Path, empty: Path) -> None:
     said = " ".join(outcore(installed, empty, "plan", "--model", "tiny", "--nominal").split())  # wrapped at 80 columns
     assert "outcore probe measures" in said and "outcore train --preset tiny" in said
     assert outcore(installed, empty, "setup", "--help").startswith("usage: outcore setup")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_serves(installed: Path, empty: Path) -> None:
     model, port = str(next((empty / "final_model").iterdir())), free_port()
     command = [installed / "bin" / "outcore", "serve", model, "--port", str(port), "--context", "128"]
