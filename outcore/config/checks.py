@@ -29,7 +29,15 @@ OF_ANSWERS = (
 )  # fmt: skip
 """Settings of how answers are laid out in rows, for methods that learn answers."""
 OF_EMBED = ("pooling", "matryoshka")
-OF_METHODS = ("beta", "teacher", *OF_EMBED)
+OF_ROLLOUTS = (
+    "reward_function", "num_generations", "max_completion_length", "on_bad_reward", "reward_timeout_s",
+)  # fmt: skip
+OF_EVALUATION = (
+    "eval_dataset", "eval_fraction", "eval_steps", "per_device_eval_batch_size", "max_eval_samples", "text_column",
+    "completion_column",
+)  # fmt: skip
+"""Settings of evaluations and of answers in the data, which methods that roll out have not."""
+OF_METHODS = ("beta", "teacher", *OF_EMBED, *OF_ROLLOUTS)
 """Settings of methods beside sft alone."""
 SHARED = ("deepspeed_config", "local_rank", "fit_check")
 
@@ -144,14 +152,17 @@ def _check_method(config: TrainConfig) -> None:
         if given := next((name for name in OF_METHODS if getattr(config, name) is not None), None):
             raise ConfigError(f"{given}: method sft has none. Name the method it is for (--method), or leave it out.")
         return
-    refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ())} - {*SHARED}
+    rolls_out = method in ("grpo", "gspo")
+    refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ()), *(OF_EVALUATION if rolls_out else ())}
+    refused -= {*SHARED}
     if given := next(
         (name for name in FIELDS if name in refused and getattr(config, name) != FIELDS[name].default), None
     ):
         raise ConfigError(f"{given}: method {method} has no such setting; it is of --method sft. Leave it out.")
     if given := next((name for name in OF_EMBED if getattr(config, name) is not None and method != "embed"), None):
         raise ConfigError(f"{given}: method {method} makes no vectors; it is of --method embed. Leave it out.")
-    if config.beta is not None and method not in ("dpo", "orpo", "kto", "simpo"):
+    _check_rollouts(config, rolls_out)
+    if config.beta is not None and method not in ("dpo", "orpo", "kto", "simpo") and not rolls_out:
         raise ConfigError(f"beta: method {method} compares no answers. Leave it out.")
     if (config.teacher is not None) != (method == "distill"):
         raise ConfigError("teacher and method distill go together: --method distill --teacher MODEL.")
@@ -164,6 +175,22 @@ def _check_method(config: TrainConfig) -> None:
         raise ConfigError(
             f"method {method} begins with a trained model: name one (--model), or at least a --tokenizer."
         )
+
+
+def _check_rollouts(config: TrainConfig, rolls_out: bool) -> None:
+    method, reward = config.method, config.reward_function
+    if given := next((name for name in OF_ROLLOUTS if getattr(config, name) is not None and not rolls_out), None):
+        raise ConfigError(f"{given}: method {method} rolls out no answers; it is of --method grpo. Leave it out.")
+    if not rolls_out:
+        return
+    if config.beta is not None and not config.lora_r:
+        raise ConfigError(
+            f"beta: method {method} compares with the model as it was, which is there with adapters only, switched "
+            "off. Add --lora_r 16 (or another rank), or leave beta out."
+        )
+    file, _, name = (reward or "").rpartition(":")
+    if reward not in (None, "math_verify") and not (name.isidentifier() and Path(file).expanduser().is_file()):
+        raise ConfigError(f"reward_function: {reward!r} is no FILE.py:NAME with a file that is here, nor math_verify.")
 
 
 def _check_upload(config: TrainConfig) -> None:

@@ -29,6 +29,11 @@ def is_streamed(module: nn.Module) -> bool:
     return STACK in module.__dict__
 
 
+def room_bytes(model: nn.Module) -> int | None:
+    """Device memory that a streamed model's weights and gradients leave to what is computed. None: nobody limits it."""
+    return next(module.__dict__[STACK].room_bytes for module in model.modules() if is_streamed(module))
+
+
 @cache
 def streamed_class(own: type[nn.Module]) -> type[nn.Module]:
     """The class of streamed layers of this class."""

@@ -30,9 +30,10 @@ from outcore.plan.fields import NAMED_ELSEWHERE, SOURCES, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.inference import DoesNotFit, InferencePlan, plan_inference, to_json, words_of
 from outcore.plan.learned import known_rates, last_time
-from outcore.plan.methods import MethodPlan, plan_method
+from outcore.plan.methods import ROLLED, MethodPlan, RolloutSize, plan_method
 from outcore.plan.profile import RunRequest, load_hardware
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import ROLLOUT_ANSWERS, ROLLOUT_TOKENS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,7 +126,12 @@ def method_answer(args: PlanConfig) -> MethodPlan:
         raise ValueError(f"method {args.method}: image-text models are trained on answers alone; leave it out.")
     if args.lora_r:
         shape = shape.with_lora(args.lora_r).packed(args.quantize)
-    return plan_method("pictures" if shape.seeing_params else args.method, shape, _request(args, hardware), hardware)
+    rolled = None
+    if args.method in ROLLED:
+        sizes = args.num_generations or ROLLOUT_ANSWERS, args.max_completion_length or ROLLOUT_TOKENS
+        rolled = RolloutSize(*sizes, refers=args.beta is not None)
+    method = "pictures" if shape.seeing_params else args.method
+    return plan_method(method, shape, _request(args, hardware), hardware, rolled)
 
 
 def _plan(args: PlanConfig) -> int:

@@ -2,8 +2,9 @@
 
 The layers stream as `outcore.hf` streams them: forward, backward with recomputation, and one forward more for a
 reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, of each text what one
-layer computes, and of a micro-batch its logits. The model is loaded in 16 bits before it is packed; states are fp32. No
-figure here was fitted to a measured run."""
+layer computes, and of a micro-batch its logits. Where the model is trained on answers of its own, each of their tokens
+is a pass over the layers, and keys and values lie on the device until the update. The model is loaded in 16 bits before
+it is packed; states are fp32. No figure here was fitted to a measured run."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ from typing import Any
 from outcore.common.quantities import GB, format_gib, format_s
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
+from outcore.plan.inference.needs import kv_of, state_bytes_of
 from outcore.plan.profile import RunRequest
 from outcore.plan.terms import step_flops
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS
 
 MICRO_BATCH, ACCUMULATION = 2, 4
-SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1, "pictures": 1})
+SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1, "pictures": 1, "grpo": 1, "gspo": 1})
 """Texts of a row; of other methods two: chosen and rejected, query and partner, an answer and another row's."""
 REFERENCE = ("dpo", "kto")
+ROLLED = ("grpo", "gspo")
+"""Methods whose model answers while it is trained."""
 STATE_BYTES = 16
 """fp32 master, two moments and a gradient."""
 GRADIENTS = 4
@@ -30,6 +35,17 @@ GRADIENTS = 4
 LOGITS: Mapping[str, int] = MappingProxyType({"dpo": 3, "kto": 3, "orpo": 3, "simpo": 3, "distill": 8})
 """Copies of a micro-batch's logits, in the layers' type: themselves, their log-softmax, which autograd keeps (of a
 distillation in fp32), and gradients. Other methods' heads have few outputs. Counted, not measured."""
+
+
+@dataclass(frozen=True)
+class RolloutSize:
+    """Answers that a model gives while it is trained."""
+
+    answers: int
+    """Answers to each prompt."""
+    answer_tokens: int
+    refers: bool
+    """Whether it is compared with the model as it was."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +59,19 @@ class MethodPlan:
     step_s: float
     step_tokens: int
     words: tuple[str, ...]
+    rollout_s: float = 0.0
+    """Part of the step in which the model answers."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
 
 
-def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: Hardware) -> MethodPlan:
-    """Plan one step of a method, and say what of the machine it takes."""
+def plan_method(
+    method: str, shape: ModelShape, request: RunRequest, hardware: Hardware, rolled: RolloutSize | None = None
+) -> MethodPlan:
+    """Plan one step of a method, and say what of the machine it takes. `rolled`: of methods whose model answers.
+    ValueError where a row has no room for an answer, or a step not for whole prompts."""
     e, layers = request.element_bytes, shape.num_layers
     seq = request.seq_length or min(1024, shape.max_positions or 1024)
     micro, accumulation = request.micro_batch or MICRO_BATCH, request.accumulation or ACCUMULATION
@@ -66,19 +87,26 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
     trained_layer = 0 if shape.lora_r else GRADIENTS * e * max(shape.layer_params) + ends_bytes
     logits_bytes = LOGITS.get(method, 0) * e * tokens * shape.vocab_size
     reserve = hardware.gpu_context_bytes + k.VRAM_RESERVE_BYTES
-    vram = ends_bytes + 2 * layer_bytes + text_bytes + logits_bytes + trained_layer + reserve
+    fixed = ends_bytes + 2 * layer_bytes + reserve
+    kv_bytes, turns, rollout_s = 0, 1, 0.0
+    if rolled is not None:
+        kv_bytes, rollout_s = _rollouts(shape, request, hardware, rolled, layer_bytes)
+        room_bytes = (hardware.ram_bytes if hardware.is_cpu else max(2, hardware.vram_bytes - fixed)) // 2
+        turns = -(-kv_bytes // room_bytes)  # more answers wait for others (outcore.train.methods.rollouts)
+        rollout_s *= turns
+    vram = fixed + max(text_bytes + logits_bytes + trained_layer, kv_bytes // turns)
     hidden_bytes = tokens * shape.hidden_size * e * layers
     loading = plain_bytes + packed_bytes * bool(shape.quantize)
     ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
     flops = step_flops(shape, replace(request, activation_checkpointing=True), seq, tokens)
-    refers = method in REFERENCE and shape.lora_r > 0
+    refers = (method in REFERENCE or (rolled is not None and rolled.refers)) and shape.lora_r > 0
     compute_s = hardware.compute_s(
         flops.forward * (1 + refers) + flops.backward, 0.0, flops.attention + refers * flops.attention_forward
     )
     crossed = layer_bytes * layers * (2 + refers) + (0 if shape.lora_r else e * sum(shape.layer_params))
     link_s = 0.0 if hardware.is_cpu else crossed / (hardware.h2d_gb_per_s * GB)
     update_s = hardware.update_s("fp32", shape.trainable_params)
-    step_s = accumulation * max(compute_s, link_s) + update_s
+    step_s = accumulation * max(compute_s, link_s) + update_s + rollout_s
     vram, ram = (0, ram + vram) if hardware.is_cpu else (vram, ram)
     short = [
         f"{name}: {format_gib(used)} of {format_gib(there)}"
@@ -90,6 +118,7 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
         f"{method}, {shape.name} on {hardware.name}: " + (f"does not fit ({'; '.join(short)})" if short else "fits"),
         f"  VRAM {format_gib(vram)} of {format_gib(hardware.vram_bytes)}, RAM {format_gib(ram)} of "
         f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
+        *([] if rolled is None else [_rollout_words(rolled, seq, texts * accumulation, kv_bytes, turns, rollout_s)]),
         *([f"  of it {format_gib(logits_bytes)} are logits; --batch_size 1 has fewest"] if logits_bytes else []),
         f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
         f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
@@ -108,4 +137,41 @@ def plan_method(method: str, shape: ModelShape, request: RunRequest, hardware: H
             else []
         ),
     )
-    return MethodPlan(method, not short, vram, ram, step_s, accumulation * tokens, words)
+    return MethodPlan(method, not short, vram, ram, step_s, accumulation * tokens, words, rollout_s)
+
+
+def _rollouts(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, rolled: RolloutSize, layer_bytes: float
+) -> tuple[int, float]:
+    """(bytes of keys and values, seconds) of a step's answers, all at once and each as long as it may be."""
+    seq = request.seq_length or min(1024, shape.max_positions or 1024)
+    answers = (request.micro_batch or MICRO_BATCH) * (request.accumulation or ACCUMULATION)
+    prompt = seq - rolled.answer_tokens
+    if state_bytes_of(shape, request.element_bytes):
+        raise ValueError(f"{shape.name} keeps recurrent states: it is not answered with while it is trained.")
+    if prompt < 1:
+        raise ValueError(f"max_completion_length {rolled.answer_tokens} leaves no room for a prompt within {seq}.")
+    if answers % rolled.answers:
+        raise ValueError(f"a step of {answers} answers is not of whole prompts of {rolled.answers} (num_generations).")
+    read = answers // rolled.answers * prompt
+    kept = read + answers * rolled.answer_tokens
+    kv_bytes = kept * kv_of(shape, request.element_bytes).token_bytes
+    weights_bytes = layer_bytes * shape.num_layers
+    rate = hardware.dram_gb_per_s if hardware.is_cpu else hardware.h2d_gb_per_s
+
+    def passes_s(tokens: int, passes: int) -> float:
+        flops = step_flops(shape, request, seq, tokens)
+        crossed_s = passes * weights_bytes / (rate * GB)
+        return max(hardware.compute_s(flops.forward, 0.0, flops.attention_forward), crossed_s)
+
+    writing_s = rolled.answer_tokens * passes_s(answers, 1)
+    return kv_bytes, passes_s(read, -(-read // ROLLOUT_PASS_TOKENS)) + writing_s
+
+
+def _rollout_words(rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, turns: int, rollout_s: float) -> str:
+    waits = f" in {turns} turns, for which there is room" if turns > 1 else ""
+    return (
+        f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of {answers // rolled.answers} "
+        f"prompt(s) of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the step, {format_gib(kv_bytes)} of keys "
+        f"and values{waits}, which are gone before the update; judging is not counted"
+    )

@@ -32,6 +32,8 @@ RANK_SLOTS_BYTES = 256 * MIB
 """Memory for a rank's gradients on their way into the sum: all of them where they take no more (LoRA)."""
 SUM_GROUP_BYTES = 32 * MIB
 """Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
+ROLLOUT_ANSWERS, ROLLOUT_TOKENS, ROLLOUT_PASS_TOKENS = 8, 256, 2048
+"""Answers to a prompt and tokens of one, where nobody says (TRL's), and tokens of a pass over them: a micro-batch's."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
 EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16

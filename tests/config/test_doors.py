@@ -34,15 +34,19 @@ EXAMPLES: dict[str, Any] = {
     "nvme_offload_path": "/mnt/a drive", "lora_alpha": 8, "offload_optimizer": "none", "offload_params": "none",
     "state_format": "fp32_m8", "aio_block_size": 8192, "lane_slot_bytes": 8192, "storage_block_bytes": 8192,
     "grad_accum_dtype": "fp32", "activations": "ram", "push_to_hub": "a/b", "method": "dpo",
+    "reward_function": "math_verify",
 }  # fmt: skip
 """Values that are not made up from the field's type and range."""
 LORA = {"lora_r": 4, "random_base": True}
+GRPO = {"method": "grpo"}
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "quantize", "use_rslora", "init_lora_weights"), LORA),
     **dict.fromkeys(("use_dora", "lora_modules_to_save"), LORA),
     "lora_r": {"random_base": True},
     "beta": {"method": "dpo"},
     "teacher": {"method": "distill"},
+    **dict.fromkeys(("reward_function", "num_generations", "max_completion_length"), GRPO),
+    **dict.fromkeys(("on_bad_reward", "reward_timeout_s"), GRPO),
     "pooling": {"method": "embed", "tokenizer_name_or_path": "tokens"},
     "matryoshka": {"method": "embed", "tokenizer_name_or_path": "tokens"},
     "lr_decay_ratio": {"lr_scheduler_type": "wsd"},

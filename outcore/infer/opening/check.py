@@ -10,7 +10,7 @@ that none serves is refused. Cost: about a second.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -45,7 +45,8 @@ from outcore.infer.passes import (
     fresh_layers,
 )
 from outcore.infer.requests import Request, Sampling, TextStream
-from outcore.infer.schedule import Clock, Sequence, Work
+from outcore.infer.schedule import Clock, Work
+from outcore.infer.schedule import Sequence as Running
 from outcore.model import LoadedModel
 from outcore.model.forward import accepted_names, unwrap
 from outcore.sizing.inference import AttentionLimits, AttentionSize
@@ -172,9 +173,9 @@ def _run_in_chunks(tiny: LoadedModel, way: Way, texts: list[list[int]]) -> list[
         return found
 
 
-def _sequence(number: int, text: list[int], cache: KvCache) -> Sequence:
+def _sequence(number: int, text: list[int], cache: KvCache) -> Running:
     request = Request(str(number), tuple(text), Sampling(temperature=0))
-    sequence = Sequence(request, 0, 0, TextStream(None), None, Clock(0.0), frozenset())
+    sequence = Running(request, 0, 0, TextStream(None), None, Clock(0.0), frozenset())
     sequence.pages = cache.open(text)
     return sequence
 
@@ -236,6 +237,28 @@ class KeptOfLayers:
         return found
 
 
+@dataclass(frozen=True)
+class PagedLayers:
+    """Layers of a model whose sequences share rows, and the keys and values that they keep."""
+
+    layers: Sequence[Any]
+    kept: KeptOfLayers
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        shapes = [shape for of_layers in self.kept.shapes.values() for shape in of_layers.values()]
+        return sum(shape.token_bytes(dtype, "same") for shape in shapes)
+
+
+def paged_layers(loaded: LoadedModel) -> PagedLayers:
+    """Find them in a plain model in RAM, before it gets adapters. StreamUnsupported where sequences share no rows."""
+    way, why = way_of(loaded)
+    if way != "paged":
+        raise StreamUnsupported(f"its sequences share no passes ({why})")
+    units = discover_units(loaded)
+    return PagedLayers(units.layers, kept_of_layers(loaded, units))
+
+
 def kept_of_layers(loaded: LoadedModel, units: ModelParts, way: Way = "paged") -> KeptOfLayers:
     """Find what each layer keeps: each kind is run on two tokens; where it keeps no states, up to its attention.
     UnknownAttention or StreamUnsupported where a layer of a model without states shows no attention."""
@@ -248,7 +271,7 @@ def kept_of_layers(loaded: LoadedModel, units: ModelParts, way: Way = "paged") -
                 raise _Seen
 
     watch = Watch(None)
-    before, isolation = _implementations(loaded.model), units.isolation
+    before, isolation = implementations_of(loaded.model), units.isolation
     use_attention(loaded.model, watch.name)
     units.isolation = "position_ids"
     decoder, found = units.parts.decoder, KeptOfLayers()
@@ -296,7 +319,7 @@ def _first_call(
     return seen[0] if seen else None
 
 
-def _implementations(model: Any) -> list[Callable[[], None]]:
+def implementations_of(model: Any) -> list[Callable[[], None]]:
     """Functions that put back each config's attention as it is now."""
     found: dict[int, Callable[[], None]] = {}
     for module in unwrap(model).modules():

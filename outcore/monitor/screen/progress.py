@@ -205,6 +205,7 @@ class RunProgress(Closing):
             words.append(f"loss {_number(record['loss'], 4)}")
         elif record.get("nonfinite", {}).get("loss"):
             words.append(f"loss {record['nonfinite']['loss']}")
+        words += record.get("told", ())
         if record.get("tokens_per_s") is not None:
             words.append(f"{format_count(record['tokens_per_s'])} tok/s{_loss_share(record)}")
         left_s = self.time_left_s()

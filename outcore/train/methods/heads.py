@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from outcore.config import ConfigError
-from outcore.model import ModelSettings, Origin, load_model
+from outcore.model import LoadedModel, ModelSettings, Origin, load_model
 from outcore.model.adapters import apply_lora
 from outcore.model.forward import Pooling
 from outcore.train.methods.address import IGNORED
@@ -35,15 +35,17 @@ def method_model(
     problem: str | None,
     *,
     is_by_word: bool = False,
+    on_loaded: Callable[[LoadedModel], None] = lambda loaded: None,
 ) -> tuple[Any, Origin | None]:
     """The plain model in RAM, with a head for `labels` where there are some, and adapters on it where they are asked
-    for; and where its weights came from. ValueError or RuntimeError, in words."""
+    for; and where its weights came from. `on_loaded` sees it before that. ValueError or RuntimeError, in words."""
     lora = settings.lora
     plain = replace(settings, lora=None, quantize=None, gradient_checkpointing=False)
     loaded = load_model(plain, tokenizer=tokenizer)
     model = loaded.model
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError("method: an encoder-decoder is trained by --method sft alone.")
+    on_loaded(loaded)
     if labels is not None:
         model = _with_head(model, labels, problem, settings.seed, is_by_word)
         if lora is not None:

@@ -17,7 +17,7 @@ from outcore.config import TrainConfig
 from outcore.data import DataError, weighted_source
 from outcore.data.look import data_settings_of
 from outcore.data.rows import ChatExample, Shape, TextExample, shaped_records
-from outcore.data.sources import BadRow, BadRows, Record, RowError, half_a_pair, is_sound, open_source
+from outcore.data.sources import BadRow, BadRows, Record, RowError, Where, half_a_pair, is_sound, open_source
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -27,6 +27,10 @@ PARTNERS = ("positive", "document", "passage", "answer", "completion", "sentence
 LABELS = ("label", "labels", "class")
 TAGS = ("labels", "tags", "ner_tags", "pos_tags", "label")
 TEXT = Shape("text", ("text",))
+QUESTIONS = ("prompt", "question", "problem", "messages")
+TASK_ASKS = "\nSay the answer alone between <answer> and </answer>."
+TASK, TASK_ROWS = "reasoning_gym:", 1000
+"""Beginning of a source that is one of reasoning-gym's tasks, and its rows where nobody says."""
 
 
 def split_rows(config: TrainConfig, found: Callable[[bool], list[Any]]) -> tuple[list[Any], list[Any]]:
@@ -48,17 +52,26 @@ def split_rows(config: TrainConfig, found: Callable[[bool], list[Any]]) -> tuple
 
 
 def _read(
-    config: TrainConfig, is_evaluation: bool, say: Say, take: Callable[[Row, Shape], list[Row]], *, has_shape: bool
+    config: TrainConfig,
+    is_evaluation: bool,
+    say: Say,
+    take: Callable[[Row, Shape], list[Row]],
+    *,
+    has_shape: bool = False,
+    has_tasks: bool = False,
 ) -> list[Row]:
     """Read the rows of all sources, by their weights, as `take` makes them; a RowError of it is a bad row. `has_shape`:
-    `take` wants to know the shape of the row's file, which must be a known one."""
+    `take` wants to know the shape of the row's file, which must be a known one; `has_tasks`: a source may be a task."""
     settings = data_settings_of(config, config.seq_length or 1024, "off")
     sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
     found: list[Row] = []
     for one in sources:
         bad = BadRows(config.on_bad_row)
-        source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
-        records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
+        if has_tasks and one.name.startswith(TASK):
+            records = _task_records(config, one.name.removeprefix(TASK))
+        else:
+            source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
+            records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
         rows = list(_taken(records, take, bad))
         if bad.count:
             say(f"{one.name}: {bad.count} malformed rows left out, such as {bad.examples[0]}")
@@ -140,6 +153,53 @@ def judged(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
     return _read(config, is_evaluation, say, _judged, has_shape=True)
 
 
+# ------------------------------------------------------------------ prompts
+
+
+def asked(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
+    """prompt, number (its place in the data, from 1), columns (the rest of the row, for who judges answers)."""
+
+    def asked_row(row: Row, shape: Shape) -> list[Row]:
+        prompt = _column(row, (config.prompt_column,) if config.prompt_column else QUESTIONS, "a prompt")
+        if isinstance(prompt, list):
+            if not all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in prompt):
+                raise RowError("a prompt is a text, or a list of messages with role and content")
+            if not prompt or prompt[-1].get("role") == "assistant":
+                raise RowError("a prompt ends with a question, not with an answer")
+        elif not isinstance(prompt, str) or not prompt.strip():
+            raise RowError(f"a prompt is a text, or a list of messages, found {prompt!r}")
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        return [{"prompt": prompt, "columns": json.loads(json.dumps(columns, default=str))}]
+
+    found = _read(config, is_evaluation, say, asked_row, has_tasks=True)
+    every = sorted({name for row in found for name in row["columns"]})
+    if len({isinstance(row["prompt"], str) for row in found}) > 1:
+        raise DataError("some prompts are texts, others lists of messages. Give one kind alone.")
+    return [  # columns as one text: a table of rows wants the same types in each
+        {**row, "number": number, "columns": json.dumps(dict.fromkeys(every) | row["columns"], ensure_ascii=False)}
+        for number, row in enumerate(found, start=1)
+    ]
+
+
+def _task_records(config: TrainConfig, task: str) -> Iterator[tuple[Record | BadRow, Shape]]:
+    """Rows of one of reasoning-gym's tasks, made from the run's seed. DataError where it is not to be had."""
+    try:
+        from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]
+
+        rows = create_dataset(task, size=config.max_train_samples or TASK_ROWS, seed=config.seed)
+    except ImportError as error:
+        raise DataError(f"dataset {TASK}{task}: {error}. pip install reasoning-gym") from error
+    except ValueError as error:
+        raise DataError(f"dataset {TASK}{task}: {error}") from error
+    for index in range(len(rows)):
+        talk = [{"role": "user", "content": rows[index]["question"] + TASK_ASKS}]
+        origin = {"task": task, "size": len(rows), "seed": config.seed, "index": index}
+        yield (
+            Record(Where(f"{TASK}{task}", "row", index), {"prompt": talk, "answer": rows[index]["answer"], **origin}),
+            TEXT,
+        )
+
+
 # ------------------------------------------------------------------ labels and partners
 
 
@@ -160,7 +220,7 @@ def labelled(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
         names = (config.text_column,) if config.text_column else TEXTS
         return [{"text": _text(row, names), "label": label}]
 
-    found = _read(config, is_evaluation, say, labelled_row, has_shape=False)
+    found = _read(config, is_evaluation, say, labelled_row)
     if len({frozenset(row) for row in found}) > 1:
         raise DataError("method classify: some rows label texts, others pairs of texts or words. Give one kind alone.")
     return found
@@ -186,7 +246,7 @@ def partners(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
             found["negative"] = row["negative"]
         return [found]
 
-    return _read(config, is_evaluation, say, partner_row, has_shape=False)
+    return _read(config, is_evaluation, say, partner_row)
 
 
 def _column(row: Row, names: Sequence[str], what: str) -> Any:

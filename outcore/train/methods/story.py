@@ -33,7 +33,7 @@ from outcore.checkpoint.export import check_login, export_model, how_to_load, pu
 from outcore.common.quantities import counted, format_s
 from outcore.config import ConfigError, ProcessFacts, RunSettings, read_deepspeed_file, resolve
 from outcore.data import DataError
-from outcore.data.chat import ensure_chat_template
+from outcore.data.chat import end_tokens_of, ensure_chat_template
 from outcore.model import ModelSettings, Origin, resolve_source
 from outcore.model.facts import set_end_tokens
 from outcore.model.forward import Pooling, read_pooling, unwrap, write_pooling
@@ -44,6 +44,7 @@ from outcore.train.configure.rooms import epoch_words, lora_alpha, model_setting
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.methods import distill, heads
 from outcore.train.methods.address import is_address
+from outcore.train.methods.rewards import RewardError, check_batch, judge_of
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
@@ -66,6 +67,9 @@ def run_method(job: RunJob) -> int:
     if config.push_to_hub is not None:
         job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
     classes = trl_classes(kind) if kind.trainer else None
+    if kind.rolls_out:
+        judge_of(config)
+        check_batch(config, settings.train_batch_size)
     taken = take_run(config, job.say)
     assert taken.lock is not None
     job.opened.callback(taken.lock.release)
@@ -111,6 +115,8 @@ class _Story:
         self.pooling: Pooling = "mean"
         self.ends: list[int] = []
         """Tokens that end the answers of the data."""
+        self.rollouts: Any = None
+        """Answers of the model itself, where the method learns from them."""
         job.saved = lambda: self.saved_path
 
     def tell(self, classes: tuple[Any, Any] | None) -> int:
@@ -125,10 +131,14 @@ class _Story:
         trained, held = self._rows(model_settings, tokenizer)
         first = trained[0]
         talk = next((first[name] for name in ("chosen", "completion") if isinstance(first.get(name), list)), None)
+        if self.kind.rolls_out and not isinstance(first["prompt"], str):
+            talk = [{"role": "assistant", "content": "."}]
         if talk is not None:
             if note := ensure_chat_template(tokenizer):
                 job.say(note)
             self.ends = _end_of([*first["prompt"], *talk], tokenizer)
+        if self.kind.rolls_out:
+            trained = self._open_rollouts(tokenizer, trained, length)
         job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
         labels, problem = self._labels(trained, held)
         if labels is not None:
@@ -137,13 +147,15 @@ class _Story:
         name = model_settings.model_name_or_path
         self.pooling = config.pooling or (read_pooling(name) if name else None) or "mean"
         by_word = "words" in first
-        model, self.origin = heads.method_model(model_settings, tokenizer, labels, problem, is_by_word=by_word)
+        seen = self.rollouts.see if self.rollouts is not None else lambda loaded: None
+        model, self.origin = heads.method_model(
+            model_settings, tokenizer, labels, problem, is_by_word=by_word, on_loaded=seen
+        )
         job.say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {trained_numel(model):,} trainable")
         outcore.hf.stream(model, quantize=model_settings.quantize)
-        steps = run_length(
-            config, len(trained), self.settings.train_batch_size, self.settings.gradient_accumulation_steps
-        )
-        if words := epoch_words(config, len(trained), self.settings.train_batch_size):
+        step_rows = self.settings.train_batch_size // (self.rollouts.answers if self.rollouts is not None else 1)
+        steps = run_length(config, len(trained), step_rows, self.settings.gradient_accumulation_steps)
+        if words := epoch_words(config, len(trained), step_rows):
             job.say(words)
         schedule = schedule_of(config, self.settings.file, self.settings.learning_rate, steps.total_steps)
         fingerprint = self._fingerprint(schedule, [trained, held], labels)
@@ -160,6 +172,18 @@ class _Story:
             )
             return self._train(trainer, log, stop, steps, tokenizer)
 
+    def _open_rollouts(self, tokenizer: Any, rows: list[Any], length: int) -> list[Any]:
+        """Have answers judged from here on; the rows whose prompts leave room for them."""
+        from outcore.train.methods.rollouts import Rollouts  # which brings the inference engine along
+
+        self.rollouts = Rollouts(self.config, tokenizer, self.job.say)
+        self.rollouts.open(self.job.opened)
+        rows = self.rollouts.fitting(rows, length)
+        step_rows = self.settings.train_batch_size // self.rollouts.answers
+        if len(rows) < step_rows:
+            raise DataError(f"A step takes {counted(step_rows, 'prompt')}, and the data has {len(rows)}.")
+        return rows
+
     def _loads(self) -> str:
         """Tell in words what loads the exported model."""
         if self.config.method == "embed" and self.config.lora_export != "adapter":
@@ -173,6 +197,8 @@ class _Story:
     def _rows(self, model: ModelSettings, tokenizer: Any) -> tuple[Any, Any]:
         """(rows to train on, rows to evaluate on)."""
         job, config = self.job, self.config
+        if self.kind.rolls_out:
+            config = replace(config, eval_strategy="no")  # the reward in the log is of prompts that were never answered
         if self.kind.read is not None:
             read = self.kind.read
             return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
@@ -216,6 +242,7 @@ class _Story:
     def _fingerprint(self, schedule: LrSchedule, rows: Any, labels: Mapping[int, str] | None) -> dict[str, Any]:
         config = self.config
         same = ["method", "beta", "teacher", "matryoshka", "lora_r", "lora_dropout", "lora_target_modules", "use_dora"]
+        same += ["num_generations", "max_completion_length", "reward_function"] if self.kind.rolls_out else []
         same += ["use_rslora", "quantize", "seed", "seq_length"]
         return {
             **{name: getattr(config, name) for name in same},
@@ -267,6 +294,12 @@ class _Story:
         if classes is not None:
             trainer, settings = classes
             arguments |= {"max_length": length, **self.kind.settings}
+            if self.rollouts is not None:
+                del arguments["max_length"]
+                trainer, causal = self.rollouts.trainer_of(trainer), unwrap(model)
+                arguments |= self.rollouts.arguments()
+                given |= {"reward_funcs": self.rollouts.rewards, "rollout_func": self.rollouts}
+                set_end_tokens(causal, tokenizer, [*self.ends, *end_tokens_of(causal, tokenizer)])
             arguments |= {"beta": self.config.beta} if self.config.beta is not None else {}
             if self.kind.has_reference and not self.config.lora_r:
                 arguments["precompute_ref_log_probs"] = True
@@ -353,13 +386,31 @@ class _Story:
         share: Callable[[int], float] = lambda step: schedule.lr(min(step, schedule.total_steps - 1)) / schedule.peak_lr  # noqa: E731
         return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, share)
 
+    def _kept_before(self, trainer: Any) -> str:
+        """Save the steps before one that cannot be gone; tell in words how to go on."""
+        step = trainer.state.global_step
+        if not step or self.config.save_strategy == "no":
+            return "Mend it, or leave such prompts out by --on_bad_reward skip."
+        if not str(self.saved_path or "").endswith(f"{step:08d}") and (
+            self.checkpoint is None or self.checkpoint.step != step
+        ):
+            trainer.state.num_input_tokens_seen = self.rollouts.tokens_before
+            trainer._save_checkpoint(trainer.model, None)
+        return (
+            f"The {counted(step, 'step')} before are saved. Mend it, or add --on_bad_reward skip, and go on with the "
+            "same command and --resume_from_checkpoint auto."
+        )
+
     def _train(self, trainer: Any, log: RunLog, stop: StopRequest, steps: RunLength, tokenizer: Any) -> int:
         job, config, folder = self.job, self.config, self.folder
         job.phase = "training"
         began_s = time.perf_counter()
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
-        trainer.train(resume_from_checkpoint=saved_by_trainer(self.checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=saved_by_trainer(self.checkpoint))
+        except RewardError as error:
+            raise RewardError(f"{error} {self._kept_before(trainer)}") from error
         step = trainer.state.global_step
         if step < steps.total_steps:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto" * bool(self.saved_path)

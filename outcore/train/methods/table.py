@@ -29,6 +29,8 @@ class MethodKind:
     has_head: bool = False
     has_reference: bool = False
     """Whether it compares with the model as it was: with adapters these switched off, else computed before."""
+    rolls_out: bool = False
+    """Whether it learns from answers that the model gives while it is trained."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the trainer alone, beside the shared ones."""
 
@@ -46,6 +48,11 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
         "classify": MethodKind(rows.labelled, "", has_head=True),
         "embed": MethodKind(rows.partners, ""),
         "distill": MethodKind(None, ""),
+        "grpo": MethodKind(rows.asked, "trl.GRPOTrainer", rolls_out=True),
+        "gspo": MethodKind(
+            rows.asked, "trl.GRPOTrainer", rolls_out=True,
+            settings={"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        ),
     }
 )  # fmt: skip
 

@@ -12,6 +12,11 @@ from outcore.train.process.stop_request import StopRequest
 
 OF_TRAINER = ("epoch", "step", "total_flos", "train_loss")
 RENAMED: dict[str, str] = {"learning_rate": "lr", "num_tokens": "tokens"}
+OF_ROLLOUTS = {
+    "reward": "reward", "kl": "KL", "entropy": "entropy", "clip_ratio/region_mean": "clipped",
+    "completions/mean_length": "length", "completions/clipped_ratio": "truncated", "mismatch": "mismatch",
+}  # fmt: skip
+"""Figures of a step with rollouts that people are told, by their names for people."""
 SHOWN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins")
 """Figures of an evaluation that people are told; metrics.jsonl has all."""
 
@@ -48,13 +53,14 @@ class RunLog(TrainerCallback):
             optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
             norm = getattr(optimizer, "grad_norm", None)
             record: dict[str, Any] = {RENAMED.get(name, name): value for name, value in said.items()}
-            record |= {"step": state.global_step, "step_s": self._took_s, "skipped": False}
-            record |= {"grad_norm": norm} if norm is not None else {}
+            record |= {"step": state.global_step, "step_s": self._took_s, "skipped": bool(said.get("skipped"))}
+            record |= {"grad_norm": 0.0 if record["skipped"] else norm} if norm is not None else {}
             self.first_loss = said["loss"] if self.first_loss is None else self.first_loss
             self.last_loss = said["loss"]
             self._metrics.write_step(record)
             self._loggers.log_step(record)
-            self._progress.update(record)
+            told = [f"{word} {said[name]:.3g}" for name, word in OF_ROLLOUTS.items() if said.get(name) is not None]
+            self._progress.update({**record, "told": told})
         elif "eval_loss" in said:
             self.last_eval = {name: value for name, value in said.items() if name.startswith("eval_")}
             self.evaluated_step = state.global_step

@@ -19,8 +19,8 @@ from outcore.train.configure import parse_config
 
 HIDDEN = frozenset({"local_rank", "plan"})
 """Set by a launcher; asked by a route of its own."""
-COMMAND_LINE = frozenset({"trust_remote_code"})
-"""Said on a command line alone: it runs code that comes with a model."""
+COMMAND_LINE = frozenset({"trust_remote_code", "reward_function"})
+"""Said on a command line alone: it runs code that comes with a model, or that judges its answers."""
 OPENED = frozenset({
     "model_name_or_path", "config_file", "tokenizer_name_or_path", "dataset", "eval_dataset", "chat_template",
     "data_cache_dir", "resume_from_checkpoint", "checkpoint_dir", "log_dir", "export_dir", "deepspeed_config",

@@ -41,3 +41,29 @@ def test_from_python_and_by_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.fits and found.seconds > 0 and "reward, llama-1b" in str(found)
     assert main(["train", "--preset", "tiny", "--method", "dpo", "--plan"]) == 2
     assert "outcore plan MODEL --method dpo" in capsys.readouterr().err
+
+
+def test_rollouts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds of answering, and keys and values, which wait in turns where there is no room for all at once."""
+    flags = ["--method", "grpo", "--lora_r", "16", "--quantize", "nf4", "--lora_export", "adapter"]
+    batch = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "8"]
+    (_, short), (_, long) = (planned(capsys, *flags, "--max_completion_length", n) for n in ("128", "256"))
+    assert 0 < short["rollout_s"] < short["step_s"] and 1.5 < long["rollout_s"] / short["rollout_s"] < 2.1
+    _, refers = planned(capsys, *flags, "--max_completion_length", "128", "--beta", "0.1")
+    assert refers["step_s"] > short["step_s"] and refers["rollout_s"] == short["rollout_s"]
+    code, many = planned(capsys, *flags, *batch, "--max_completion_length", "512")
+    words = "".join(many["words"])
+    assert code == 0 and "8 answers of 512 tokens to each of 8 prompt(s) of 512" in words
+    assert "4.50 GiB of keys and values in " in words and "gone before the update" in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_generations", "7"], "not of whole prompts of 7"),
+        (["--max_completion_length", "1024"], "leaves no room for a prompt"),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-8b", *MACHINE, "--method", "grpo", *flags]) == 2
+    assert words in capsys.readouterr().err

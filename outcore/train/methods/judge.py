@@ -1,0 +1,118 @@
+"""A process that judges answers: the user's function runs here, so that it may hang or crash and the run lives on.
+
+    python judge.py FILE.py:NAME
+
+A line of JSON in holds the function's arguments; a line out is {"rewards": [...]} or {"error": "..."}. What the
+function prints goes to stderr. It imports nothing of ours: it starts in milliseconds and takes little memory. There is
+no sandbox: the function may do whatever its user may."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Judge = Callable[..., Sequence[Any]]
+
+
+def text_of(completion: Any) -> str:
+    """Text of an answer: a text, or a list of one message."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+@cache
+def task_rows(task: str, size: int, seed: int) -> Any:
+    """Rows of one of reasoning-gym's tasks, made from the seed."""
+    return importlib.import_module("reasoning_gym").create_dataset(task, size=size, seed=seed)
+
+
+def reasoning_gym(completions: Sequence[Any], task: Any, size: Any, seed: Any, index: Any, **_: Any) -> list[float]:
+    """Score by the task's own verifier: what stands between <answer> and </answer>, or the whole answer."""
+    extract = importlib.import_module("reasoning_gym.utils").extract_answer
+    found = []
+    for said, *of_row in zip(completions, task, size, seed, index, strict=True):
+        text, rows = text_of(said), task_rows(*of_row[:3])
+        found.append(float(rows.score_answer(extract(text) or text.strip(), entry=rows[of_row[3]])))
+    return found
+
+
+def math_verify(completions: Sequence[Any], answer: Any, **_: Any) -> list[float]:
+    """Score 1 where an answer's formula means the row's `answer`."""
+    verifier = importlib.import_module("math_verify")
+    return [
+        float(verifier.verify(verifier.parse(str(gold)), verifier.parse(text_of(said))))
+        for said, gold in zip(completions, answer, strict=True)
+    ]
+
+
+BUILT_IN: dict[str, tuple[Judge, str]] = {
+    "reasoning_gym": (reasoning_gym, "reasoning_gym"),
+    "math_verify": (math_verify, "math_verify"),
+}
+"""Judges of ours by name, with the module that they need."""
+
+
+def load(name: str) -> Judge:
+    """Find the function."""
+    if name in BUILT_IN:
+        judge, needs = BUILT_IN[name]
+        importlib.import_module(needs)
+        return judge
+    file, _, function = name.rpartition(":")
+    file = str(Path(file).expanduser().resolve())
+    sys.path.insert(0, str(Path(file).parent))
+    spec = importlib.util.spec_from_file_location("rewards_of_user", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rewards_of_user"] = module
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+def main(name: str) -> int:
+    """Judge what comes until there is no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run, which ends this process behind its last step
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with contextlib.suppress(ValueError):
+        sys.path.remove(str(Path(__file__).parent))  # its files are no modules of the function's
+
+    def reply(**said: Any) -> None:
+        print(json.dumps(said), file=replies, flush=True)
+
+    try:
+        judge = load(name)
+    except BaseException as error:
+        reply(error=_words(error))
+        return 1
+    reply(rewards=[])
+    for line in sys.stdin:
+        try:
+            found = judge(**json.loads(line))
+            rewards = [None if one is None else float(one) for one in found]
+        except Exception as error:
+            reply(error=_words(error))
+        else:
+            reply(rewards=rewards)
+    return 0
+
+
+def _words(error: BaseException) -> str:
+    """Name the error and the line where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in last)
+    return f"{type(error).__name__}: {error}{where}"
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main(sys.argv[1]))

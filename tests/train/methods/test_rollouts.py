@@ -1,0 +1,345 @@
+"""Methods that learn from the model's own answers: rollouts by our engine, rewards, faults, kills."""
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import outcore.hf
+from outcore.cli import main
+from outcore.infer import Sampling, Speech
+from outcore.infer.opening import paged_layers
+from outcore.infer.rollouts import group_pages, groups_of_answers, streamed_engine
+from outcore.model import ModelSettings, load_model
+from outcore.monitor import read_metrics
+from tests.hf.callers import tiny, tokenizer
+from tests.train.jobs import REPOSITORY, fresh_env
+from tests.train.methods.test_foreign_trainers import TURNS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+JUDGES = """
+import os, time
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+def even(completions, want, **_):
+    return [float(text.count("e")) + len(want[0]) for text in completions]
+def equal(completions, **_):
+    return [0.5 for _ in completions]
+def bad(completions, number, **_):
+    time.sleep(0)
+    if number[0] % 3:
+        return [float(len(text)) for text in completions]
+    KIND
+"""
+FAULTS = {
+    "raises": ("raise KeyError('want')", "bad raised KeyError: 'want' (judges.py, line 13)"),
+    "hangs": ("time.sleep(60)", "gave no answer within 3 s and was ended"),
+    "nan": ("return [float('nan')] * len(completions)", "bad returned nan for answer 1"),
+    "count": ("return [1.0]", "bad returned 1 reward for 4 answers"),
+    "crashes": ("os._exit(3)", "ended its process (exit code 3)"),
+    "no list": ("return None", "bad raised TypeError: 'NoneType' object is not iterable"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    yield
+
+
+def write_files() -> None:
+    """A model, prompts and judges, here."""
+    tiny().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    rows = [{"prompt": f"hello {i}", "want": "world", "number": i + 1} for i in range(24)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("judges.py").write_text(JUDGES)
+
+
+def command(*more: str, judge: str = "length", steps: int = 3) -> list[str]:
+    usual = ["--dataset", "rows.jsonl", "--reward_function", f"judges.py:{judge}", "--num_generations", "4"]
+    usual += ["--seq_length", "32", "--max_completion_length", "8", "--max_steps", str(steps), "--save_steps", "1"]
+    usual += ["--warmup_steps", "0", "--learning_rate", "1e-2", "--run_name", "r", "--report_to", "none"]
+    return ["train", "model", "--method", "grpo", *usual, *more]
+
+
+def steps_of(name: str = "r") -> list[dict[str, Any]]:
+    timed = ("step_s", "step_time", "tokens")
+    return [
+        {k: v for k, v in step.items() if k not in timed} for step in read_metrics(f"logs/{name}/metrics.jsonl").steps
+    ]
+
+
+def test_answers_are_the_trained_models_own() -> None:
+    """Over its weights where they lie: greedy tokens are `generate`'s, before and after a change in place, a prompt is
+    read once for all its answers, and the model is as it was."""
+    loaded = load_model(ModelSettings(model_name_or_path="model", precision="fp32", seq_length=64))
+    paged, model = paged_layers(loaded), loaded.model.train()
+    outcore.hf.stream(model)
+    prompts = [list(range(5, 5 + n)) for n in (40, 21)]
+    speech = Speech(tokenizer(), frozenset({2}), model.config.vocab_size, 64, scores=False)
+    sampling = Sampling(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0)
+    before = model.config._attn_implementation
+    places = dict[str, int]()
+    for _ in range(2):
+        with streamed_engine(model, paged, speech, sum(group_pages(len(ids), 4, 9) for ids in prompts)) as engine:
+            groups = groups_of_answers(engine, [(str(i), ids) for i, ids in enumerate(prompts)], 4, sampling)
+            assert engine.counts.prompt_tokens == sum(len(ids) + 3 * (len(ids) % 16) for ids in prompts)
+            cache = engine.scheduler.cache
+            assert cache.size_bytes > 0
+        assert not cache.size_bytes, "keys and values are given back"
+        assert model.config._attn_implementation == before and model.training
+        now = {name: p.data_ptr() for name, p in model.named_parameters()}
+        assert places in ({}, now), "no other copy"
+        places = now
+        for ids, group in zip(prompts, groups, strict=True):
+            said = model.eval().generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False, eos_token_id=None)
+            assert [[chosen.token for chosen in answer.tokens] for answer in group] == [
+                said[0, len(ids) :].tolist()
+            ] * 4
+            logprobs = model(said).logits.detach().float().log_softmax(-1)[0]
+            for at, chosen in enumerate(group[0].tokens):
+                assert chosen.logprob == pytest.approx(float(logprobs[len(ids) - 1 + at, chosen.token]), abs=1e-5)
+        with torch.no_grad():
+            for p in model.train().parameters():
+                p.mul_(1.5)
+
+
+@pytest.mark.more(after=2)
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("grpo", ["--lora_r", "4", "--beta", "0.1"]),
+        ("grpo", []),
+        ("gspo", []),
+        ("grpo", ["--lora_r", "4", "--quantize", "nf4", "--lora_export", "adapter"]),
+    ],
+)
+def test_a_run_tells_what_rl_users_know(method: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("--method", method, *flags, judge="even")) == 0
+    steps = steps_of()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["reward"] >= 5 and step["completions/mean_length"] <= 8 and step["grad_norm"] > 0
+        assert 0 <= step["completions/clipped_ratio"] <= 1 and step["entropy"] > 1
+        assert step["clip_ratio/region_mean"] == 0, "one update a batch: nothing leaves the trust region"
+        assert 0 <= step["mismatch"] <= step["mismatch_max"] < 1e-4, "both log-probabilities are of the same weights"
+        assert ("kl" in step) == ("--beta" in flags)
+    said = capsys.readouterr().err
+    for word in ("reward", "entropy", "clipped", "length", "truncated", "mismatch", *["KL"] * ("--beta" in flags)):
+        assert f"| {word} " in said, said
+
+
+def test_it_learns_what_is_rewarded() -> None:
+    flags = ["--batch_size", "4", "--grad_accum", "4", "--lr_scheduler_type", "constant", "--learning_rate", "3e-2"]
+    assert main(command(*flags, judge="length", steps=10)) == 0
+    rewards = [step["reward"] for step in steps_of()]
+    assert sum(rewards[-4:]) > 1.2 * sum(rewards[:4]), rewards
+
+
+def test_losses_are_those_of_trls_trainer_on_the_plain_model() -> None:
+    """TRL's own GRPOTrainer, on a plain model with torch's AdamW, given the same answers and rewards."""
+    import trl
+    from datasets import Dataset
+
+    given: list[dict[str, Any]] = []
+    from outcore.train.methods.rollouts import Rollouts
+
+    ours = Rollouts.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "__call__", lambda self, *args: given.append(ours(self, *args)) or given[-1])
+        assert main(command(judge="length")) == 0
+    replayed = iter(given)
+    arguments = trl.GRPOConfig(  # pyright: ignore[reportPrivateImportUsage]
+        "trl", max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=0.01,
+        num_generations=4, max_completion_length=8, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        weight_decay=0.01, logging_steps=1, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(  # pyright: ignore[reportPrivateImportUsage]
+        tiny(), lambda completions, **_: [float(len(text)) for text in completions], arguments,
+        train_dataset=Dataset.from_list([{"prompt": f"hello {i}"} for i in range(24)]),
+        processing_class=tokenizer(), rollout_func=lambda prompts, trainer: next(replayed),
+    )  # fmt: skip
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for ours_, theirs in zip(steps_of(), logged, strict=True):
+        assert ours_["reward"] == pytest.approx(theirs["reward"])
+        assert ours_["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours_["entropy"] == pytest.approx(theirs["entropy"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Steps of a run that no reward disturbs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("undisturbed"))
+        write_files()
+        assert main(command(steps=4)) == 0
+        return steps_of()
+
+
+@pytest.mark.more(after=2)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_reward_stops_the_run_and_loses_nothing(
+    fault: str, undisturbed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, words = FAULTS[fault]
+    Path("judges.py").write_text(JUDGES.replace("KIND", code))
+    seldom = ["--reward_timeout_s", "3", "--save_steps", "100"]
+    assert main(command(*seldom, judge="bad", steps=4)) in (1, 2)
+    said = capsys.readouterr().err
+    assert "prompt " in said and words in said, said
+    assert int(said.partition("prompt ")[2].partition(":")[0]) % 3 == 0
+    done = steps_of()
+    if done:
+        assert f"{len(done)} step{'s' * (len(done) > 1)} before" in said and "--resume_from_checkpoint auto" in said
+        assert Path(f"checkpoints/r/step-{len(done):08d}").is_dir()
+    Path("judges.py").write_text(JUDGES.replace("KIND", "return [float(len(text)) for text in completions]"))
+    assert main(command(*seldom, *["--resume_from_checkpoint", "auto"] * bool(done), judge="bad", steps=4)) == 0
+    names = ("loss", "reward", "mismatch", "grad_norm", "step")
+    assert [{name: step[name] for name in names} for step in steps_of()] == [
+        {name: step[name] for name in names} for step in undisturbed
+    ]
+
+
+def test_a_bad_prompt_is_left_out_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that has no other prompt changes nothing."""
+    Path("judges.py").write_text(JUDGES.replace("KIND", "raise ValueError('no')"))
+    one_prompt = ["--batch_size", "4", "--grad_accum", "1", "--on_bad_reward", "skip", "--save_total_limit", "9"]
+    assert main(command(*one_prompt, judge="bad", steps=6)) == 0
+    said, steps = "".join(capsys.readouterr()), steps_of()
+    skipped = [step["step"] for step in steps if step["skipped"]]
+    assert skipped and len(skipped) < 6
+    for number in range(2, 7):
+        before, after = (_weights(number - 1), _weights(number))
+        assert all(torch.equal(before[name], after[name]) for name in before) == (number in skipped)
+    for number in skipped:
+        assert f"WARNING: step {number}: prompt " in said and "Its answers are left out of this step" in said
+
+
+def _weights(step: int) -> dict[str, torch.Tensor]:
+    return load_file(f"checkpoints/r/step-{step:08d}/trainer/checkpoint-{step}/model.safetensors")
+
+
+def test_equal_rewards_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(judge="equal")) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("all answers to a prompt got the same reward (prompt ") == 1
+    assert all(step["frac_reward_zero_std"] == 1 for step in steps_of())
+
+
+def test_prompts_without_room_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path("rows.jsonl").read_text().splitlines()
+    long = json.dumps({"prompt": "hello " * 40, "want": "world", "number": 0})
+    Path("rows.jsonl").write_text("\n".join([*rows[:3], long, *rows[3:]]))
+    assert main(command(steps=1)) == 0
+    said = "".join(capsys.readouterr())
+    assert "1 prompt leave no room within seq_length 32 for answers of 8 tokens: 4 (" in said
+    assert "data: 24 rows" in said
+    Path("rows.jsonl").write_text("\n".join([long] * 3))
+    assert main(command("--run_name", "s", steps=1)) == 2
+    assert "Raise --seq_length, or lower --max_completion_length" in capsys.readouterr().err
+
+
+REFUSED = {
+    "nobody judges": (["--method", "grpo"], "say who judges"),
+    "no such file": (["--method", "grpo", "--reward_function", "none.py:judge"], "with a file that is here"),
+    "another method": (["--method", "dpo", "--num_generations", "4"], "it is of --method grpo"),
+    "a reference": (["--method", "grpo", "--reward_function", "judges.py:length", "--beta", "0.1"], "Add --lora_r 16"),
+    "half a prompt": (
+        ["--method", "grpo", "--reward_function", "judges.py:length", "--num_generations", "7"],
+        "whole prompts",
+    ),
+    "evaluation": (["--method", "grpo", "--reward_function", "judges.py:length", "--eval_steps", "2"], "eval_steps: "),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, words = REFUSED[what]
+    assert main(["train", "model", "--dataset", "rows.jsonl", "--seq_length", "32", *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("checkpoints").exists()
+
+
+def test_a_function_that_is_not_there_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(judge="nothing")) in (1, 2)
+    said = capsys.readouterr().err
+    assert "module 'rewards_of_user' has no attribute 'nothing'" in said and "model:" not in said
+
+
+def test_tasks_of_reasoning_gym_judge_to_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym")
+    config = Path("model/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 512}))
+    flags = ["--dataset", "reasoning_gym:chain_sum", "--num_generations", "4", "--max_completion_length", "8"]
+    flags += ["--seq_length", "256", "--max_steps", "1", "--run_name", "r", "--report_to", "none"]
+    assert main(["train", "model", "--method", "grpo", *flags]) == 0
+    assert "data: 1,000 rows" in capsys.readouterr().out and "rewards/reasoning_gym/mean" in steps_of()[0]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("flags", [["--lora_r", "4", "--beta", "0.1"], []])
+def test_a_killed_run_goes_on_to_the_same_bits(flags: list[str]) -> None:
+    """SIGKILL in the middle of a step: the same answers, metrics and weights."""
+    assert main(command(*flags, "--run_name", "whole", steps=5)) == 0
+    child = subprocess.Popen(
+        [sys.executable, "-m", "outcore.cli", *command(*flags, steps=5)],
+        env=fresh_env(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1"), cwd=os.getcwd(), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while child.poll() is None and not Path("checkpoints/r/step-00000002/manifest.json").exists():
+            time.sleep(0.01)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not Path("final_model/r").exists(), "it was killed before its end"
+    assert main(command(*flags, "--resume_from_checkpoint", "auto", steps=5)) == 0
+    assert steps_of("r") == steps_of("whole")
+    once, again = (load_file(f"final_model/{name}/model.safetensors") for name in ("whole", "r"))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_a_run_keeps_the_promises_of_every_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chats end where their template ends them, in rollouts and in the export; other settings, another base and other
+    rows are refused when the run goes on."""
+    words = copy.deepcopy(tokenizer())  # which is cached
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.chat_template = TURNS
+    words.save_pretrained("model")
+    model = tiny()
+    model.resize_token_embeddings(len(words))
+    end = words.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config.eos_token_id = words.eos_token_id
+    model.save_pretrained("model")
+    rows = [{"prompt": [{"role": "user", "content": f"hello {i}"}], "number": i + 1} for i in range(12)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(command("--lora_r", "4", steps=2)) == 0
+    shutil.rmtree("checkpoints/r/step-00000002")
+    assert end in json.loads(Path("final_model/r/generation_config.json").read_text())["eos_token_id"]
+    header = read_metrics("logs/r/metrics.jsonl").header
+    assert header is not None and header["config"]["reward_function"] == "judges.py:length"
+    capsys.readouterr()
+    again = ["--lora_r", "4", "--resume_from_checkpoint", "auto"]
+    assert main(command(*again, "--num_generations", "2", steps=2)) == 1
+    assert "made with num_generations 4, this run has 2" in capsys.readouterr().err
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows[:8])))
+    assert main(command(*again, steps=2)) == 1
+    assert "rows" in capsys.readouterr().err
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = Path("model/model.safetensors")
+    save_file({name: value * 1.5 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert main(command(*again, steps=2)) == 1
+    assert "model has changed since: the adapter was trained over other weights" in capsys.readouterr().err
