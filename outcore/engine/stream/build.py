@@ -45,6 +45,7 @@ from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPref
 from outcore.model import LoadedModel
 from outcore.model.adapters import dora_lengths
 from outcore.optim import Backend, MatrixUpdates, OptimizerPool, default_num_threads, open_backend
+from outcore.sizing.streaming import ring_share_bytes
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
@@ -269,7 +270,7 @@ def _open_optimizer(
             flowing,
             pool,
             ground.memory,
-            ring_bytes=settings.state_ring_bytes,
+            ring_bytes=ring_share_bytes(settings.state_ring_bytes, plan.place.world_size),
             max_slots=settings.state_ring_slots,
             descending=not plan.is_deferred,
             keep_param=arena.keep_weights,
