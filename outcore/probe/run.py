@@ -278,16 +278,11 @@ class ProbeRun:
             run_staging_test(
                 pool,
                 engine,
-                self.device,
                 file,
                 found.staging,
-                block_bytes=block_bytes,
-                depth=depth,
+                self.effort,
                 stage_s=stage_s,
-                most_s=self.effort.cell_s,
-                max_write_bytes=self.effort.write_cell_bytes,
                 transfer_bytes=batch_limit_bytes(drive_rate(drive, "drive_read"), self.effort.cell_s),
-                quick=self.effort.name == "quick",
                 tick=self.progress.tick,
             )
             self._latency(found, pool, engine, file, facts)
