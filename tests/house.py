@@ -158,7 +158,6 @@ MANY_METHODS = frozenset(
         "plan/hardware.py:Hardware",
         "plan/inference/speed.py:InferencePlan",
         "plan/record.py:Plan",
-        "plan/stream/time.py:_Links",
         "probe/run.py:ProbeRun",
         "serve/jobs/batches.py:Batches",
         "serve/service.py:Service",

@@ -24,7 +24,6 @@ from outcore.plan.record import AHEAD, BORDERS, EVALUATION, MASKS, NOT_TENSORS, 
 from outcore.plan.stream.time import Placed, step_time
 from outcore.plan.terms import Case, Spill, device_bytes, step_flops
 from outcore.sizing.activations import (
-    checkpoint_bytes,
     compiled_activation_bytes,
     forward_bytes,
     layer_activation_bytes,
@@ -291,7 +290,6 @@ def plan_stream(
     if shape.stays_eager:
         layout = replace(layout, compiled=False, cuda_graphs=False)
     case = Case(shape, request, hardware, seq_length, layout)
-    checkpoints = checkpoint_bytes(shape, request.element_bytes, case.micro_tokens * layout.accumulation)
     tiling = tiling_of(case)
     homes = placement_of(case, tiling)
     spill = Spill(homes.spilled_states / max(1, homes.needs.states), homes.spilled_weights / homes.needs.weights)
@@ -301,7 +299,7 @@ def plan_stream(
     tensors, pool = graphs or (0, 0)
     vram.append(Item("vram", GRAPHS, tensors))
     vram = [replace(p, size_bytes=p.size_bytes + pool) if p.name == SPARE else p for p in vram]
-    placed = Placed(homes, spill, pageable, checkpoints, tiling, graphs is not None)
+    placed = Placed(homes, spill, pageable, tiling, graphs is not None)
     stay = replace(placed, homes=staying(case, homes, vram, pool))
     if layout.resident_bytes is not None or (stay.homes.stays and _gains(case, stay, placed)):
         placed = stay
@@ -318,7 +316,7 @@ def plan_stream(
         )
     drive = drive_states(homes, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
-        drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
+        drive.append(Item("nvme", "activation checkpoints", homes.needs.checkpoints))
     drive += case.kept_checkpoints
     traffic, time = step_time(case, placed)
     return case.plan(

@@ -318,4 +318,6 @@ def test_decision_plan_and_blueprint_are_one_placement(
     assert in_ram(plan, BEYOND, LONG_ROWS) == placed.beyond and in_ram(plan, RANK_SLOTS) == placed.rank_slots
     assert in_ram(plan, RING) == placed.ring and in_ram(plan, "weights read ahead") == placed.read_ahead
     assert plan.part_bytes("nvme", "parameters") == placed.spilled_weights
+    on_drive = placed.needs.checkpoints if activations == "nvme" else 0
+    assert plan.part_bytes("nvme", "activation checkpoints") == on_drive
     assert plan.part_bytes("pinned", SLOTS) == placed.lanes
