@@ -119,7 +119,6 @@ MANY_PARAMETERS = frozenset(
         "engine/deepspeed/staged/states.py:__init__",
         "infer/opening/weights.py:open_weights",
         "infer/passes/graphs.py:__init__",
-        "monitor/screen/progress.py:__init__",
         "plan/inference/words.py:plan_inference",
     }
 )
