@@ -24,6 +24,7 @@ from outcore.flow.weights import WeightPrefetcher
 from outcore.hf.ground import MOST_GOING, Streaming
 from outcore.hf.homes import Elsewhere, HomeSource, Owned, SlabHome
 from outcore.sizing.streaming import STAY_LAYERS
+from outcore.sizing.tiles import Holding
 
 NUM_BUFFERS = 2
 """Layers on the device at once: one is used, one arrives."""
@@ -237,7 +238,7 @@ class LayerStack:
             stored_bytes = sum(self._source.homes[part.index].nvme_bytes for part in parts)
             drive = ground.drive((self.path, group), stored_bytes) if stored_bytes else None
             self._arrivals[group] = WeightPrefetcher(
-                _Layers(parts), self._source, ground.upload, NUM_BUFFERS, drive_lane=drive
+                _Layers(parts), self._source, ground.upload, Holding(layer_buffers=NUM_BUFFERS), drive_lane=drive
             )
 
     # ------------------------------------------------------------------ passes

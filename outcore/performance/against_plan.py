@@ -161,6 +161,18 @@ WORDS = {
 """The figures of a run as a person calls them; links have their own names."""
 
 
+def check_space(free_bytes: int, checkpoint_bytes: int, kept: int) -> list[Check]:
+    """Whether the drive has room for the checkpoints that a run keeps, and for the one being written."""
+    needed = (kept + 1) * checkpoint_bytes
+    if needed <= free_bytes:
+        return []
+    words = (
+        f"{kept} checkpoints kept and one being written need {format_gb(needed)}, {format_gb(free_bytes)} are free. "
+        "Lower --save_total_limit, or use another --checkpoint_dir"
+    )
+    return [Check("space for checkpoints", "stop", words)]
+
+
 def judge(
     checks: list[Check],
     rows: list[ComparedRow],
@@ -169,20 +181,11 @@ def judge(
     failure: str,
     *,
     fits: bool | None,
-    free_bytes: int,
-    checkpoint_bytes: int,
-    kept: int,
 ) -> Verdict:
     """`failure`: why the trial did not end well, '' when it did. `fits`: what the plan says, None without one."""
     stops = [f"{check.name}: {check.words}" for check in checks if check.level == "stop"]
     if failure:
         stops.insert(0, f"the trial run failed: {failure}")
-    needed = (kept + 1) * checkpoint_bytes
-    if not failure and needed > free_bytes:
-        stops.append(
-            f"drive space: {kept} checkpoints kept and one being written need {format_gb(needed)}, "
-            f"{format_gb(free_bytes)} are free. Lower --save_total_limit, or use another --checkpoint_dir"
-        )
     if projection is not None and projection.rating_share is not None and projection.rating_share > 1.0:
         stops.append(f"the run would write {format_gb(projection.written_bytes)}, more than the drive is rated for")
     warnings = [f"{check.name}: {check.words}" for check in checks if check.level == "warning"]

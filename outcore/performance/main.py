@@ -25,7 +25,7 @@ from outcore.common.quantities import GB, format_s
 from outcore.common.words import own_command
 from outcore.config import ConfigError, TrainConfig, read_deepspeed_file
 from outcore.machine import Machine, detect_machine
-from outcore.performance.against_plan import compare, compared, judge, last_report, project
+from outcore.performance.against_plan import check_space, compare, compared, judge, last_report, project
 from outcore.performance.health import before_the_trial, during_the_trial, measured_steps, median_of
 from outcore.performance.show import Check, Findings, show
 from outcore.plan import MEASURED_PROFILE, differs
@@ -110,17 +110,11 @@ class PerformanceTest:
         run_key, machine_key = self._run_key(trial), _machine_key(machine)
         regressions, compared_with = compared(last_report(newest(self.reports / REPORT)), run_key, machine_key, figures)
         plan = (trial or {}).get("forecast")
-        verdict = judge(
-            checks,
-            rows,
-            projection,
-            regressions,
-            failure,
-            fits=plan["fits"] if plan else None,
-            free_bytes=shutil.disk_usage(nearest_existing(self.checkpoints)).free,
-            checkpoint_bytes=int((trial or {}).get("saved_bytes") or (trial or {}).get("state_bytes") or 0),
-            kept=self.config.save_total_limit if is_saved else -1,
-        )
+        if trial is not None and not failure and is_saved:
+            free_bytes = shutil.disk_usage(nearest_existing(self.checkpoints)).free
+            checkpoint_bytes = int(trial.get("saved_bytes") or trial.get("state_bytes") or 0)
+            checks += check_space(free_bytes, checkpoint_bytes, self.config.save_total_limit)
+        verdict = judge(checks, rows, projection, regressions, failure, fits=plan["fits"] if plan else None)
         return Findings(
             created_at=datetime.datetime.now().isoformat(timespec="seconds"),
             argv=self.argv,

@@ -150,10 +150,6 @@ class ProbeRun:
             )
         return found, facts
 
-    def _engines(self, facts: GdsFacts) -> list[str]:
-        """Engines for host buffers; kvikio works only beside a GPU."""
-        return ["posix", "kvikio"] if self.has_gpu and facts.auto.status == "ok" else ["posix"]
-
     def _drives(
         self, found: Measured, facts: GdsFacts, pool: PinnedPool | None, stack: ExitStack
     ) -> dict[str, BlockFile]:
@@ -179,7 +175,7 @@ class ProbeRun:
                     str(directory),
                     self.effort,
                     left_s,
-                    self._engines(facts),
+                    ["posix", *(["kvikio"] if self.has_gpu and facts.auto.status == "ok" else [])],
                     self.progress.tick,
                     expected_gb_per_s=test_file.fill_gb_per_s,
                     memory=memory,
@@ -250,7 +246,7 @@ class ProbeRun:
         else:
             stage_s = self.budget.begin("copies")
             home = torch.zeros(COPY_MEMORY_BYTES, dtype=torch.uint8)
-            with ExitStack() as leases, LoadSampler(self._gpu_id()) as sampler:
+            with ExitStack() as leases, LoadSampler(gpu_id()) as sampler:
                 host = {"pageable": home}
                 for kind, combined in (("default", False), ("write-combined", True)):
                     n_bytes = min(COPY_MEMORY_BYTES, pool.largest_free_bytes(combined) // 2)
@@ -278,16 +274,11 @@ class ProbeRun:
             run_staging_test(
                 pool,
                 engine,
-                self.device,
                 file,
                 found.staging,
-                block_bytes=block_bytes,
-                depth=depth,
+                self.effort,
                 stage_s=stage_s,
-                most_s=self.effort.cell_s,
-                max_write_bytes=self.effort.write_cell_bytes,
                 transfer_bytes=batch_limit_bytes(drive_rate(drive, "drive_read"), self.effort.cell_s),
-                quick=self.effort.name == "quick",
                 tick=self.progress.tick,
             )
             self._latency(found, pool, engine, file, facts)
@@ -355,12 +346,13 @@ class ProbeRun:
         cap = self.effort.staging_cap_bytes
         return cap if self.has_gpu and found.staging and found.staging.asked_bytes == cap else None
 
-    def _gpu_id(self) -> int | str:
-        """NVML's name for CUDA device 0, which CUDA_VISIBLE_DEVICES does not shift."""
-        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-        if uuid is None:
-            return 0
-        return str(uuid) if str(uuid).startswith("GPU-") else f"GPU-{uuid}"
+
+def gpu_id() -> int | str:
+    """NVML's name for CUDA device 0, which CUDA_VISIBLE_DEVICES does not shift."""
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    if uuid is None:
+        return 0
+    return str(uuid) if str(uuid).startswith("GPU-") else f"GPU-{uuid}"
 
 
 def _line_rate(directory: Path) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outcore.common.quantities import MIB
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.tiles import LEAST_TOKENS, MOST_TOKENS, TILES_HELD
+from outcore.sizing.tiles import LEAST_TOKENS, MOST_TOKENS, TILES_HELD, Holding
 
 LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
@@ -132,11 +132,14 @@ def long_head_bytes(shape: ModelShape, e: int, tokens: int, tile_tokens: int) ->
     return shape.hidden_size * (5 * e * block + (4 + 4 * e) * tile_tokens)
 
 
-def long_ram_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int, *, near: bool = False) -> int:
-    """RAM of long rows' homes: every layer's input and the last one's output; not `near`: in whose place is its
-    gradient; of one layer queries, keys, values, attention's result and its gradient."""
+def long_ram_bytes(shape: ModelShape, e: int, tokens: int, accumulation: int, holding: Holding) -> int | None:
+    """RAM of long rows' homes: every layer's input and the last one's output, in whose place is its gradient; where a
+    layer's whole rows are not on the device, of one layer queries, keys, values, attention's result and its gradient.
+    None where rows are whole."""
+    if not holding.tile_tokens:
+        return None
     h, q, qkv = _widths(shape)
-    return e * tokens * (accumulation * (shape.num_layers + 1) * h + (0 if near else qkv + 2 * q))
+    return e * tokens * (accumulation * (shape.num_layers + 1) * h + (0 if holding.near else qkv + 2 * q))
 
 
 def long_link_bytes(

@@ -26,6 +26,8 @@ STATE_RING_BYTES, STATE_RING_SLOTS = GIB, 64
 """RAM through which states on NVMe flow, and its slots at most: a drive needs many requests under way, in both
 directions, and something to read ahead while a backward pass has no gradients for it yet. The bytes hold about 20 slots
 of fp32 states, 63 of `split8`."""
+SMALLEST_RING_BYTES = 512 * MIB
+"""A rank's share of the ring is not made smaller than this: several chunks of states must fit."""
 CHUNK_NUMEL = 1 << 22
 """Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
 RANK_SLOTS_BYTES = 256 * MIB
@@ -76,6 +78,11 @@ def ring_of_states_bytes(
 ) -> int:
     """RAM that the ring of states on NVMe takes for so many chunks: whole slots, at least one."""
     return slot_bytes * max(1, min(most_slots, num_chunks, most_bytes // slot_bytes))
+
+
+def ring_share_bytes(ring_bytes: int, ranks: int) -> int:
+    """A rank's share of the ring that `ranks` of one host have."""
+    return max(ring_bytes // ranks, min(ring_bytes, SMALLEST_RING_BYTES))
 
 
 class PinnedMemory(NamedTuple):

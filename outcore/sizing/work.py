@@ -1,7 +1,10 @@
-"""Bytes that a step of the streaming engine needs on the device besides its buffers: asked by the planner, and by the
-engine before it decides how it holds parts (`tiles`), so both decide alike."""
+"""Bytes that a step of the streaming engine needs on the device besides its buffers, and what is in tiles for want of
+them: asked by the planner, and by the engine before it decides how it holds parts (`tiles`), so both decide alike."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
 
 from outcore.sizing.activations import (
     EAGER_CHUNKS,
@@ -11,6 +14,7 @@ from outcore.sizing.activations import (
     border_bytes,
     checkpoint_bytes,
     compiled_activation_bytes,
+    has_masks,
     layer_activation_bytes,
     logits_bytes,
     long_head_bytes,
@@ -20,9 +24,11 @@ from outcore.sizing.activations import (
     mask_bytes,
     mlp_activation_bytes,
 )
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import EVAL_GROUP, EVAL_TOKENS, STAY_LAYERS
-from outcore.sizing.tiles import TilingWork
+from outcore.sizing.tiles import RESIDENT_SHARE, Model, Tiling, TilingWork, UnitSize, choose_tiling
+from outcore.sizing.training import PartNeeds, parts_of_shape
 
 TILED_LOGITS_ALIVE = 4.0
 """Chunks' worth of logits alive at once where the head is computed in tiles. A planning figure."""
@@ -38,25 +44,21 @@ def step_work(
     e: int,
     seq_length: int,
     tokens: int,
-    accumulation: int,
-    *,
-    checkpoints_home: str,
-    compiled: bool,
+    layout: StreamLayout,
     tile_bytes: int,
     chunk_bytes: int | None,
-    masks: bool,
 ) -> TilingWork:
     """Bytes that a step of the streaming engine needs on the device besides its buffers, by engine and planner alike:
-    of `accumulation` micro-batches of `tokens` tokens of `e` bytes an element. `checkpoints_home`: 'vram', or
-    elsewhere.
+    of micro-batches of `tokens` tokens of `e` bytes an element, as many as `layout` accumulates.
 
-    `tile_bytes`: of a tile, where units are tiled; `chunk_bytes`: intermediates of an MLP that a tiled layer may hold.
-    `masks`: packed rows have masks."""
-    hidden = shape.hidden_size
+    `tile_bytes`: of a tile, where units are tiled; `chunk_bytes`: intermediates of an MLP that a tiled layer may
+    hold."""
+    hidden, accumulation, compiled = shape.hidden_size, layout.accumulation, layout.compiled
+    masks = has_masks(layout.packed_attention, e)
     batch_hidden = tokens * accumulation * hidden * e
     # With another home: those of the last layers, whose backward comes at once, and one layer's on its way.
     checkpoints = (STAY_LAYERS + 1) * batch_hidden
-    if checkpoints_home == "vram":
+    if layout.checkpoints_home == "vram":
         checkpoints = checkpoint_bytes(shape, e, tokens * accumulation)
     eager = layer_activation_bytes(shape, e, seq_length, tokens)
     mlp = mlp_activation_bytes(shape, e, tokens)
@@ -107,3 +109,38 @@ def step_work(
         evaluation=evaluation + 2 * together * tokens * hidden * e,
         long=tuple(cuts),
     )
+
+
+def tiling_of_shape(
+    shape: ModelShape, e: int, seq_length: int, tokens: int, layout: StreamLayout, device_bytes: int | None
+) -> Tiling:
+    """Choose the tiling of such a model, in micro-batches of `tokens` tokens, as the engine will once it has taken the
+    model apart. `device_bytes`: memory of the device; None: no limit is known."""
+    layout = replace(layout, compiled=layout.compiled and not shape.stays_eager)
+    return choose_tiling(
+        layout.tiling,
+        device_bytes,
+        layout.tile_bytes,
+        layout.layer_buffers,
+        partial(_model, shape, e),
+        partial(step_work, shape, e, seq_length, tokens, layout),
+        may_cut_rows=layout.checkpoints_home == "ram",
+    )
+
+
+@lru_cache(maxsize=16)
+def _model(shape: ModelShape, e: int, tile_bytes: int) -> Model:
+    """Parts as the engine takes the model apart."""
+    layers, ends = parts_of_shape(shape, e)
+    least = tile_bytes // RESIDENT_SHARE
+    widest = shape.hidden_size * max(shape.num_heads * shape.head_dim, shape.ffn_width)
+
+    def unit(index: int, is_layer: bool, part: PartNeeds, largest: int) -> UnitSize:
+        expanded = part.size_bytes if part.home_bytes < part.size_bytes else 0
+        return UnitSize(index, is_layer, part.home_bytes, part.trained, e * largest > least, expanded_bytes=expanded)
+
+    found = [unit(0, False, ends[0], shape.head_weight_numel)]
+    for number, (part, params) in enumerate(zip(layers, shape.layer_params, strict=True)):
+        found.append(unit(1 + number, True, part, params // 4 if shape.is_moe else widest))
+    found += [unit(1 + len(layers), False, end, shape.head_weight_numel) for end in ends[1:]]
+    return Model(tuple(found), e, tied=shape.tied)

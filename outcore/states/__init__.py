@@ -6,4 +6,4 @@ checkpoints, `second` has homes for updates that may be taken back."""
 
 from outcore.states.homes import Homes, SecondHomes, StateBuffers, open_store
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatable, cut_states, spill
-from outcore.states.ring import BEFORE_ALL_UNITS, RingTicket, StateRing
+from outcore.states.ring import BEFORE_ALL_UNITS, RingSize, RingTicket, StateRing

@@ -14,7 +14,7 @@ from outcore.common.files import user_folder
 from outcore.common.quantities import GB, GIB
 from outcore.performance import health
 from outcore.performance import main as main_module
-from outcore.performance.against_plan import compare, compared, judge, last_report, project
+from outcore.performance.against_plan import check_space, compare, compared, judge, last_report, project
 from outcore.performance.command import main
 from outcore.performance.main import PerformanceTest, write
 from outcore.performance.show import Check, ComparedRow, Findings, Projection, Regression, Verdict, show
@@ -94,7 +94,7 @@ def test_rows_are_off_by_share_and_amount():
 def _judge(**changes: Any) -> Verdict:
     known: dict[str, Any] = {
         "checks": [Check("a", "ok", "fine"), Check("b", "note", "unknown")], "rows": [], "projection": None,
-        "regressions": [], "failure": "", "fits": True, "free_bytes": 100 * GB, "checkpoint_bytes": 10 * GB, "kept": 2,
+        "regressions": [], "failure": "", "fits": True,
     }  # fmt: skip
     return judge(**{**known, **changes})
 
@@ -114,12 +114,12 @@ def test_verdicts():
     for changes, words in (
         ({"failure": "GPU memory is full"}, "the trial run failed: GPU memory is full"),
         ({"checks": [Check("power", "stop", "on battery")]}, "on battery"),
-        ({"free_bytes": 29 * GB}, "--save_total_limit"),
+        ({"checks": check_space(29 * GB, 10 * GB, 2)}, "--save_total_limit"),
         ({"projection": dataclasses.replace(run, rating_share=1.2)}, "more than the drive is rated for"),
     ):
         verdict = _judge(**changes)
         assert verdict.word == "NO-GO" and verdict.exit_code == 1 and words in verdict.reasons[0]
-    assert _judge(free_bytes=0, kept=-1).word == "GO"  # nothing is saved
+    assert not check_space(30 * GB, 10 * GB, 2)
 
 
 def test_comparison_with_the_last_test(tmp_path: Path):

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+import torch
+
 from outcore.common.quantities import GIB
 from outcore.config import DeepSpeedFile, ProcessFacts, RunSettings, TrainConfig, resolve
 from outcore.engine.deepspeed.build import deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
-from outcore.engine.stream.decision.decide import stream_layout
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Drive, Gpu, LinkRates, Machine
 from outcore.plan.hardware import Hardware
@@ -78,7 +79,7 @@ def layout_of(told: StreamSettings | ChosenOffload, settings: RunSettings, hardw
     """How a model is run by the streaming engine that was told this, or by DeepSpeed."""
     if isinstance(told, StreamSettings):
         rows, times = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-        return stream_layout(told, rows, times, "cpu" if hardware.is_cpu else "cuda")
+        return told.layout(rows, times, torch.device("cpu" if hardware.is_cpu else "cuda"))
     return deepspeed_layout(told, settings, hardware.num_gpus)
 
 

@@ -25,6 +25,7 @@ from outcore.sizing.activations import (
     logits_bytes,
     mask_bytes,
 )
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import COUNTED, shape_from_fields
 from outcore.sizing.work import step_work
 from outcore.train.configure.rooms import model_settings_of
@@ -249,8 +250,7 @@ def test_soft_caps_cost_scores_and_passes_over_the_logits():
     capped, fused = (step_flops(s, request, seq, 8192) for s in (shape, plain))
     assert capped.attention == 2 * fused.attention and capped.forward == fused.forward
     assert device_bytes(shape, request, seq, 8192, 1)[1] > 1.2 * device_bytes(plain, request, seq, 8192, 1)[1]
-    tiles = {"tile_bytes": 1 << 20, "chunk_bytes": None, "masks": False}
-    works = [step_work(s, 2, seq, 8192, 1, compiled=True, checkpoints_home="vram", **tiles) for s in (shape, plain)]
+    works = [step_work(s, 2, seq, 8192, StreamLayout(4, 1), 1 << 20, None) for s in (shape, plain)]
     assert works[0].head == 2 * works[1].head and works[0].layer > works[1].layer
 
 

@@ -102,16 +102,16 @@ def test_budget_hands_time_on() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cell_moves_bytes(open_file: BlockFile, kind: str) -> None:
     with PosixEngine(num_threads=2, block_bytes=256 * KIB) as engine:
-        found = measure_cell(open_file, engine, kind, 256 * KIB, 2, 0.01, 4 * MIB, "here", bench_memory(4 * MIB))
+        found = measure_cell(open_file, engine, kind, 256 * KIB, 2, 0.01, 4 * MIB, bench_memory(4 * MIB))
     assert (found.link, found.engine, found.block_bytes, found.depth) == (kind, "posix", 256 * KIB, 2)
     assert found.moved_bytes % (256 * KIB) == 0 and found.gb_per_s > 0
 
 
 def test_unknown_kind(open_file: BlockFile) -> None:
     with PosixEngine(num_threads=1) as engine, pytest.raises(ValueError, match="unknown kind"):
-        measure_cell(open_file, engine, "drive_seek", MIB, 1, 0.01, None, "x", bench_memory(4 * MIB))
+        measure_cell(open_file, engine, "drive_seek", MIB, 1, 0.01, None, bench_memory(4 * MIB))
     with PosixEngine(num_threads=1) as engine, pytest.raises(ValueError, match="needs 4194304 bytes"):
-        measure_cell(open_file, engine, "drive_read", MIB, 1, 0.01, None, "x", bench_memory(MIB))
+        measure_cell(open_file, engine, "drive_read", MIB, 1, 0.01, None, bench_memory(MIB))
 
 
 def test_a_drive_is_measured(open_file: BlockFile) -> None:
@@ -163,10 +163,8 @@ def test_staging_test(open_file: BlockFile, quick: bool) -> None:
     with closing(build_pool(settings, CPU, test)) as pool:
         test.write_combined, test.write_combined_reason = choose_write_combined(settings, [], CPU)
         with PosixEngine(num_threads=2, block_bytes=MIB) as engine:
-            run_staging_test(
-                pool, engine, CPU, open_file, test, block_bytes=MIB, depth=2, stage_s=0.5, most_s=0.02,
-                max_write_bytes=4 * MIB, quick=quick,
-            )  # fmt: skip
+            effort = replace(TINY, name="quick" if quick else "default")
+            run_staging_test(pool, engine, open_file, test, effort, stage_s=0.5)
         assert pool.free_bytes == pool.capacity_bytes
     assert test.granted_bytes == 32 * MIB
     assert test.slot_bytes * test.num_slots <= 32 * MIB

@@ -232,7 +232,7 @@ def test_the_stages_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         gpus=(GpuFact("NVIDIA H200"),), kvikio_version="26.10", auto=read, direct=ReadTest("refused", "no")
     )
     monkeypatch.setattr(optimizer_module, "collect_facts", lambda *arguments: facts)
-    monkeypatch.setattr(ProbeRun, "_gpu_id", lambda self: 0)
+    monkeypatch.setattr("outcore.probe.run.gpu_id", lambda: 0)
     monkeypatch.setattr(direct_bench, "open_engine", lambda name, **settings: PosixEngine(num_threads=2))
     run = optimizer(tmp_path)
     run.has_gpu = True

@@ -22,7 +22,7 @@ from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.model.facts import undecayed
 from outcore.model.forward import LayerProducts
 from outcore.optim import StateFormat, state_format
-from outcore.sizing.activations import has_masks, long_ram_bytes
+from outcore.sizing.activations import long_ram_bytes
 from outcore.sizing.engine_rule import why_not_muon
 from outcore.sizing.streaming import RAM_RESERVE_BYTES, PinnedMemory
 from outcore.sizing.tiles import TilingWork
@@ -203,7 +203,9 @@ def _placement(
     )
     long_rows = None
     if (holding := tile_plan.holding).tile_tokens:
-        long_rows = long_rows_ram_bytes(loaded, settings, needs.element_bytes, near=holding.near)
+        assert settings.step_tokens, "rows are cut where a step's tokens are known"
+        shape = shape_from_config("model", loaded.config)
+        long_rows = long_ram_bytes(shape, needs.element_bytes, *_micro_batches(settings.step_tokens), holding)
     limits = TrainingLimits(
         ram_bytes=0,
         pins=PinnedMemory(settings.staging_bytes, settings.lane_bytes),
@@ -318,28 +320,9 @@ def work_of_step(
     except ValueError:
         return None
     tokens, accumulation = _micro_batches(settings.step_tokens)
-    home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
     itemsize = next(loaded.model.parameters()).dtype.itemsize
-    return step_work(
-        shape,
-        itemsize,
-        settings.row_tokens or tokens,
-        tokens,
-        accumulation,
-        checkpoints_home=home,
-        compiled=compiled,
-        tile_bytes=tile_bytes,
-        chunk_bytes=chunk_bytes,
-        masks=has_masks(settings.packed_attention, itemsize),
-    )
-
-
-def long_rows_ram_bytes(loaded: LoadedModel, settings: StreamSettings, itemsize: int, *, near: bool) -> int:
-    """RAM of the homes of a step's long rows, whose tokens are told (otherwise nothing is cut). `near`: of a layer's
-    own on the device."""
-    assert settings.step_tokens
-    shape = shape_from_config("model", loaded.config)
-    return long_ram_bytes(shape, itemsize, *_micro_batches(settings.step_tokens), near=near)
+    layout = replace(settings.layout(1, accumulation, device), compiled=compiled)
+    return step_work(shape, itemsize, settings.row_tokens or tokens, tokens, layout, tile_bytes, chunk_bytes)
 
 
 def _micro_batches(step_tokens: Sequence[int]) -> tuple[int, int]:

@@ -45,10 +45,11 @@ from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPref
 from outcore.model import LoadedModel
 from outcore.model.adapters import dora_lengths
 from outcore.optim import Backend, MatrixUpdates, OptimizerPool, default_num_threads, open_backend
+from outcore.sizing.streaming import ring_share_bytes
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
-from outcore.states import Homes, SecondHomes, StateRing, open_store
+from outcore.states import Homes, RingSize, SecondHomes, StateRing, open_store
 from outcore.storage import StorageEngine
 
 
@@ -108,7 +109,7 @@ def build_stream_engine(
         )
         stalls, arena, residents = Stalls(device), _gradient_arena(plan, ground), open_residents(plan, homes)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
-        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents, undo)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, undo)
         flow = _flow(plan, ground, traffic)
         lanes = (ground.upload, ground.download)
         checkpoints = open_activations(plan, ground.memory, lanes, ground.scratch, arena, flow.runner.expect)
@@ -266,12 +267,10 @@ def _open_optimizer(
     if any(flowing):
         ring = StateRing(
             homes,
-            flowing,
+            flowing if plan.is_deferred else flowing[::-1],  # immediate updates come from the last unit on
             pool,
             ground.memory,
-            ring_bytes=settings.state_ring_bytes,
-            max_slots=settings.state_ring_slots,
-            descending=not plan.is_deferred,
+            RingSize(ring_share_bytes(settings.state_ring_bytes, plan.place.world_size), settings.state_ring_slots),
             keep_param=arena.keep_weights,
             muon=muon,
         )
@@ -282,12 +281,10 @@ def _open_optimizer(
         undo.callback(published.close)
     early = [] if ring is not None else [plan.in_order[number] for number in plan.placed.ahead]
     seconds = SecondHomes(homes, early, ground.memory)
-    ram = RamUpdater(homes, pool)
     updates = PartUpdates(
         homes,
         arena,
-        AheadUpdater(ram, seconds),
-        ram,
+        AheadUpdater(RamUpdater(homes, pool), seconds),
         residents=residents,
         matrices=None if muon is None else MatrixUpdater(homes, muon),
         drive=None if ring is None else DriveUpdater(homes, ring, pool),
@@ -316,21 +313,18 @@ def _traffic(
     arena: GradientArena,
     optimizer: _Optimizer,
     stalls: Stalls,
-    residents: Residents,
     undo: ExitStack,
 ) -> _Traffic:
-    holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
-    updates = optimizer.updates
+    holding, updates = plan.tile_plan.holding, optimizer.updates
     source = UpdatedWeights(homes, updates, arena)
     prefetcher = WeightPrefetcher(
         plan.units,
         source,
         ground.upload,
-        holding.layer_buffers,
-        skip,
+        holding,
         drive_lane=drive_lanes.get("weights"),
         stalls=stalls,
-        resident=residents.slab,
+        resident=updates.residents.slab,
     )
     host, reducer = ground.host, None
     if host is not None:
@@ -340,12 +334,9 @@ def _traffic(
         plan.units,
         arena if host is None else host.slots,
         ground.download,
+        holding,
         make_room=updates.make_room if reducer is None else reducer.make_room,
         accumulate_dtype=plan.sum_dtype,
-        num_buffers=holding.ship_buffers,
-        ends_in_parts=holding.ends_in_parts,
-        part_numel=holding.part_numel,
-        skip=skip,
         stalls=stalls,
         norm_per_unit=not plan.is_deferred and host is None,
     )
@@ -355,7 +346,7 @@ def _traffic(
 
     also_closed = [] if reducer is None else [reducer.close]
     if not plan.tile_plan.tiled:
-        return _Traffic(prefetcher, whole(ResidentDownload(download, residents)), None, also_closed)
+        return _Traffic(prefetcher, whole(ResidentDownload(download, updates.residents)), None, also_closed)
     tiled = plan.tile_plan.tiled
     gradients = TileGradients(tiled, download, ground.upload, ground.download, ground.memory)
     tiles = open_tiles(plan.tile_plan, source, ground.upload, drive_lanes.get("tiles"), prefetcher, gradients)

@@ -11,7 +11,7 @@ from outcore.common.classes import same_named
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
 from outcore.sizing.engine_rule import why_not_muon
-from outcore.sizing.layouts import Residency
+from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -199,6 +199,20 @@ class StreamSettings(StreamSizes):
     def lane_bytes(self) -> int:
         """Pinned memory of the two lanes' slots."""
         return 2 * self.num_slots * self.slot_bytes
+
+    def layout(self, micro_batch: int, accumulation: int, device: torch.device) -> StreamLayout:
+        """Make the layout of these settings: all that bytes and seconds depend on."""
+        own = ("micro_batch", "accumulation", "checkpoints_home", "layer_buffers", "compiled", "cuda_graphs")
+        home = self.activations_on(device)
+        return StreamLayout(
+            micro_batch,
+            accumulation,
+            checkpoints_home="vram" if home == "device" else home,
+            layer_buffers=self.num_layer_buffers,
+            compiled=device.type != "cpu" and self.compile != "off",
+            cuda_graphs=self.cuda_graphs == "auto",
+            **same_named(StreamLayout, self, *own),
+        )
 
     def activations_on(self, device: torch.device) -> str:
         """device, ram or nvme."""

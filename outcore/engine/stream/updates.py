@@ -143,7 +143,7 @@ class AheadUpdater:
     """Before the RAM's updater: begins updates before the step's norm is known, and takes them back."""
 
     def __init__(self, ram: RamUpdater, seconds: SecondHomes) -> None:
-        self.seconds, self._ram = seconds, ram
+        self.seconds, self.ram = seconds, ram
         self._hold_up = False
         """Whether a step waited for updates, so that some that begin sooner are worth their RAM."""
         self._steps, self._whole = 0, 0.0
@@ -185,7 +185,7 @@ class AheadUpdater:
             if part.index not in self._settled and self._is_behind():
                 self._waiting.add(part.index)
                 return None
-        update = self._ram.hand_out(part, jobs, hyper)
+        update = self.ram.hand_out(part, jobs, hyper)
         self._begun.append(update)
         return update
 
@@ -241,7 +241,6 @@ class PartUpdates:
         homes: Homes,
         arena: GradientArena,
         ahead: AheadUpdater,
-        ram: RamUpdater,
         *,
         residents: Residents,
         matrices: MatrixUpdater | None = None,
@@ -252,9 +251,9 @@ class PartUpdates:
         self.ahead = ahead
         self._ahead: dict[int, _Pending] = {}
         """Updates of this step that may begin before its norm is known."""
-        self._homes, self._arena, self._residents, self._timeout_s = homes, arena, residents, TIMEOUT_S
+        self._homes, self._arena, self.residents, self._timeout_s = homes, arena, residents, TIMEOUT_S
         self._drive, self._matrices, self._published = drive, matrices, published
-        self._updaters = [place for place in (matrices, ram, drive) if place is not None]
+        self._updaters = [place for place in (matrices, ahead.ram, drive) if place is not None]
         self._pending: dict[int, _Pending] = {}
         self._stalls = stalls or Stalls(torch.device("cpu"))
 
@@ -278,14 +277,14 @@ class PartUpdates:
     ) -> None:
         """Update `unit` once `gradient` has arrived in its home. `norm_of`: its norm, if that is known then, which
         spares a guarded update a pass over the gradient."""
-        if unit.index in self._ahead or self._residents.update(unit, hyper, guard=guard):
+        if unit.index in self._ahead or self.residents.update(unit, hyper, guard=guard):
             return
         self._submit(_Pending(unit), gradient, hyper, guard=guard, norm_of=norm_of)
 
     def submit_ahead(self, unit: Part, gradient: LaneTransfer, hyper: AdamWHyper) -> None:
         """Update `unit` before the step's norm is known, if it has a second home and the optimizer keeps up. `hyper` is
         as it will be if nothing is clipped; `settle` says whether it was so."""
-        if self._residents.slab(unit) is not None:
+        if self.residents.slab(unit) is not None:
             return
         jobs = self.ahead.jobs(unit, self._arena[unit])
         if jobs is not None:

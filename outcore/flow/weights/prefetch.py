@@ -1,6 +1,6 @@
 """Weights on the device just in time: slabs go up through a lane into a few buffers, ahead of the unit that needs them.
 
-Layers share `num_layer_buffers` buffers of the largest layer's size; embedding and head share one of their own, because
+Layers share `layer_buffers` buffers of the largest layer's size; embedding and head share one of their own, because
 a vocabulary is often larger than a layer. Copies are issued in order of need as soon as their buffer is free (an event
 on the compute stream) and the unit's last update is over; a copy that would have to wait for the optimizer is left for
 later, so that the host goes on launching work. Cost: buffers, and one upload per use that is not still there.
@@ -36,6 +36,7 @@ from outcore.common.errors import EngineError
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.flow.weights.homes import Expansion, WeightSource
+from outcore.sizing.tiles import HELD_WHOLE, Holding
 from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
 
 
@@ -107,7 +108,8 @@ class PartsInOrder(Protocol):
 class WeightPrefetcher:
     """The `WeightArrival` of parts that come in whole.
 
-    `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
+    `holding`: how many layers have buffers, and which units never come in whole (those in tiles): none has room for
+    these.
     `drive_lane`: for what lives on NVMe; this prefetcher's alone. `resident`: the bytes of a part's home where they are
     on the device already, asked when a pass begins. `expansion`: shared with whoever keeps other parts, of which
     one is used at a time."""
@@ -117,19 +119,18 @@ class WeightPrefetcher:
         units: PartsInOrder,
         source: WeightSource,
         lane: UploadLane,
-        num_layer_buffers: int = 3,
-        skip: frozenset[int] = frozenset(),
+        holding: Holding = HELD_WHOLE,
         *,
         stalls: Stalls | None = None,
         drive_lane: UploadLane | None = None,
         resident: Callable[[Part], torch.Tensor | None] = lambda part: None,
         expansion: Expansion | None = None,
     ) -> None:
-        whole = {unit.index: unit for unit in units.all if unit.index not in skip}
+        whole = {unit.index: unit for unit in units.all if unit.index not in holding.tiled}
         layers = [unit.layout.home_bytes for unit in units.layer_units if unit.index in whole]
         layer_bytes = max(layers, default=0)
         ends_bytes = max((u.layout.home_bytes for u in units.ends if u.index in whole), default=0)
-        counts = [max(1, min(num_layer_buffers, len(layers))), 1]
+        counts = [max(1, min(holding.layer_buffers, len(layers))), 1]
         self._buffers = [
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)

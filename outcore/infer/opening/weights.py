@@ -28,6 +28,7 @@ from outcore.sizing.inference import (
     Placement,
 )
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
+from outcore.sizing.tiles import Holding
 from outcore.staging import LaneSettings, PinnedPool, PinnedPoolFull, UploadLane
 from outcore.staging.pool import CudaRuntime, HostMemory, device_view, refusal_is_harmless
 from outcore.staging.shared import Exchange, SharedHomes, SharedSegment, shared_bytes
@@ -176,8 +177,7 @@ def open_weights(
             units,
             FixedWeights(homes),
             lanes["upload"],
-            settings.num_buffers,
-            frozenset(part.index for part in stays) | apart,
+            Holding(frozenset(part.index for part in stays) | apart, settings.num_buffers),
             drive_lane=lanes.get("drive"),
             expansion=expansion,
         )

@@ -83,8 +83,7 @@ class RunProgress(Closing):
     Args:
         total_steps: last step of the run; None when it is not known.
         first_step: the step after which this process goes on (0, or the resumed step).
-        file: where to write; default stderr, so that stdout stays clean for pipes.
-        live: True/False to choose the live display or plain lines; None: live if `file` is a terminal.
+        file: where to write, live if it is a terminal; default stderr, so that stdout stays clean for pipes.
         plain_every_steps, plain_every_s: steps and seconds after which a plain line is due, whichever comes first;
             the first and the last step always get one.
         limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
@@ -98,7 +97,6 @@ class RunProgress(Closing):
         *,
         first_step: int = 0,
         file: IO[str] | None = None,
-        live: bool | None = None,
         plain_every_steps: int | None = None,
         plain_every_s: float = 30.0,
         limits: dict[str, Any] | None = None,
@@ -123,7 +121,7 @@ class RunProgress(Closing):
         self._live: Any = None
         self._closed = threading.Event()
         self._printed_at_s = self._started_at_s
-        if enabled and (self._is_terminal() if live is None else live):
+        if enabled and self._is_terminal():
             from outcore.monitor.screen.live import LiveDisplay
 
             self._live = LiveDisplay(self, self._file)

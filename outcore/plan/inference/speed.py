@@ -143,7 +143,7 @@ class InferencePlan:
         found = InferenceRates(self.hardware).seconds(traffic, self._unhidden_bytes(), answers)
         keys_s = 0.0
         if not self.hardware.is_cpu:
-            if rows <= self._graph_rows:
+            if rows <= self.placement.pass_size().graph_rows:  # the engine runs it as a CUDA graph
                 one_bytes = self.kv.read_bytes(kv_tokens / max(1, answers), 1, 1)
                 keys_s = self.shape.num_layers * KEY_S * one_bytes / max(1, self.kv.token_bytes)
             gpu_s = max(found.terms["GPU"], self._packed_s(rows)) + keys_s
@@ -181,7 +181,8 @@ class InferencePlan:
         seen_by_layers = sum(layers * min(seen, rows * (window or math.inf)) for window, layers in windows)
         kv_travels = placement.kv_home != "vram"
         is_few = self._is_few(rows)
-        is_graph = rows <= self._graph_rows and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
+        fits_graph = rows <= placement.pass_size().graph_rows
+        is_graph = fits_graph and placement.kv_home != "nvme" and (is_few or not placement.expert_slots)
         calls = 0 if is_graph else math.ceil(rows / placement.chunk_tokens)
         call_share = EAGER_SHARE if placement.expert_slots else COMPILED_SHARE
         # Answers of one token each go together, so that one of them is no later chunk.
@@ -229,11 +230,6 @@ class InferencePlan:
         gb_per_s = self.hardware.ram_gb_per_s * CPU_SHARE if rates is None else rates.gb_per_s(rows)
         read_s = on_drive_bytes / (self.hardware.drive_read_gb_per_s * GB) if on_drive_bytes else 0.0
         return read_s + missed_bytes / (gb_per_s * GB) + 2 * placement.experts.num_layers * HAND_OVER_S
-
-    @property
-    def _graph_rows(self) -> int:
-        """Tokens of a pass up to which the engine runs it as a CUDA graph."""
-        return self.placement.pass_size().graph_rows
 
     def _expanded_bytes(self, rows: float, chosen: float) -> float:
         """Bytes of packed layers as they are used: written once and read once in a pass of so many tokens. `chosen`:

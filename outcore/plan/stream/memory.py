@@ -15,7 +15,6 @@ that stay, `time` those that move, `tiles` asks the engine's rule what is tiled;
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
 
 from outcore.common.quantities import format_gib, format_s
 from outcore.plan import constants as k
@@ -25,7 +24,6 @@ from outcore.plan.record import AHEAD, BORDERS, EVALUATION, MASKS, NOT_TENSORS, 
 from outcore.plan.stream.time import Placed, step_time
 from outcore.plan.terms import Case, Spill, device_bytes, step_flops
 from outcore.sizing.activations import (
-    checkpoint_bytes,
     compiled_activation_bytes,
     forward_bytes,
     layer_activation_bytes,
@@ -47,18 +45,16 @@ from outcore.sizing.streaming import (
     PinnedMemory,
     is_worth_a_graph,
 )
-from outcore.sizing.tiles import RESIDENT_SHARE, Model, Tiling, TilingWork, UnitSize, choose_tiling
+from outcore.sizing.tiles import Tiling
 from outcore.sizing.training import (
-    PartNeeds,
     Pins,
     TrainingLimits,
     TrainingPlacement,
     least_gradients,
     needs_of_shape,
-    parts_of_shape,
     place_training,
 )
-from outcore.sizing.work import step_work
+from outcore.sizing.work import step_work, tiling_of_shape
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
@@ -81,11 +77,8 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
     shape, layout, e, holding, held = case.shape, case.layout, case.element_bytes, tiling.holding, tiling.held
-    needs = step_work(
-        shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
-        checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
-    ).of(holding)  # fmt: skip
+    tile_bytes, chunk_bytes = tiling.tile_bytes, tiling.chunk_bytes
+    needs = step_work(shape, e, case.seq_length, case.micro_tokens, layout, tile_bytes, chunk_bytes).of(holding)
     peaks = {
         "activations of the largest unit": (needs.tiled_layer if tiling.layers else needs.layer, held.made_by_layer),
         "logits of one chunk": (needs.tiled_head if tiling.ends else needs.head, held.made_by_ends),
@@ -172,9 +165,6 @@ def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
     needs = needs_of_shape(
         shape, e, request.format, tokens, uses_muon=request.optimizer == "muon", ranks=hardware.num_gpus
     )
-    long_rows = None
-    if tiling.tile_tokens:
-        long_rows = long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, near=tiling.holding.near)
     gradient_bytes = None if request.clips or layout.residency is None else layout.residency.gradient_bytes
     has_drive = hardware.nvme_free_bytes > 0
     limits = TrainingLimits(
@@ -186,7 +176,7 @@ def placement_of(case: Case[StreamLayout], tiling: Tiling) -> TrainingPlacement:
         gradient_bytes=None if gradient_bytes is None else max(gradient_bytes, least_gradients(needs)),
         waits_for_norm=request.clips,
         holding=tiling.holding,
-        long_rows=long_rows,
+        long_rows=long_ram_bytes(shape, e, case.micro_tokens, layout.accumulation, tiling.holding),
         told=layout.residency,
     )
     return place_training(needs, limits)
@@ -286,44 +276,10 @@ def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
 
 def tiling_of(case: Case[StreamLayout]) -> Tiling:
     """Choose the tiling as the engine will for this model on this machine."""
-    shape, layout, e = case.shape, case.layout, case.element_bytes
-
-    def work_of(tile_bytes: int, chunk_bytes: int | None) -> TilingWork:
-        return step_work(
-            shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
-            checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
-        )  # fmt: skip
-
-    return choose_tiling(
-        layout.tiling,
-        device_bytes_of(case.hardware, layout),
-        layout.tile_bytes,
-        layout.layer_buffers,
-        partial(_model, shape, e),
-        work_of,
-        may_cut_rows=layout.checkpoints_home == "ram",
+    device_bytes = device_bytes_of(case.hardware, case.layout)
+    return tiling_of_shape(
+        case.shape, case.element_bytes, case.seq_length, case.micro_tokens, case.layout, device_bytes
     )
-
-
-@lru_cache(maxsize=16)
-def _model(shape: ModelShape, element_bytes: int, tile_bytes: int) -> Model:
-    """Parts as the engine takes the model apart."""
-    layers, ends = parts_of_shape(shape, element_bytes)
-    least = tile_bytes // RESIDENT_SHARE
-    widest = shape.hidden_size * max(shape.num_heads * shape.head_dim, shape.ffn_width)
-
-    def unit(index: int, is_layer: bool, part: PartNeeds, largest: int) -> UnitSize:
-        expanded = part.size_bytes if part.home_bytes < part.size_bytes else 0
-        return UnitSize(
-            index, is_layer, part.home_bytes, part.trained, element_bytes * largest > least, expanded_bytes=expanded
-        )
-
-    found = [unit(0, False, ends[0], shape.head_weight_numel)]
-    for number, (part, params) in enumerate(zip(layers, shape.layer_params, strict=True)):
-        found.append(unit(1 + number, True, part, params // 4 if shape.is_moe else widest))
-    found += [unit(1 + len(layers), False, end, shape.head_weight_numel) for end in ends[1:]]
-    return Model(tuple(found), element_bytes, tied=shape.tied)
 
 
 def plan_stream(
@@ -334,7 +290,6 @@ def plan_stream(
     if shape.stays_eager:
         layout = replace(layout, compiled=False, cuda_graphs=False)
     case = Case(shape, request, hardware, seq_length, layout)
-    checkpoints = checkpoint_bytes(shape, request.element_bytes, case.micro_tokens * layout.accumulation)
     tiling = tiling_of(case)
     homes = placement_of(case, tiling)
     spill = Spill(homes.spilled_states / max(1, homes.needs.states), homes.spilled_weights / homes.needs.weights)
@@ -344,7 +299,7 @@ def plan_stream(
     tensors, pool = graphs or (0, 0)
     vram.append(Item("vram", GRAPHS, tensors))
     vram = [replace(p, size_bytes=p.size_bytes + pool) if p.name == SPARE else p for p in vram]
-    placed = Placed(homes, spill, pageable, checkpoints, tiling, graphs is not None)
+    placed = Placed(homes, spill, pageable, tiling, graphs is not None)
     stay = replace(placed, homes=staying(case, homes, vram, pool))
     if layout.resident_bytes is not None or (stay.homes.stays and _gains(case, stay, placed)):
         placed = stay
@@ -361,7 +316,7 @@ def plan_stream(
         )
     drive = drive_states(homes, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
-        drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
+        drive.append(Item("nvme", "activation checkpoints", homes.needs.checkpoints))
     drive += case.kept_checkpoints
     traffic, time = step_time(case, placed)
     return case.plan(

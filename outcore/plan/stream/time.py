@@ -30,8 +30,6 @@ class Placed:
     """Shares of it on the drive."""
     pageable: float
     """Share of homes that is not pinned."""
-    checkpoint_bytes: int
-    """Activation checkpoints of a step, wherever they wait."""
     tiling: Tiling
     graphs: bool
     """Whether layers are CUDA graphs."""
@@ -45,6 +43,12 @@ class Placed:
     def stay_trained(self) -> int:
         """Parameters that are updated there."""
         return sum(layer.trained for layer in self.homes.needs.layers[: self.homes.stays])
+
+    @cached_property
+    def waiting(self) -> float:
+        """Share of the layers' parameters that is on the drive and yet need not be read."""
+        layers = [layer.home_bytes for layer in self.homes.needs.layers]
+        return sum(layers) and (sum(layers) - sum(self.homes.waits)) / sum(layers)
 
     @property
     def ahead(self) -> int:
@@ -161,11 +165,11 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         + links.expanded
         + placed.stay_trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
         launched_layers=calls * per_call[0],
-        h2d_bytes=up_forward + links.tiles_forward,
+        h2d_bytes=up_forward + links.tiles.up_forward,
         d2h_bytes=moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
-        copied_bytes=ranks * ring * (up_forward + moved + links.tiles_forward) + through_drive,
+        copied_bytes=ranks * ring * (up_forward + moved + links.tiles.up_forward) + through_drive,
         updated_params=shape.trainable_params - placed.stay_trained - first_updated,
         awaited_read_bytes=links.weights_forward if waits else None,
     )
@@ -173,13 +177,13 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     # Nothing comes up beside the head: the layers that backward starts with are still in their buffers.
     at_head = Pass(flops=head + head_back + again, device_bytes=case.device_bytes[1])  # again: logits of tiles
     up_backward, down = links.up_backward + links.moved + rows_backward[0], links.down + rows_backward[1]
-    back = up_backward + down + links.tiles_backward + links.tiles.gradients
+    back = up_backward + down + links.tiles.up_backward + links.tiles.gradients
     backward = Pass(
         flops=case.flops.backward - head_back + projected + unused,
         attention_flops=case.flops.attention_backward,
         device_bytes=case.device_bytes[2] + links.expanded,
         launched_layers=calls * per_call[1],
-        h2d_bytes=up_backward + links.tiles_backward,
+        h2d_bytes=up_backward + links.tiles.up_backward,
         d2h_bytes=down + links.tiles.gradients,
         read_bytes=links.backward_read,
         copied_bytes=ranks * ring * back + added_up + links.backward_read,
@@ -248,7 +252,7 @@ class _Links:
     def moved(self) -> int:
         """Activation checkpoints, each way; the last layers' stay."""
         layers = self.case.shape.num_layers
-        leaving = max(0, layers - STAY_LAYERS) * self.placed.checkpoint_bytes // (layers + 1)
+        leaving = max(0, layers - STAY_LAYERS) * self.placed.homes.needs.checkpoint_ends[-1]
         in_vram = self.case.layout.checkpoints_home == "vram" or self.placed.tiling.tile_tokens
         return 0 if in_vram else leaving
 
@@ -269,14 +273,6 @@ class _Links:
     @cached_property
     def tiles(self) -> _TileTraffic:
         return _tile_traffic(self.case, self.placed.tiling, self.head)
-
-    @property
-    def tiles_forward(self) -> float:
-        return self.tiles.ends + self.tiles.weights_forward
-
-    @property
-    def tiles_backward(self) -> float:
-        return self.tiles.weights_backward + self.tiles.gradients
 
     @property
     def states(self) -> float:
@@ -303,22 +299,15 @@ class _Links:
     def backward_read(self) -> float:
         return self.weights_backward + self.placed.spill.parameters * self.tiles.weights_backward + self.in_drive
 
-    @cached_property
-    def waiting(self) -> float:
-        """Share of the layers' parameters that is on the drive and yet need not be read."""
-        homes = self.placed.homes
-        layers = [layer.home_bytes for layer in homes.needs.layers]
-        return sum(layers) and (sum(layers) - sum(homes.waits)) / sum(layers)
-
     @property
     def weights_forward(self) -> float:
         """Parameters that are read from the drive, those of tiles once more apart."""
         layers = self.case.element_bytes * sum(self.case.shape.layer_params) - self.placed.stay_homes
-        return self.placed.spill.parameters * self.up_forward - self.waiting * layers
+        return self.placed.spill.parameters * self.up_forward - self.placed.waiting * layers
 
     @property
     def weights_backward(self) -> float:
-        return (self.placed.spill.parameters - self.waiting) * self.up_backward
+        return (self.placed.spill.parameters - self.placed.waiting) * self.up_backward
 
 
 @dataclass(frozen=True)
@@ -332,6 +321,14 @@ class _TileTraffic:
     """Bytes of layers, up, from where they live."""
     gradients: float = 0.0
     """Bytes of layers, down in parts and up again, each way, all in backward."""
+
+    @property
+    def up_forward(self) -> float:
+        return self.ends + self.weights_forward
+
+    @property
+    def up_backward(self) -> float:
+        return self.weights_backward + self.gradients
 
 
 def _tile_traffic(case: Case[StreamLayout], tiling: Tiling, head: int) -> _TileTraffic:

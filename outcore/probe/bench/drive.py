@@ -160,18 +160,9 @@ class _Cells:
             return
         try:
             cap_bytes = None if kind == "drive_read" else self.effort.write_cell_bytes
-            found = measure_cell(
-                self.file,
-                engine,
-                kind,
-                block_bytes,
-                depth,
-                self.cell_s,
-                cap_bytes,
-                self.result.target,
-                self.memory,
-                self.batch_bytes,
-            )
+            memory = self.memory[: 4 * max(self.batch_bytes, block_bytes)]
+            found = measure_cell(self.file, engine, kind, block_bytes, depth, self.cell_s, cap_bytes, memory)
+            found = replace(found, target=self.result.target)
         finally:
             engine.close()
         if kind != "drive_read":

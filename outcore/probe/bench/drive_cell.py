@@ -51,21 +51,19 @@ def measure_cell(
     depth: int,
     limit_s: float,
     max_bytes: int | None,
-    target: str,
     memory: np.ndarray,
-    most_batch_bytes: int = BATCH_BYTES,
 ) -> Measurement:
     """One rate of `engine` (whose threads and block the caller has set to `depth` and `block_bytes`).
 
-    `memory` (from `bench_memory`) is cut into batches; it holds at least four blocks. drive_mixed reads the first half
-    of the file while it writes the second; its bytes are the sum of both."""
+    `memory` (from `bench_memory`) is cut into four batches of at most 64 MiB; it holds at least four blocks.
+    drive_mixed reads the first half of the file while it writes the second; its bytes are the sum of both."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of cell {kind!r}: one of {', '.join(KINDS)}")
     if memory.nbytes < 4 * block_bytes:
         raise ValueError(f"a cell of {block_bytes}-byte blocks needs {4 * block_bytes} bytes, got {memory.nbytes}")
     half = file.size_bytes // 2 // block_bytes * block_bytes
     whole = file.size_bytes // block_bytes * block_bytes
-    most_bytes = min(most_batch_bytes, block_bytes * depth * 2, half, memory.nbytes // 4)
+    most_bytes = min(BATCH_BYTES, block_bytes * depth * 2, half, memory.nbytes // 4)
     batch_bytes = max(block_bytes, most_bytes // block_bytes * block_bytes)
     batches = [memory[at : at + batch_bytes] for at in range(0, 4 * batch_bytes, batch_bytes)]
     if kind == "drive_mixed":
@@ -92,7 +90,7 @@ def measure_cell(
     if kind != "drive_read" and not file.direct:
         file.sync()
     elapsed_s = time.perf_counter() - start_s
-    return Measurement(kind, target, engine.name, block_bytes, depth, moved_bytes, elapsed_s)
+    return Measurement(kind, str(file.path.parent), engine.name, block_bytes, depth, moved_bytes, elapsed_s)
 
 
 class _Stream:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import MIB, format_gib, round_up
-from outcore.probe.bench.budget import cell_time_s
+from outcore.probe.bench.budget import ProbeEffort, cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
 from outcore.sizing.streaming import NOT_SLOWER_SHARE, PAGEABLE_SLOTS, SLOT_BYTES
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
-from outcore.storage import BlockFile, StorageEngine
+from outcore.storage import BlockFile, PosixEngine, StorageEngine
 
 TRANSFER_BYTES = 64 * MIB
 ROUNDS = 3
@@ -119,46 +119,29 @@ def slot_plan(pool_bytes: int, block_bytes: int, depth: int, quick: bool) -> lis
 
 def run_staging_test(
     pool: PinnedPool,
-    engine: StorageEngine,
-    device: torch.device,
+    engine: PosixEngine,
     file: BlockFile,
     test: StagingTest,
+    effort: ProbeEffort,
     *,
-    block_bytes: int,
-    depth: int,
     stage_s: float,
-    most_s: float,
-    max_write_bytes: int,
-    quick: bool,
     transfer_bytes: int = TRANSFER_BYTES,
     tick: Callable[[str], None] = lambda label: None,
 ) -> StagingTest:
-    """Fills the rates of `test`. `engine` runs `depth` threads of `block_bytes` (it is the caller's and stays open)."""
+    """Fills the rates of `test` in `stage_s`. `engine` is the caller's and stays open."""
+    block_bytes, depth, max_write_bytes = engine.block_bytes, engine.num_threads, effort.write_cell_bytes
+    device, quick = pool.device, effort.name == "quick"
     room_bytes = pool.largest_free_bytes(False)
     if test.write_combined:
         room_bytes = min(room_bytes, pool.largest_free_bytes(True))
     plans = slot_plan(room_bytes, block_bytes, depth, quick)
-    cell_s = cell_time_s(stage_s, len(plans) + 2 * (2 * (1 if quick else ROUNDS) + 3), most_s)
-    target = f"{file.path.parent} -> {device}"
+    cell_s = cell_time_s(stage_s, len(plans) + 2 * (2 * (1 if quick else ROUNDS) + 3), effort.cell_s)
 
     def lane_rate(direction: str, slot_bytes: int, slots: int) -> Measurement:
         tick(f"{direction} lane, {slots} slots of {format_gib(slot_bytes)}")
-        combined = test.write_combined and direction == "up"
+        lane = LaneSettings(slot_bytes, slots, test.write_combined and direction == "up")
         max_bytes = None if direction == "up" else max_write_bytes
-        found = measure_lane(
-            pool,
-            engine,
-            device,
-            file,
-            direction,
-            slot_bytes,
-            slots,
-            combined,
-            cell_s,
-            max_bytes,
-            target,
-            transfer_bytes,
-        )
+        found = measure_lane(pool, engine, file, direction, lane, cell_s, max_bytes, transfer_bytes)
         test.measurements.append(found)
         return found
 
@@ -168,10 +151,8 @@ def run_staging_test(
             memory = None
             if n_bytes <= pool.largest_free_bytes():
                 memory = stack.enter_context(pool.lease(n_bytes, "drive measurement")).tensor.numpy()
-            memory = bench_memory(n_bytes, memory)
-            found = measure_cell(
-                file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target, memory, transfer_bytes
-            )
+            memory = bench_memory(n_bytes, memory)[: 4 * max(transfer_bytes, block_bytes)]
+            found = measure_cell(file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, memory)
         return found.gb_per_s
 
     ups = [lane_rate("up", slot_bytes, slots) for slot_bytes, slots in plans]
@@ -211,18 +192,15 @@ def run_staging_test(
 def measure_lane(
     pool: PinnedPool,
     engine: StorageEngine,
-    device: torch.device,
     file: BlockFile,
     direction: str,
-    slot_bytes: int,
-    num_slots: int,
-    write_combined: bool,
+    slots: LaneSettings,
     limit_s: float,
     max_bytes: int | None,
-    target: str,
     transfer_bytes: int = TRANSFER_BYTES,
 ) -> Measurement:
     """drive_to_gpu ('up') or gpu_to_drive ('down') through a lane, two transfers always under way."""
+    device = pool.device
     transfer_bytes = min(transfer_bytes, file.size_bytes // 2 // MIB * MIB or file.size_bytes)
     tensors = [torch.zeros(transfer_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     if direction == "down":
@@ -231,7 +209,7 @@ def measure_lane(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     kind: Any = UploadLane if direction == "up" else DownloadLane
-    lane = kind(pool, engine, device, LaneSettings(slot_bytes, num_slots, write_combined), f"probe-{direction}")
+    lane = kind(pool, engine, device, slots, f"probe-{direction}")
     last_offset = file.size_bytes - transfer_bytes
     under_way: deque[tuple[Any, torch.Tensor]] = deque()
     offset = 0
@@ -258,7 +236,8 @@ def measure_lane(
         moved_bytes += sum(transfer.wait() for transfer, _ in under_way)
         elapsed_s = time.perf_counter() - start_s
     link = "drive_to_gpu" if direction == "up" else "gpu_to_drive"
-    return Measurement(link, target, "lanes", slot_bytes, num_slots, moved_bytes, elapsed_s)
+    target = f"{file.path.parent} -> {device}"
+    return Measurement(link, target, "lanes", slots.slot_bytes, slots.num_slots, moved_bytes, elapsed_s)
 
 
 def measure_pageable(pool: PinnedPool, device: torch.device, home: torch.Tensor, limit_s: float) -> Measurement:

@@ -19,6 +19,7 @@ from outcore.sizing.streaming import (
     lent_bytes,
     rank_slots_bytes,
     ring_of_states_bytes,
+    ring_share_bytes,
 )
 from outcore.sizing.training.needs import PartNeeds, TrainingNeeds
 from outcore.sizing.training.placement import Pins, TrainingLimits, TrainingPlacement, tiled_parts
@@ -128,7 +129,7 @@ def _with(
 
 def _ring_bytes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
     """RAM through which the drive's states flow, with their piece of the parameters where those are there, too: whole
-    slots of the largest chunk, or of the largest matrix that Muon updates."""
+    slots of the largest chunk, or of the largest matrix that Muon updates, in a ring of each rank."""
     needs = placed.needs
     if not placed.spilled_states:
         return 0
@@ -136,13 +137,14 @@ def _ring_bytes(placed: TrainingPlacement, limits: TrainingLimits) -> int:
     spilled = (needs.trained - needs.muon_params) * placed.spilled_states // max(1, needs.states)
     chunks, numel = -(-spilled // limits.chunk_numel), limits.chunk_numel
     slot = chunk_bytes(needs.state_format, numel, compresses=limits.flows.compressed) + numel * of_param
-    most_bytes = limits.flows.state_ring_bytes
+    most_bytes = ring_share_bytes(limits.flows.state_ring_bytes, needs.ranks)
     if needs.matrices:
         largest = max(needs.matrices)
         own = STATE_FORMATS[needs.state_format][0] + MOMENT_BYTES + of_param
         slot, chunks = max(slot, own * largest), chunks + len(needs.matrices)
         most_bytes = max(most_bytes, LEAST_MATRICES * slot)
-    return ring_of_states_bytes(slot, chunks, most_bytes, limits.flows.state_ring_slots)
+    own = -(-chunks // needs.ranks)
+    return needs.ranks * ring_of_states_bytes(slot, own, most_bytes, limits.flows.state_ring_slots)
 
 
 def chunk_bytes(state_format: str, numel: int, *, compresses: bool, tails: int = 2) -> int:

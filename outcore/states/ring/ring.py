@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -168,11 +169,17 @@ class RingUpdates:
 logger = logging.getLogger(__name__)
 
 
+class RingSize(NamedTuple):
+    """Memory of the ring."""
+
+    n_bytes: int
+    max_slots: int
+
+
 class StateRing:
     """Slots, traffic and the thread that drives both. `submit` and the waits may be called from any thread.
 
-    `flowing`: of each unit, in order of need, the chunks that pass through the ring.
-    `descending`: units become ready from the last to the first (immediate updates), not the other way round.
+    `flowing`: of each unit, as they become ready, the chunks that pass through the ring.
     `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
     True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
     `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`).
@@ -184,22 +191,19 @@ class StateRing:
         flowing: Sequence[Sequence[StateChunk]],
         pool: OptimizerPool,
         memory: HostMemory,
+        size: RingSize,
         *,
-        ring_bytes: int,
-        max_slots: int,
-        descending: bool,
-        timeout_s: float = TIMEOUT_S,
         keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
         turns: bool = False,
         muon: MatrixUpdates | None = None,
     ) -> None:
         self._keep_param = keep_param
-        self._homes, self._timeout_s = homes, timeout_s
-        order = [chunk for chunks in (reversed(flowing) if descending else flowing) for chunk in chunks]
-        slots = ring_slots(homes, order, memory, ring_bytes, max_slots)
+        self._homes, self._timeout_s = homes, TIMEOUT_S
+        order = [chunk for chunks in flowing for chunk in chunks]
+        slots = ring_slots(homes, order, memory, *size)
         self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
         self.error: BaseException | None = None
-        initialise_states(slots, order, timeout_s)
+        initialise_states(slots, order, TIMEOUT_S)
         # All below belongs to the driver thread.
         self._schedule = RingSchedule(order, slots, self._worth if turns else None)
         self.kept_bytes = sum(chunk.n_bytes for chunk in order if self._schedule.keeps(chunk))
@@ -209,7 +213,7 @@ class StateRing:
         self._stopping = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._traffic = RingTraffic(self._events.put)
-        self._updates = RingUpdates(pool, timeout_s, self._events.put, muon)
+        self._updates = RingUpdates(pool, TIMEOUT_S, self._events.put, muon)
         self._end = threading.Event()
         self._is_idle = False
         self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)

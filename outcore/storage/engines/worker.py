@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -274,7 +274,7 @@ class WorkerEngine:
         if hanging:
             raise TimeoutError(_in_words(hanging, stall_s))
 
-    def __enter__(self) -> WorkerEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: object, *exc_info: object) -> None:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import MIB, round_up
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.staged.states import RingSize, Share, ShareStates, element_offsets
+from outcore.engine.deepspeed.staged.states import Share, ShareStates, element_offsets
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.pool import HostMemory, pageable
+from outcore.states import RingSize
 from outcore.states.placement import GradPlace
 from outcore.storage import TensorSpec, open_engine
 from tests.refused import failing, refused

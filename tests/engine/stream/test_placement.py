@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -11,27 +13,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.common.quantities import GIB, MIB, round_up
+from outcore.common.quantities import GIB, KIB, MIB, round_up
 from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
 from outcore.engine.stream import StreamDecision
 from outcore.engine.stream.blueprint import draw_blueprint
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.decision import decide
 from outcore.engine.stream.decision.decide import stream_decision
 from outcore.engine.stream.ranks import RankPlace
+from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units, needs_of_parts, run_shape
 from outcore.formats import open_packed
 from outcore.model import LoraSettings, ModelSettings, load_model, preset_shape
 from outcore.plan.profile import RunRequest
 from outcore.plan.record import AHEAD, STAYING, Plan
 from outcore.plan.run.forecast import plan_layout, run_request
-from outcore.plan.stream.memory import BEYOND, RANK_SLOTS, RING, SLOTS, plan_stream
+from outcore.plan.stream.memory import BEYOND, LONG_ROWS, RANK_SLOTS, RING, SLOTS, placement_of, plan_stream, tiling_of
+from outcore.plan.terms import Case
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import CPU_PROCESS_BYTES, LANE_BYTES, PROCESS_BYTES, RAM_RESERVE_BYTES
 from outcore.sizing.tiles import Holding
-from outcore.sizing.training import PartNeeds, Pins, TrainingLimits, TrainingNeeds, needs_of_shape, place_training
+from outcore.sizing.training import (
+    PartNeeds,
+    Pins,
+    TrainingLimits,
+    TrainingNeeds,
+    TrainingPlacement,
+    needs_of_shape,
+    place_training,
+)
 from tests.engine.inside import parts_of
+from tests.engine.stream.ranks.world import run_ranks
 from tests.flow.models import plain_batch
 from tests.plan.fakes import server
 
@@ -48,17 +62,32 @@ def decided(
     shape: ModelShape, rows: int, count: int, length: int, ram_gib: float, **said: Any
 ) -> tuple[StreamDecision, Plan]:
     """The decision of a run on a server with so much RAM, and its forecast."""
-    ranks = said.pop("ranks", 1)
+    ranks, device_bytes = said.pop("ranks", 1), said.pop("device_bytes", 1 << 60)
     config = TrainConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=count, **said)
     settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16", ranks))
     tokens = (rows * length,) * count
     uses_muon = settings.optimizer == "muon"
     needs = needs_of_shape(shape, 2, settings.state_format, tokens, uses_muon=uses_muon, ranks=ranks)
     host = Host(True, int(ram_gib * GIB), "run")
-    decision = stream_decision(settings, needs, host, tokens, length, nvme_check=lambda folder, needed_gb: (True, ""))
+    checked: Any = {"nvme_check": lambda folder, needed_gb: (True, "")}
+    with pytest.MonkeyPatch.context() as patch:  # a card of this memory
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(decide, "free_device_bytes", lambda device: device_bytes)
+        decision = stream_decision(settings, needs, host, tokens, length, shape, **checked)
     hardware = server(ram_bytes=int(ram_gib * GIB), pinned_bytes=int(ram_gib * GIB) // 2, num_gpus=ranks)
-    layout = dataclasses.replace(decision.layout, tiling="off", device_bytes=None)
-    return decision, plan_layout(shape, run_request(settings, layout, length, 0), hardware, layout)
+    layout = decision.layout
+    request = run_request(settings, layout, length, 0)
+    case = Case(shape, request, hardware, length, layout)
+    planned = placement_of(case, tiling_of(case))
+    assert settled(planned) == settled(decision.placed)
+    return decision, plan_layout(shape, request, hardware, layout)
+
+
+def settled(placed: TrainingPlacement) -> dict[str, Any]:
+    """What a decision settles of a run; layers that stay and optimistic updates are found out later."""
+    later = ("stays", "stay_bytes", "ahead", "weight_budget")
+    names = [field.name for field in dataclasses.fields(placed) if field.name not in later]
+    return {name: getattr(placed, name) for name in (*names, "waits")}
 
 
 def in_ram(plan: Plan, *names: str) -> int:
@@ -166,58 +195,103 @@ def test_a_shape_needs_what_the_models_parts_do(preset: str, changes: dict) -> N
     assert torch.bfloat16.itemsize * built.trained == built.gradients
 
 
-@pytest.mark.more(after=4)
-@pytest.mark.parametrize("activations", ["ram", "device"])
-@pytest.mark.parametrize("changes", [{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}])
-@pytest.mark.parametrize("spare_mib", [64, 30, 0])
-def test_an_engine_is_built_as_it_was_decided(tmp_path, engines, changes: dict, activations: Any, spare_mib: int):
-    """Decided from the configuration alone, with room for all, for some, and for nothing that may leave RAM."""
-    model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300, **changes)
+CHANGES: dict[str, dict] = {"full": {}, "LoRA": {"lora": LORA}, "LoRA on NF4": {"lora": LORA, "quantize": "nf4"}}
+
+
+def small(changes: str, preset: str = "tiny") -> ModelSettings:
+    """A model that is quickly made."""
+    return ModelSettings(preset=preset, precision="bf16", seq_length=64, vocab_size=300, **CHANGES[changes])
+
+
+def decided_here(
+    folder: Path, changes: str, activations: Any, *, tiling: Any = "off", spare_mib: int = 64, ranks: int = 1
+) -> StreamDecision:
+    """The decision of a tiny run on this machine, from the configuration alone, with `spare_mib` of RAM for homes."""
     config = TrainConfig(
-        per_device_train_batch_size=4, gradient_accumulation_steps=3, activations=activations,
-        nvme_offload_path=str(tmp_path), zero_stage="infinity", optimizer="adamw",
+        per_device_train_batch_size=4, gradient_accumulation_steps=3, activations=activations, tiling=tiling,
+        nvme_offload_path=str(folder), zero_stage="infinity", optimizer="adamw", tile_bytes=256 * KIB,
     )  # fmt: skip
-    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16"))
-    tokens = (4 * 64,) * 3
-    needs = needs_of_shape(run_shape(model, None), 2, settings.state_format, tokens)
-    host = Host(False, CPU_PROCESS_BYTES + RAM_RESERVE_BYTES + LANE_BYTES + spare_mib * MIB, "run")
-    decision = stream_decision(settings, needs, host, tokens, 64, nvme_check=lambda folder, needed_gb: (True, ""))
-    told = dataclasses.replace(decision.told, staging_bytes=256 * MIB)
-    engine = build_stream_engine(
-        load_model(model, lazy=True, packed_feed=open_packed), told, device="cpu", pinned_grant=False, trial=False
-    )
-    engines.append(engine)
-    parts, placed = parts_of(engine), decision.placed
-    engine.train_step([plain_batch(4, 64, seed=number) for number in range(3)], 1e-3)
-    assert parts.homes.weights.ram_bytes == placed.weights
-    assert parts.arena.size_bytes == sum(round_up(needs.gradient_bytes(part), 4096) for part in needs.parts)
-    assert getattr(parts.schedule.activations, "host_bytes", 0) == placed.beyond
-    assert (placed.on_drive == 0) == (spare_mib == 64 or (spare_mib == 30 and "lora" in changes))
+    settings = resolve(config, DeepSpeedFile(), ProcessFacts("bf16", ranks))
+    shape, tokens = run_shape(small(changes), None), (4 * 64,) * 3
+    needs = needs_of_shape(shape, 2, settings.state_format, tokens, ranks=ranks)
+    host = Host(False, ranks * (CPU_PROCESS_BYTES + LANE_BYTES) + RAM_RESERVE_BYTES + spare_mib * MIB, "run")
+    checked: Any = {"nvme_check": lambda folder, needed_gb: (True, "")}
+    return stream_decision(settings, needs, host, tokens, 64, shape, **checked)
 
 
-PLACED = (
-    "needs", "cuts", "states", "gradients", "lent", "beyond", "rank_slots", "ring", "read_ahead", "pinned", "has_homes",
-    "stored_chunk", "waits_for_norm", "holding", "waits",
-)  # fmt: skip
-"""What a decision settles of a run; layers that stay and optimistic updates are found out later."""
+def built(place: RankPlace, cases: list[tuple[str, StreamSettings]]) -> list[dict[str, int]]:
+    """Bytes that an engine of this rank holds after a step, by the placement's names."""
+    found = []
+    for changes, told in cases:
+        told = dataclasses.replace(told, staging_bytes=256 * MIB)
+        loaded = load_model(small(changes), lazy=True, packed_feed=open_packed)
+        engine = build_stream_engine(loaded, told, device="cpu", pinned_grant=False, trial=False, place=place)
+        with closing(engine):
+            engine.train_step([plain_batch(4, 64, seed=number) for number in range(3)], 1e-3)
+            parts = parts_of(engine)
+            beyond = getattr(parts.schedule.activations, "host_bytes", 0)
+            slots = parts.save_buffer
+            found.append({
+                "weights": parts.homes.weights.ram_bytes, "gradients": parts.arena.size_bytes,
+                "beyond": place.world_size * beyond, "rank_slots": 0 if slots is None else slots.nbytes,
+            })  # fmt: skip
+    return found
+
+
+def as_placed(placed: TrainingPlacement) -> dict[str, int]:
+    """The bytes that `built` reads, by the placement; gradients of whole blocks."""
+    needs = placed.needs
+    gradients = sum(round_up(needs.gradient_bytes(part), 4096) for part in needs.parts)
+    return {"weights": placed.weights, "gradients": gradients, "beyond": placed.beyond, "rank_slots": placed.rank_slots}
+
+
+@pytest.mark.more(after=4)
+@pytest.mark.parametrize(("activations", "tiling"), [("ram", "off"), ("device", "off"), ("nvme", "off"), ("ram", "on")])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("spare_mib", [64, 30, 0])
+def test_an_engine_is_built_as_it_was_decided(tmp_path, changes: str, activations: Any, spare_mib: int, tiling: Any):
+    """With room for all, for some, and for nothing that may leave RAM."""
+    decision = decided_here(tmp_path, changes, activations, tiling=tiling, spare_mib=spare_mib)
+    assert built(RankPlace(), [(changes, decision.told)]) == [as_placed(decision.placed)]
+    assert (decision.placed.on_drive == 0) == (spare_mib == 64 or (spare_mib == 30 and "LoRA" in changes))
+
+
+@pytest.mark.more
+def test_ranks_are_built_as_it_was_decided(tmp_path) -> None:
+    """Each with its slots and its activation checkpoints, over homes that are there once."""
+    found = [(changes, decided_here(tmp_path, changes, "ram", ranks=2)) for changes in ("full", "LoRA")]
+    ranks = run_ranks(2, tmp_path / "ranks", built, cases=[(changes, decision.told) for changes, decision in found])
+    assert ranks == [[as_placed(decision.placed) for _, decision in found]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_every_rank_has_a_ring_of_its_own(ranks: int) -> None:
+    """Three ranks had 1.5 GiB of rings, eight 4, and 1 GiB was counted."""
+    needs = needs_of_shape(SHAPES["8 B"], 2, "split", (1024,), ranks=ranks)
+    placed = place_training(needs, TrainingLimits(0, Pins(0), states_may_spill=True))
+    share = {1: GIB, 3: 512 * MIB, 8: 512 * MIB}[ranks]
+    assert ranks * 0.9 * share < placed.ring <= ranks * share
+
+
 FORMATS = st.sampled_from(["split", "fp32", "split8", "fp32_m8"])
 ACTIVATIONS = st.sampled_from(["ram", "nvme", "device"])
 
 
 @given(
     preset=st.sampled_from(["tiny", "gpt2", "tiny-moe"]),
-    changes=st.sampled_from([{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}]),
+    changes=st.sampled_from(list(CHANGES)),
     ranks=st.sampled_from([1, 1, 2, 3]), state_format=FORMATS, activations=ACTIVATIONS,
     rows=st.integers(1, 8), count=st.integers(1, 4), clip=st.sampled_from([1.0, 0.0]),
-    room=st.floats(0, 1.5), drive=st.booleans(),
+    room=st.floats(0, 1.5), drive=st.booleans(), tiling=st.sampled_from(["off", "on", "tokens", "auto"]),
+    device_kib=st.integers(200, 20_000),
 )  # fmt: skip
 @hypothesis.settings(max_examples=15, deadline=None, phases=[hypothesis.Phase.generate])  # shrinking takes minutes
 def test_decision_plan_and_blueprint_are_one_placement(
-    preset: str, changes: dict, ranks: int, state_format: str, activations: Any, rows: int, count: int, clip: float,
-    room: float, drive: bool,
+    preset: str, changes: str, ranks: int, state_format: str, activations: Any, rows: int, count: int, clip: float,
+    room: float, drive: bool, tiling: str, device_kib: int,
 ) -> None:  # fmt: skip
     """Of random runs, on a drive and with several ranks, too. `room`: for homes, as a share of what they take."""
-    model = ModelSettings(preset=preset, precision="bf16", seq_length=64, vocab_size=300, **changes)
+    model = small(changes, preset)
     shape, tokens = run_shape(model, None), (rows * 64,) * count
     said = {"nvme_offload_path": "/drive", "zero_stage": "infinity"} if drive or activations == "nvme" else {}
     needs = needs_of_shape(shape, 2, state_format, tokens, ranks=ranks)
@@ -225,8 +299,11 @@ def test_decision_plan_and_blueprint_are_one_placement(
     homes = needs.weights + needs.states + needs.gradients + needs.checkpoints
     decision, plan = decided(
         shape, rows, count, 64, (beside + room * homes) / GIB, state_format=state_format, activations=activations,
-        ranks=ranks, max_grad_norm=clip, **said,
+        ranks=ranks, max_grad_norm=clip, tiling=tiling, tile_bytes=4 * KIB, compile="off",
+        device_bytes=device_kib * KIB, **said,
     )  # fmt: skip
+    placed, cut = decision.placed, decision.placed.holding.tile_tokens
+    hypothesis.assume(tiling == "off" or not cut or (preset == "tiny" and activations != "nvme"))  # the engine refuses
     drawn = draw_blueprint(
         load_model(model, lazy=True, packed_feed=open_packed),
         decision.told,
@@ -235,13 +312,12 @@ def test_decision_plan_and_blueprint_are_one_placement(
         build=build_stream_engine,
         place=RankPlace(0, ranks),
     )
-    assert {name: getattr(drawn.placed, name) for name in PLACED} == {
-        name: getattr(decision.placed, name) for name in PLACED
-    }
-    placed = drawn.placed
+    assert settled(drawn.placed) == settled(placed)
     assert in_ram(plan, "parameters") == placed.weights and in_ram(plan, "gradients") == placed.gradients
     assert abs(in_ram(plan, "master", "moments") - placed.states) <= 1
-    assert in_ram(plan, BEYOND) == placed.beyond and in_ram(plan, RANK_SLOTS) == placed.rank_slots
+    assert in_ram(plan, BEYOND, LONG_ROWS) == placed.beyond and in_ram(plan, RANK_SLOTS) == placed.rank_slots
     assert in_ram(plan, RING) == placed.ring and in_ram(plan, "weights read ahead") == placed.read_ahead
     assert plan.part_bytes("nvme", "parameters") == placed.spilled_weights
+    on_drive = placed.needs.checkpoints if activations == "nvme" else 0
+    assert plan.part_bytes("nvme", "activation checkpoints") == on_drive
     assert plan.part_bytes("pinned", SLOTS) == placed.lanes

@@ -36,10 +36,11 @@ from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.params import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.engine.deepspeed.staged.states import RingSize, Share, ShareStates, element_offsets, real_numel
+from outcore.engine.deepspeed.staged.states import Share, ShareStates, element_offsets, real_numel
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
 from outcore.sizing.staged import NORM_NUMEL, frozen_in_ram, leading_in_ram
+from outcore.states import RingSize
 
 logger = logging.getLogger(__name__)
 

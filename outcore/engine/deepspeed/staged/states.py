@@ -31,7 +31,7 @@ from outcore.optim import BLOCK_NUMEL, AdamWHyper, ChunkJob, JobBatch, Optimizer
 from outcore.optim.formats import STATE_NAMES, StateName
 from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.staging.pool import HostMemory, pageable
-from outcore.states import GradPlace, StateBuffers, StateChunk, StateRing, open_store, spill
+from outcore.states import GradPlace, RingSize, StateBuffers, StateChunk, StateRing, open_store, spill
 from outcore.storage import TensorStore
 
 
@@ -104,13 +104,6 @@ HyperOf = Callable[[int], AdamWHyper]
 """Hyper-parameters of this update by parameter group."""
 
 
-class RingSize(NamedTuple):
-    """Memory of the ring."""
-
-    n_bytes: int
-    max_slots: int
-
-
 class _Unit(NamedTuple):
     """Unit that is submitted to the optimizer at once: a sub-group's chunks of one parameter group, all in RAM."""
 
@@ -159,9 +152,7 @@ class ShareStates:
                 flowing,
                 optimizer,
                 memory,
-                ring_bytes=ring.n_bytes,
-                max_slots=ring.max_slots,
-                descending=False,
+                ring,
                 keep_param=self._keep_param,
                 turns=True,
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from outcore.common.classes import same_named
 from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Engine, Host, grouped
@@ -18,6 +17,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.homes import (
     NvmeCheck,
     Room,
+    Wanted,
     homes_of,
     wanted_homes,
 )
@@ -30,26 +30,13 @@ from outcore.formats import open_packed
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, load_model
 from outcore.optim import state_format
+from outcore.sizing.activations import long_ram_bytes
 from outcore.sizing.layouts import StreamLayout
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import RESIDENT_BYTES
 from outcore.sizing.training import TrainingNeeds, TrainingPlacement, needs_of_shape
+from outcore.sizing.work import tiling_of_shape
 from outcore.storage import DriveAccess
-
-CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
-
-
-def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, device: str) -> StreamLayout:
-    """Make the layout of these settings: all that bytes and seconds depend on."""
-    own = ("micro_batch", "accumulation", "checkpoints_home", "layer_buffers", "compiled", "cuda_graphs")
-    return StreamLayout(
-        micro_batch,
-        accumulation,
-        checkpoints_home=CHECKPOINT_HOMES[told.activations_on(torch.device(device))],
-        layer_buffers=told.num_layer_buffers,
-        compiled=device != "cpu" and told.compile != "off",
-        cuda_graphs=told.cuda_graphs == "auto",
-        **same_named(StreamLayout, told, *own),
-    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class StreamDecision:
     def layout(self) -> StreamLayout:
         """Layout of the run, as the planner counts it."""
         micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
-        return stream_layout(self.told, micro, accumulation, self.device)
+        return self.told.layout(micro, accumulation, torch.device(self.device))
 
     def words(self) -> list[str]:
         """Lines to show before anything is read or built."""
@@ -144,10 +131,10 @@ def decide_stream(
     """Decide from the model's configuration, or from a model_module's own model, which is `loaded` already."""
     step_tokens = (settings.per_device_train_batch_size * model.seq_length,) * settings.gradient_accumulation_steps
     uses_muon, ranks = settings.optimizer == "muon", settings.ranks_per_host
-    available = host.ram_available_bytes
+    available, shape = host.ram_available_bytes, None
     if loaded is None:
         needs = needs_of_shape(
-            run_shape(model, tokenizer),
+            shape := run_shape(model, tokenizer),
             settings.element_bytes,
             settings.state_format,
             step_tokens,
@@ -159,7 +146,7 @@ def decide_stream(
         needs = needs_of_parts(units, settings.state_format, step_tokens, hidden, uses_muon=uses_muon, ranks=ranks)
         available += ranks * loaded.facts.total_params * model.dtype.itemsize  # the homes take its place
     host = replace(host, ram_available_bytes=available)
-    return replace(stream_decision(settings, needs, host, step_tokens, model.seq_length), loaded=loaded)
+    return replace(stream_decision(settings, needs, host, step_tokens, model.seq_length, shape), loaded=loaded)
 
 
 def stream_decision(
@@ -168,11 +155,13 @@ def stream_decision(
     host: Host,
     step_tokens: tuple[int, ...],
     row_tokens: int | None = None,
+    shape: ModelShape | None = None,
     *,
     nvme_check: NvmeCheck = validate_nvme_path,
 ) -> StreamDecision:
     """Decide every setting of the streaming engine. `step_tokens`: tokens (rows x length) of each micro-batch of a
-    step; `row_tokens`: of a row. ConfigError for an unusable drive under `strict_offload`."""
+    step; `row_tokens`: of a row; `shape`: the model's, None where only its builder knows it: parts count as whole then.
+    ConfigError for an unusable drive under `strict_offload`."""
     notes: list[str] = []
     warnings: list[str] = []
     if state_format(settings.state_format).moments8:
@@ -195,7 +184,15 @@ def stream_decision(
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
     if settings.activations == "nvme" and not wanted.folders:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
+    device = "cuda" if host.has_cuda else "cpu"
+    told = _told(settings, wanted, step_tokens, row_tokens, device)
     room = Room(settings, needs, host)
+    if shape is not None:
+        tokens, e = max(step_tokens), needs.element_bytes
+        layout = told.layout(1, len(step_tokens), torch.device(device))
+        holding = tiling_of_shape(shape, e, row_tokens or tokens, tokens, layout, told.device_bytes).holding
+        long_rows = long_ram_bytes(shape, e, tokens, layout.accumulation, holding)
+        room = replace(room, holding=holding, long_rows=long_rows)
     placed, folders, shortage = homes_of(room, wanted, nvme_check, warnings, notes)
     pinned = placed.pinned
     if not settings.offload.pin_memory and host.has_cuda:
@@ -213,9 +210,36 @@ def stream_decision(
         notes.append(
             f"matmul {settings.matmul}: other numerics (docs/exactness.md); the forecast does not count its speed"
         )
-    device = "cuda" if host.has_cuda else "cpu"
+    told = replace(
+        told,
+        ahead_bytes=room.ahead_bytes(placed, notes, warnings),
+        staging_bytes=pinned.pool_bytes,
+        slot_bytes=settings.lane_slot_bytes,
+        num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
+        write_combined=_write_combined(settings, host, notes) and not folders,
+        nvme_path=(folders[0] if len(folders) == 1 else folders) or None,
+        state_ram_bytes=placed.states if placed.spilled_states else None,
+        weight_ram_bytes=placed.weight_budget,
+        gradient_bytes=None if placed.has_homes else placed.gradients,
+    )
+    return StreamDecision(
+        settings,
+        told,
+        device,
+        placed,
+        notes=tuple(notes),
+        warnings=(*settings.warnings, *warnings),
+        shortage=shortage,
+        unused=tuple(unused_keys(settings.file.blocks)),
+    )
+
+
+def _told(
+    settings: RunSettings, wanted: Wanted, step_tokens: tuple[int, ...], row_tokens: int | None, device: str
+) -> StreamSettings:
+    """The engine's settings as far as they do not depend on where the run's data live."""
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
-    told = StreamSettings(
+    return StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
         optimizer=settings.optimizer,
@@ -232,11 +256,6 @@ def stream_decision(
         tile_bytes=settings.tile_bytes,
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
-        ahead_bytes=room.ahead_bytes(placed, notes, warnings),
-        staging_bytes=pinned.pool_bytes,
-        slot_bytes=settings.lane_slot_bytes,
-        num_slots=pinned.lane_bytes // (2 * settings.lane_slot_bytes),
-        write_combined=_write_combined(settings, host, notes) and not folders,
         step_tokens=step_tokens,
         row_tokens=row_tokens,
         initial_loss_scale=2.0**scaling.initial_power,
@@ -248,20 +267,7 @@ def stream_decision(
         storage=DriveAccess(
             settings.storage_engine, settings.storage_threads, settings.storage_block_bytes, settings.transfer_path
         ),
-        nvme_path=(folders[0] if len(folders) == 1 else folders) or None,
-        state_ram_bytes=placed.states if placed.spilled_states else None,
-        weight_ram_bytes=placed.weight_budget,
-        gradient_bytes=None if placed.has_homes else placed.gradients,
-    )
-    return StreamDecision(
-        settings,
-        told,
-        device,
-        placed,
-        notes=tuple(notes),
-        warnings=(*settings.warnings, *warnings),
-        shortage=shortage,
-        unused=tuple(unused_keys(settings.file.blocks)),
+        nvme_path=wanted.folders or None,
     )
 
 

@@ -22,6 +22,7 @@ from outcore.sizing.streaming import (
     RAM_RESERVE_BYTES,
     STAGING_BYTES,
 )
+from outcore.sizing.tiles import HELD_WHOLE, Holding
 from outcore.sizing.training import Pins, TrainingLimits, TrainingNeeds, TrainingPlacement, place_training
 
 MOST_PINNED_OF_RAM = 2
@@ -62,6 +63,10 @@ class Room:
     settings: RunSettings
     needs: TrainingNeeds
     host: Host
+    holding: Holding = HELD_WHOLE
+    """Way in which the device will hold parts."""
+    long_rows: int | None = None
+    """RAM of a rank's long rows. None: rows are whole."""
 
     @property
     def given_gib(self) -> float | None:
@@ -109,6 +114,8 @@ class Room:
             states_may_spill=wanted.states,
             weights_may_spill=wanted.params,
             waits_for_norm=bool(settings.max_grad_norm) or settings.precision == "fp16",
+            holding=self.holding,
+            long_rows=self.long_rows,
         )
         return place_training(self.needs, limits)
 

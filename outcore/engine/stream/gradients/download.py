@@ -18,7 +18,7 @@ import torch
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
 from outcore.flow.parts import ModelParts, Part, SlabLayout
 from outcore.flow.trace import Stalls
-from outcore.sizing.tiles import PART_NUMEL, SHIP_BUFFERS
+from outcore.sizing.tiles import Holding
 from outcore.staging import DownloadLane, LaneTransfer
 
 
@@ -64,11 +64,10 @@ class GradientDownload:
     """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device. `make_room` waits for an
     update and gives its gradient's memory back.
 
-    `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
-    them, but what `count` is told of them is part of the norm. `norm_per_unit`: each shipped unit's own norm comes down
-    before its gradient, so that nobody has to read the gradient once more to see whether it is finite. `ends_in_parts`:
-    the buffers are as large as the largest layer's gradient, and embedding's and head's leave in parts of that size
-    (whole multiples of `part_numel` elements).
+    Gradients of units in tiles (of `holding`) never come in whole: no buffer has room for them, but what `count` is
+    told of them is part of the norm. `norm_per_unit`: each shipped unit's own norm comes down before its gradient, so
+    that nobody has to read the gradient once more to see whether it is finite. Where embedding's and head's leave in
+    parts, the buffers are as large as the largest layer's gradient.
     """
 
     def __init__(
@@ -76,33 +75,31 @@ class GradientDownload:
         units: ModelParts,
         arena: GradientArena,
         lane: DownloadLane,
+        holding: Holding,
         *,
         make_room: Callable[[], None],
         accumulate_dtype: torch.dtype = torch.float32,
-        num_buffers: int = SHIP_BUFFERS,
-        ends_in_parts: bool = False,
-        part_numel: int = PART_NUMEL,
-        skip: frozenset[int] = frozenset(),
         stalls: Stalls | None = None,
         norm_per_unit: bool = False,
     ) -> None:
         self._arena, self._lane, self._make_room = arena, lane, make_room
         self._stalls = stalls or Stalls(lane.device)
-        trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
+        trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in holding.tiled]
         self._ends = {units.embed.index, units.head.index}
-        self._part_numel = part_numel
+        self._part_numel = holding.part_numel
         ship_bytes = max(
             (
-                min(gradient_bytes_of(unit), part_numel * unit.layout.dtype.itemsize)
-                if ends_in_parts and unit.index in self._ends
+                min(gradient_bytes_of(unit), holding.part_numel * unit.layout.dtype.itemsize)
+                if holding.ends_in_parts and unit.index in self._ends
                 else gradient_bytes_of(unit)
                 for unit in trainable
             ),
             default=0,
         )
-        self._ship = [torch.zeros(ship_bytes, dtype=torch.uint8, device=lane.device) for _ in range(num_buffers)]
+        buffers = range(holding.ship_buffers)
+        self._ship = [torch.zeros(ship_bytes, dtype=torch.uint8, device=lane.device) for _ in buffers]
         # Tied weights gather gradients from the head until the embedding's backward, across all layers.
-        kept = {units.embed.index} - skip if units.tied else set()
+        kept = {units.embed.index} - holding.tiled if units.tied else set()
         largest = max((u.layout.trainable_numel for u in trainable if u.index not in kept), default=0)
         shared = torch.zeros(largest, dtype=accumulate_dtype, device=lane.device)
         ends = torch.zeros(
@@ -110,7 +107,7 @@ class GradientDownload:
         )
         self._sums = {unit.index: ends if unit.index in kept else shared for unit in trainable}
         self._device_bytes = shared.nbytes + ends.nbytes + sum(buffer.nbytes for buffer in self._ship)
-        self._leaving: list[LaneTransfer | None] = [None] * num_buffers
+        self._leaving: list[LaneTransfer | None] = [None] * holding.ship_buffers
         self._turn = 0
         self._sumsq = torch.zeros((), dtype=torch.float64, device=lane.device)
         self._norms: torch.Tensor | None = None

@@ -27,10 +27,6 @@ from outcore.states import StateChunk
 ARRIVED, REDUCED, UPDATED = range(3)
 """Kinds of progress, each with a counter for every part."""
 NUM_KINDS = 3
-SMALLEST_RING_BYTES = 512 << 20
-"""A rank's share of the ring is not made smaller than this: several chunks of states must fit."""
-
-
 SPARE_CORES = 2
 """Cores of a rank that its optimizer leaves to the threads that launch and copy. Where it had all, eight micro-batches'
 embeddings took 120 ms on two H100s, not 16: probably a thread that lets go of the interpreter waits for a core."""
@@ -102,18 +98,16 @@ class RankHost:
 
 
 def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> StreamSettings:
-    """Agree on the same device memory to plan for on all ranks, and a rank's share of what the host has once."""
+    """Agree on the same device memory to plan for on all ranks, and a rank's share of the host's cores."""
     if place.is_alone:
         return settings
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
     found = [n_bytes for n_bytes in place.exchange(device_bytes) if n_bytes is not None]
     cores = max(1, usable_cores() // place.world_size)
     spare = min(SPARE_CORES, cores // 8)
-    ring_bytes = settings.state_ring_bytes
     return replace(
         settings,
         device_bytes=min(found, default=None),
-        state_ring_bytes=max(ring_bytes // place.world_size, min(ring_bytes, SMALLEST_RING_BYTES)),
         optimizer_threads=settings.optimizer_threads or cores - spare,
     )
 
