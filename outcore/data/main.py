@@ -17,7 +17,7 @@ from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
 from outcore.data.tokenizer import load_or_train_tokenizer
-from outcore.model import max_positions, named_config
+from outcore.model import max_positions, named_config, named_model
 
 GREEN = ("\x1b[32m⟦", "⟧\x1b[0m")
 PLAIN = ("⟦", "⟧")
@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.rows < 1:
             raise DataError(f"--rows must be 1 or more, got {args.rows}")
+        if args.model is not None:
+            args.model = named_model(args.model)[1]
         settings = _settings(args)
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
         if args.chat_template is not None:
