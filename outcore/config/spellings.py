@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from outcore.common.words import own_command
+
 MEANINGS: Mapping[str, str] = MappingProxyType({
     # precision
     "bf16": "--precision bf16",
@@ -41,7 +43,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "logging_dir": "--log_dir DIR",
     "deepspeed": "--deepspeed_config FILE",
     "fsdp": "leave it out: --engine and --zero_stage say how a model is spread",
-    "accelerator_config": "leave it out: deepspeed --num_gpus=N train_model.py",
+    "accelerator_config": f"leave it out: {own_command('train', 'N')}",
     # data
     "train_file": "--dataset FILE",
     "validation_file": "--eval_dataset FILE",

@@ -16,6 +16,7 @@ from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
+from outcore.data.sources import check_hub_settings
 from outcore.data.tokenizer import load_or_train_tokenizer
 from outcore.model import max_positions, named_config, named_model
 
@@ -59,7 +60,9 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         "max_train_samples": args.max_rows,
         "cache_dir": args.data_cache_dir,
     }
-    return DataSettings(**said)
+    settings = DataSettings(**said)
+    check_hub_settings(settings, [settings.dataset])
+    return settings
 
 
 def _default_seq_length(args: argparse.Namespace) -> int:

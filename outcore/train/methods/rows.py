@@ -6,6 +6,7 @@ tools are understood as for training on the chosen answers alone."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.quantities import counted
 from outcore.config import TrainConfig
 from outcore.data import DataError, weighted_source
 from outcore.data.look import data_settings_of
-from outcore.data.rows import ChatExample, Shape, TextExample, shaped_records
+from outcore.data.rows import NUMBERS, ChatExample, Shape, TextExample, shaped_records
 from outcore.data.sources import BadRow, BadRows, Record, RowError, half_a_pair, is_sound, open_source
 
 Row = dict[str, Any]
@@ -59,7 +61,10 @@ def _read(
         bad = BadRows(config.on_bad_row)
         source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
         records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
-        rows = list(_taken(records, take, bad))
+        numbers = Counter[str]()
+        rows = list(_taken(records, take, bad, numbers))
+        for column, count in numbers.items():
+            say(f"{one.name}: {NUMBERS.format(column=column)} ({counted(count, 'row')})")
         if bad.count:
             say(f"{one.name}: {bad.count} malformed rows left out, such as {bad.examples[0]}")
         if not is_evaluation and one.weight != 1:
@@ -70,8 +75,12 @@ def _read(
 
 
 def _taken(
-    records: Iterable[tuple[Record | BadRow, Shape]], take: Callable[[Row, Shape], list[Row]], bad: BadRows
+    records: Iterable[tuple[Record | BadRow, Shape]],
+    take: Callable[[Row, Shape], list[Row]],
+    bad: BadRows,
+    numbers: Counter[str],
 ) -> Iterator[Row]:
+    """Rows as `take` makes them. `numbers` counts those of which numbers or booleans became text, by column."""
     for record, shape in records:
         if isinstance(record, BadRow):
             bad.add(record)
@@ -80,6 +89,8 @@ def _taken(
             made = take(record.row, shape)
             if not is_sound(text := json.dumps(made, ensure_ascii=False)):
                 raise RowError(half_a_pair(text))
+            worse = ("rejected" for _ in shape.numbers({"chosen": record.row.get("rejected")}))
+            numbers.update({*shape.numbers(record.row), *worse})
             yield from made
         except RowError as error:
             bad.add(BadRow(record.where, str(error)))
