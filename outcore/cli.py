@@ -59,6 +59,7 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code; 2 for an unknown one, 130 after Ctrl-C."""
     args = sys.argv[1:] if argv is None else argv
+    watch_reader(ends=not args or args[0] not in GO_ON)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -74,7 +75,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     atexit.register(gc.freeze)  # a last look through all objects, which nobody needs, takes a second of a core
-    watch_reader(ends=name not in GO_ON)
     check_flags(name, args[1:])  # before the room is opened: its imports take seconds
     try:
         code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
