@@ -19,7 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("outcore.train.command", "train a model: the same as python train_model.py"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
-        "setup": ("outcore.install.command", "is every part of the installation there and does it work"),
+        "setup": ("outcore.install.command", "is every part there and does it work; in a clone: install, too"),
         "probe": ("outcore.probe.command", "measure this machine once, for forecasts: the same as gds_optimizer.py"),
         "check": ("outcore.performance.command", "before a long run: performance_test.py's GO or NO-GO"),
         "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
