@@ -28,11 +28,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("use_peft", "use_lora", "r"), "--lora_r 16"),
     "finetuning_type": "--lora_r 16 for adapters; without it all weights are trained",
     "adapter": "--lora_r 16 to train one, --lora_export adapter to export it alone",
-    "adapter_name_or_path": "--resume_from_checkpoint with a checkpoint of the run that trained it",
-    "lora_model_dir": "--resume_from_checkpoint with a checkpoint of the run that trained it",
+    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), "--resume_from_checkpoint with that run's checkpoint"),
     "lora_target_linear": "--lora_target_modules auto",
-    "merge": "--lora_export merged (the default); later: outcore export RUN",
-    **dict.fromkeys(("merge_adapter", "merge_lora"), "--lora_export merged (the default); later: outcore export RUN"),
+    **dict.fromkeys(("merge", "merge_adapter", "merge_lora"), "--lora_export merged (the default); or outcore export"),
     # what is run
     "do_train": "leave it out: train_model.py trains; evaluation: --eval_dataset, or the documents that are held out",
     "do_eval": "leave it out: every run evaluates; on other data: --eval_dataset FILE",

@@ -35,12 +35,8 @@ from outcore.model.adapters import RowChoice, add_to_products, by_rows
 from outcore.model.facts import checkpoint_name, read_end_tokens
 from outcore.model.forward import Pooling, read_pooling, unwrap
 
-ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "export",
-    "manifest.json",
-)
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPORT, MANIFEST = "export", "manifest.json"
 _OF_BASE = re.compile(r"(\w+)(?:\.base_layer)?\.(?:weight|bias|token_adapter\.\w+)$")
 """Names in an adapter's file, but for LoRA's: a layer's own weight or bias, rows that replace an embedding's."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,7 @@ from outcore.config import TrainConfig
 from outcore.data import DataError, weighted_source
 from outcore.data.look import data_settings_of
 from outcore.data.rows import NUMBERS, ChatExample, Shape, TextExample, shaped_records
-from outcore.data.sources import BadRow, BadRows, Record, RowError, half_a_pair, is_sound, open_source
+from outcore.data.sources import BadRow, BadRows, RowError, half_a_pair, is_sound, open_source
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -58,11 +58,22 @@ def _read(
     sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
     found: list[Row] = []
     for one in sources:
-        bad = BadRows(config.on_bad_row)
+        bad, numbers, rows = BadRows(config.on_bad_row), Counter[str](), list[Row]()
         source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
         records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
-        numbers = Counter[str]()
-        rows = list(_taken(records, take, bad, numbers))
+        for record, shape in records:
+            try:
+                made = [] if isinstance(record, BadRow) else take(record.row, shape)
+                if not is_sound(text := json.dumps(made, ensure_ascii=False)):
+                    raise RowError(half_a_pair(text))
+            except RowError as error:
+                record = BadRow(record.where, str(error))
+            if isinstance(record, BadRow):
+                bad.add(record)
+                continue
+            rows += made
+            worse = ("rejected" for _ in shape.numbers({"chosen": record.row.get("rejected")}))
+            numbers.update({*shape.numbers(record.row), *worse})
         for column, count in numbers.items():
             say(f"{one.name}: {NUMBERS.format(column=column)} ({counted(count, 'row')})")
         if bad.count:
@@ -72,28 +83,6 @@ def _read(
             rows = rows * int(whole) + rows[: round(part * len(rows))]
         found += rows
     return found
-
-
-def _taken(
-    records: Iterable[tuple[Record | BadRow, Shape]],
-    take: Callable[[Row, Shape], list[Row]],
-    bad: BadRows,
-    numbers: Counter[str],
-) -> Iterator[Row]:
-    """Rows as `take` makes them. `numbers` counts those of which numbers or booleans became text, by column."""
-    for record, shape in records:
-        if isinstance(record, BadRow):
-            bad.add(record)
-            continue
-        try:
-            made = take(record.row, shape)
-            if not is_sound(text := json.dumps(made, ensure_ascii=False)):
-                raise RowError(half_a_pair(text))
-            worse = ("rejected" for _ in shape.numbers({"chosen": record.row.get("rejected")}))
-            numbers.update({*shape.numbers(record.row), *worse})
-            yield from made
-        except RowError as error:
-            bad.add(BadRow(record.where, str(error)))
 
 
 # ------------------------------------------------------------------ preferences
