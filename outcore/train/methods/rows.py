@@ -55,21 +55,21 @@ def _read(
     """Read the rows of all sources, by their weights, as `take` makes them; a RowError of it is a bad row. `has_shape`:
     `take` wants to know the shape of the row's file, which must be a known one."""
     settings = data_settings_of(config, config.seq_length or 1024, "off")
-    sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
     found: list[Row] = []
-    for one in sources:
+    for one in map(weighted_source, config.dataset[: 1 if is_evaluation else None]):
         bad, numbers, rows = BadRows(config.on_bad_row), Counter[str](), list[Row]()
         source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
         records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
         for record, shape in records:
+            if isinstance(record, BadRow):
+                bad.add(record)
+                continue
             try:
-                made = [] if isinstance(record, BadRow) else take(record.row, shape)
+                made = take(record.row, shape)
                 if not is_sound(text := json.dumps(made, ensure_ascii=False)):
                     raise RowError(half_a_pair(text))
             except RowError as error:
-                record = BadRow(record.where, str(error))
-            if isinstance(record, BadRow):
-                bad.add(record)
+                bad.add(BadRow(record.where, str(error)))
                 continue
             rows += made
             worse = ("rejected" for _ in shape.numbers({"chosen": record.row.get("rejected")}))
