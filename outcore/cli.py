@@ -19,7 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("outcore.train.command", "train a model: the same as python train_model.py"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
-        "setup": ("outcore.install.command", "is every part of the installation there and does it work"),
+        "setup": ("outcore.install.command", "is every part there and does it work; in a clone: install, too"),
         "probe": ("outcore.probe.command", "measure this machine once, for forecasts: the same as gds_optimizer.py"),
         "check": ("outcore.performance.command", "before a long run: performance_test.py's GO or NO-GO"),
         "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
@@ -59,6 +59,7 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code; 2 for an unknown one, 130 after Ctrl-C."""
     args = sys.argv[1:] if argv is None else argv
+    watch_reader(ends=not args or args[0] not in GO_ON)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -74,7 +75,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     atexit.register(gc.freeze)  # a last look through all objects, which nobody needs, takes a second of a core
-    watch_reader(ends=name not in GO_ON)
     check_flags(name, args[1:])  # before the room is opened: its imports take seconds
     try:
         code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))

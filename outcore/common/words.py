@@ -10,11 +10,15 @@ _CLONE = Path(__file__).resolve().parents[2]
 _SCRIPTS = {"setup": "setup.py", "probe": "gds_optimizer.py", "train": "train_model.py"}
 
 
-def own_command(name: str) -> str:
+def own_command(name: str, num_gpus: int | str = 1) -> str:
     """Text that starts a command: its script, `python gds_optimizer.py`, in a clone; `outcore probe` where pip
-    installed."""
+    installed. Several GPUs have a process each."""
     script = _SCRIPTS[name]
-    return f"python {script}" if (_CLONE / script).is_file() else f"outcore {name}"
+    has_script = (_CLONE / script).is_file()
+    if num_gpus != 1:
+        started = f"torchrun --nproc_per_node={num_gpus} -m outcore {name}"  # needs no DeepSpeed
+        return f"deepspeed --num_gpus={num_gpus} {script}" if has_script else started
+    return f"python {script}" if has_script else f"outcore {name}"
 
 
 def names_of(text: str | None) -> tuple[str, ...]:

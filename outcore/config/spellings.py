@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from outcore.common.words import own_command
+
 MEANINGS: Mapping[str, str] = MappingProxyType({
     # precision
     "bf16": "--precision bf16",
@@ -26,11 +28,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("use_peft", "use_lora", "r"), "--lora_r 16"),
     "finetuning_type": "--lora_r 16 for adapters; without it all weights are trained",
     "adapter": "--lora_r 16 to train one, --lora_export adapter to export it alone",
-    "adapter_name_or_path": "--resume_from_checkpoint with a checkpoint of the run that trained it",
-    "lora_model_dir": "--resume_from_checkpoint with a checkpoint of the run that trained it",
+    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), "--resume_from_checkpoint with that run's checkpoint"),
     "lora_target_linear": "--lora_target_modules auto",
-    "merge": "--lora_export merged (the default); later: outcore export RUN",
-    **dict.fromkeys(("merge_adapter", "merge_lora"), "--lora_export merged (the default); later: outcore export RUN"),
+    **dict.fromkeys(("merge", "merge_adapter", "merge_lora"), "--lora_export merged (the default); or outcore export"),
     # what is run
     "do_train": "leave it out: train_model.py trains; evaluation: --eval_dataset, or the documents that are held out",
     "do_eval": "leave it out: every run evaluates; on other data: --eval_dataset FILE",
@@ -41,7 +41,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "logging_dir": "--log_dir DIR",
     "deepspeed": "--deepspeed_config FILE",
     "fsdp": "leave it out: --engine and --zero_stage say how a model is spread",
-    "accelerator_config": "leave it out: deepspeed --num_gpus=N train_model.py",
+    "accelerator_config": f"leave it out: {own_command('train', 'N')}",
     # data
     "train_file": "--dataset FILE",
     "validation_file": "--eval_dataset FILE",

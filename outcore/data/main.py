@@ -16,8 +16,9 @@ from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
+from outcore.data.sources import check_hub_settings
 from outcore.data.tokenizer import load_or_train_tokenizer
-from outcore.model import max_positions, named_config
+from outcore.model import max_positions, named_config, named_model
 
 GREEN = ("\x1b[32m⟦", "⟧\x1b[0m")
 PLAIN = ("⟦", "⟧")
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.rows < 1:
             raise DataError(f"--rows must be 1 or more, got {args.rows}")
+        if args.model is not None:
+            args.model = named_model(args.model)[1]
         settings = _settings(args)
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
         if args.chat_template is not None:
@@ -57,7 +60,9 @@ def _settings(args: argparse.Namespace) -> DataSettings:
         "max_train_samples": args.max_rows,
         "cache_dir": args.data_cache_dir,
     }
-    return DataSettings(**said)
+    settings = DataSettings(**said)
+    check_hub_settings(settings, [settings.dataset])
+    return settings
 
 
 def _default_seq_length(args: argparse.Namespace) -> int:

@@ -89,13 +89,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
 
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "spiece.model",
-    "vocab.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt",
+)  # fmt: skip
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *, max_chars: int = TRAIN_CHARS) -> Any:

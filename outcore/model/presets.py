@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outcore.common.hub import near_models
+from outcore.common.hub import RUN_FOLDERS, near_models
 from outcore.common.words import did_you_mean
 
 
@@ -304,14 +304,17 @@ def named_model(name: str) -> tuple[str, str]:
     """The setting, and its value, that a model's name stands for, in training and plans alike.
 
     What lies here comes first: a folder or a GGUF file has weights, other files are a shape. Then presets, by name or
-    size, of which a run begins with random weights. All else, and what the hub has under a preset's name, is a
-    model of the hub."""
+    size, of which a run begins with random weights; then runs that ended here. All else, and what the hub has under a
+    preset's name, is a model of the hub."""
     path = Path(name).expanduser()
     if path.exists():
         is_shape = path.suffix.lower() in (".json", ".yaml", ".yml") and path.is_file()
         return "config_file" if is_shape else "model_name_or_path", name
     preset = PRESETS.get(SIZES.get(name.lower(), name))
-    return ("model_name_or_path", name) if preset is None or name in OF_THE_HUB else ("preset", preset.name)
+    if preset is not None and name not in OF_THE_HUB:
+        return "preset", preset.name
+    finished = RUN_FOLDERS[0] / name
+    return "model_name_or_path", str(finished) if finished.is_dir() else name
 
 
 def check_preset_name(name: str) -> Preset:

@@ -300,15 +300,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "
             f"folder here either, and no preset.{near} Check the spelling, or use {_LOCAL_ADVICE}."
         )
-    offline = {
-        "OfflineModeIsEnabled",
-        "LocalEntryNotFoundError",
-        "ConnectionError",
-        "ConnectError",
-        "TimeoutException",
-        "TimeoutError",
-    }
-    if kinds & offline or "couldn't connect" in text or "connection" in text or "offline" in text:
+    offline = any(word in kind for kind in kinds for word in ("Offline", "LocalEntryNotFound", "Connect", "Timeout"))
+    if offline or "couldn't connect" in text or "connection" in text or "offline" in text:
         return RuntimeError(
             f"{name} is no folder here and not in the local cache, and the hub cannot be reached.{near} Check the "
             f"spelling, the network or the proxy, and try again; without a network use {_LOCAL_ADVICE}."

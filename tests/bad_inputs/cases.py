@@ -157,6 +157,10 @@ CASES: list[Case] = [
          "empty folders", file("a.docx", b"PK")),
     Case("data-offline", "a hub data set without a network", "--dataset someone/some-data", 2,
          ("hub cannot be reached", "embedded"), "empty folders", offline),
+    *(Case(f"data-here-{flag}", "a choice within a hub data set, of a file here",
+           f"--dataset {{here}}/a.jsonl --{flag} {value}", 2, (f"--{flag} {value} is for hub data sets", "Leave it"),
+           setup=rows("a.jsonl", GOOD_ROWS))
+      for flag, value in (("dataset_config", "en"), ("dataset_split", "test"), ("streaming", "on"))),
     Case("data-embedded-typo", "the built-in text, misspelt", "--dataset embeded", 2, ("nearest: 'embedded'",),
          "empty folders"),
     Case("cache-is-file", "a file where the token cache should go", "--data_cache_dir {here}/cache", 2,

@@ -61,7 +61,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     ("llama-8b", "preset", "llama-8b"), ("8B", "preset", "llama-8b"), ("Qwen/Qwen3-4B", "model_name_or_path", "same"),
     ("a folder", "model_name_or_path", "same"), ("m.gguf", "model_name_or_path", "same"),
     ("config.json", "config_file", "same"), ("gpt2", "model_name_or_path", "same"), ("gpt-oss-120b", "preset", "same"),
-    ("tiny", "preset", "same"),
+    ("tiny", "preset", "same"), ("my-run", "model_name_or_path", "final_model/my-run"),
 ])  # fmt: skip
 def test_a_model_is_named_by_one_rule_in_training_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: Callable[[list[str]], TrainConfig],
@@ -69,13 +69,14 @@ def test_a_model_is_named_by_one_rule_in_training_and_plans(
 ) -> None:  # fmt: skip
     """By its place, before or after flags, by a flag or in YAML."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a folder").mkdir()
+    for folder in ("a folder", "final_model/my-run", "final_model/tiny"):
+        (tmp_path / folder).mkdir(parents=True)
     for name in ("m.gguf", "config.json", "run.yaml"):
         (tmp_path / name).write_text(f"model: {model}\n")
     argvs = [[model], [model, "--seed", "3"], ["--plan", model, "--seed", "3"], ["--seed", "3", model]]
     argvs += [[f"--{flag}", model] for flag in ("model", "base_model", "model_name_or_path")]
     argvs.append(["--config", "run.yaml"])
-    if model == "gpt2":
+    if model in ("gpt2", "my-run"):
         argvs.pop(2)  # neither a file nor with an owner: a switch takes it for its value, and says so
     for argv in argvs:
         config = parsed(argv)

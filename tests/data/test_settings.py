@@ -30,11 +30,6 @@ def test_wrong_settings_are_refused(values, words):
     refused(DataError, words, lambda: DataSettings(**values))
 
 
-def test_unknown_key_names_the_nearest():
-    refused(DataError, "nearest: 'seq_length'", lambda: DataSettings.from_dict({"seq_lenght": 128}))
-    assert DataSettings.from_dict({"seq_length": 128}).seq_length == 128
-
-
 def test_windows_path_on_plain_linux_is_explained():
     refused(DataError, r"Windows path.*/mnt/c/data/x\.jsonl", lambda: translate(r"C:\data\x.jsonl", on_wsl=False))
 

@@ -46,6 +46,13 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
     assert '<span class="l" title="' in page and "🙂" in page and "&lt;</span>" in page and "<script" not in page
 
 
+def test_a_run_that_ended_here_is_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "seven wizards"}])
+    tiny_tokenizer().save_pretrained("final_model/mine")
+    assert outcore(["data", "a.jsonl", "--model", "mine"]) == 0
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 GOOD = '{"text": "seven wizards"}'
 

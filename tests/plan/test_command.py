@@ -217,3 +217,14 @@ def test_the_answer_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch, capsys:
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("Run it: ")]
     assert max(len(line) for line in lines) <= 80
     assert any(line.endswith("RAM, NVMe") for line in lines), "no cell is cut off"
+
+
+def test_several_gpus_are_started_by_what_is_there(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Who installed by pip has no script, and perhaps no DeepSpeed."""
+    for words, folder in (
+        ("deepspeed --num_gpus=2 train_model.py", ROOT),
+        ("torchrun --nproc_per_node=2 -m outcore train", tmp_path),
+    ):
+        monkeypatch.setattr("outcore.common.words._CLONE", folder)
+        assert main(["llama-1b", "--machine", "2x-rtx3090", "--num_gpus", "2"]) == 0
+        assert f"Run it: {words} --preset llama-1b" in " ".join(capsys.readouterr().out.split())

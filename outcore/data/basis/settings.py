@@ -5,7 +5,7 @@ What can be wrong with data, in words: every message says what happened, where, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from outcore.common import words
@@ -167,15 +167,6 @@ class DataSettings:
             allowed = {"messages": ("messages", "sharegpt")}.get(named[0], (named[0],))
             if self.format not in allowed:
                 raise DataError(f"format is {self.format!r}, but the columns named are those of {named[0]!r}: drop one")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DataSettings:
-        """Settings from a mapping, e.g. a block of YAML; an unknown key is refused with the nearest right one."""
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise DataError(f"no such data setting: {key!r}{nearest(key, known)}; there are: {', '.join(known)}")
-        return cls(**values)
 
 
 def _extensions(value: Any) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ from multiprocessing import get_context
 import numpy as np
 
 from outcore.data.cache.encode import DocumentEncoder, cut_text
-from outcore.data.rows import ChatExample, Example, Shape, TextExample, TokensExample
+from outcore.data.rows import NUMBERS, ChatExample, Example, Shape, TextExample, TokensExample
 from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair, is_sound
 
 BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512
-NUMBERS = "numbers and booleans in column {column!r} are written as text"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from outcore.common.classes import same_named
 from outcore.config import TrainConfig
 from outcore.data.basis import DEFAULT_TEXT_EXTENSIONS, DataSettings
 from outcore.data.mix import weighted_source
+from outcore.data.sources import check_hub_settings
 
 
 def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> DataSettings:
@@ -20,4 +21,7 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
         "cache_dir": config.data_cache_dir,
         "text_extensions": tuple(extensions.split(",")) if extensions else DEFAULT_TEXT_EXTENSIONS,
     }
-    return DataSettings(**said)
+    settings = DataSettings(**said)
+    sources = [weighted_source(name).name for name in config.dataset]
+    check_hub_settings(settings, [*sources, *([config.eval_dataset] if config.eval_dataset else [])])
+    return settings

@@ -2,4 +2,4 @@
 
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
 from outcore.data.rows.messages import REASONING_KEYS, as_text, read_messages, says_something
-from outcore.data.rows.shapes import COMPLETION_COLUMNS, KINDS, Kind, Shape, detect_shape, shaped_records
+from outcore.data.rows.shapes import COMPLETION_COLUMNS, KINDS, NUMBERS, Kind, Shape, detect_shape, shaped_records

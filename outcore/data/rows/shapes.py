@@ -35,6 +35,7 @@ KNOWN_COLUMNS = frozenset(
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 PLACEHOLDERS = ("<image>", "<audio>", "<video>", "<|image|>", "<|image_pad|>")
 TEXT_EXTRAS = ("input", "context", "system")
+NUMBERS = "numbers and booleans in column {column!r} are written as text"
 _CHAT_EXTRAS = ("tools", "functions", "chat_template_kwargs")
 
 
@@ -247,7 +248,8 @@ def _add_pairs(found: dict[str, Shape], seen: Mapping[str, Any], asked: int, tol
         completion = _first(SOURCE_PARTNERS if is_source else COMPLETION_COLUMNS, fits[told])
         if prompt in fits[asked] and completion:
             found.setdefault("prompt_completion", Shape("prompt_completion", (prompt, completion)))
-    if {"chosen", "rejected"} <= fits[told]:
+    asked_numbers = any(_says(seen.get(prompt)) == NUMBER for prompt in PROMPT_COLUMNS if prompt != "source")
+    if {"chosen", "rejected"} <= fits[told] and (asked < TEXTUAL or not asked_numbers):
         found.setdefault("preference", Shape("preference", ("chosen", "rejected")))
 
 

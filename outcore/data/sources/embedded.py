@@ -23,24 +23,10 @@ MAX_FILE_BYTES = MB // 2
 MIN_TOTAL_BYTES = MB
 """An interpreter with less source than this (frozen, zipped, stripped) has no text to train on."""
 
-SKIPPED_FOLDERS = frozenset(
-    [
-        "__pycache__",
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "lib2to3",
-        "idlelib",
-        "turtledemo",
-        "config",
-        "encodings",
-        "pydoc_data",
-        "ensurepip",
-        "lib-dynload",
-    ]
-)
+SKIPPED_FOLDERS = frozenset([
+    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo",
+    "config", "encodings", "pydoc_data", "ensurepip", "lib-dynload",
+])  # fmt: skip
 """Tests, bundled wheels, character tables and old grammars: repetitive text, or text that changes between builds."""
 
 

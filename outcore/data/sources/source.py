@@ -30,6 +30,19 @@ HASHED_UP_TO_BYTES = 64 * MIB
 a copy can set the time of modification back (cp -p, rsync -t), but never the time of the inode's change."""
 
 
+def check_hub_settings(settings: DataSettings, names: Sequence[str]) -> None:
+    """DataError for a choice within hub data sets where all sources, `names`, lie here and none would follow it."""
+    if not all(name == EMBEDDED or translate(name).exists() for name in names):
+        return
+    has_splits = any((translate(name) / "dataset_dict.json").is_file() for name in names)
+    for field in ("dataset_config", "streaming", *(("dataset_split",) * (not has_splits))):
+        if (value := getattr(settings, field)) not in (getattr(DataSettings, field), "off"):
+            raise DataError(
+                f"--{field} {value} is for hub data sets, and {', '.join(names)} lies on this machine, of which every "
+                "row is read. Leave it out; part of the rows is a file of its own, or --max_train_samples"
+            )
+
+
 class FilesSource:
     """One file, or the files of a folder, in the order given."""
 

@@ -24,7 +24,8 @@ from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, o
 from outcore.checkpoint.export import base_of, export_checkpoint, model_folder
 from outcore.checkpoint.materials import base_material, check_material
 from outcore.common.files import check_utf8
-from outcore.common.hub import near_models
+from outcore.common.hub import ask_hub_once, near_models
+from outcore.common.output import say
 from outcore.data import load_tokenizer
 from outcore.data.chat import end_tokens_of
 from outcore.data.pictures import PictureEncoder
@@ -34,12 +35,8 @@ from outcore.model.adapters import RowChoice, add_to_products, by_rows
 from outcore.model.facts import checkpoint_name, read_end_tokens
 from outcore.model.forward import Pooling, read_pooling, unwrap
 
-ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "export",
-    "manifest.json",
-)
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPORT, MANIFEST = "export", "manifest.json"
 _OF_BASE = re.compile(r"(\w+)(?:\.base_layer)?\.(?:weight|bias|token_adapter\.\w+)$")
 """Names in an adapter's file, but for LoRA's: a layer's own weight or bias, rows that replace an embedding's."""
 
@@ -123,6 +120,7 @@ def find_place(name: str, adapter: str | None = None) -> ModelPlace:
             raise ValueError(f"{name} is no file here.{near_models(name)} Give the path of the GGUF file.")
         place = ModelPlace(str(path), str(path), f"{path}")
     elif not path.is_dir():
+        ask_hub_once(say)
         place = ModelPlace(name, name, f"{name}")
     elif (path / ADAPTER).is_file() and not _has_whole_model(path):
         place = _adapter_place(path)

@@ -80,8 +80,7 @@ def check_undecided(config: TrainConfig) -> None:
 
 def command(plan: Plan, request: RunRequest, said: Said) -> str:
     """The whole command line, everything that train_model.py would choose otherwise spelt out."""
-    start = own_command("train") if plan.num_gpus == 1 else f"deepspeed --num_gpus={plan.num_gpus} train_model.py"
-    words = [start, said.model_flags]
+    words = [own_command("train", plan.num_gpus), said.model_flags]
     words += [f"--dataset {shlex.quote(source)}" for source in said.dataset]
     flags = plan.flags
     if said.nvme_path is not None:

@@ -6,17 +6,19 @@ tools are understood as for training on the chosen answers alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from outcore.common.quantities import counted
 from outcore.config import TrainConfig
 from outcore.data import DataError, weighted_source
 from outcore.data.look import data_settings_of
-from outcore.data.rows import ChatExample, Shape, TextExample, shaped_records
+from outcore.data.rows import NUMBERS, ChatExample, Shape, TextExample, shaped_records
 from outcore.data.sources import BadRow, BadRows, Record, RowError, Where, half_a_pair, is_sound, open_source
 
 Row = dict[str, Any]
@@ -63,16 +65,30 @@ def _read(
     """Read the rows of all sources, by their weights, as `take` makes them; a RowError of it is a bad row. `has_shape`:
     `take` wants to know the shape of the row's file, which must be a known one; `has_tasks`: a source may be a task."""
     settings = data_settings_of(config, config.seq_length or 1024, "off")
-    sources = [weighted_source(name) for name in config.dataset[: 1 if is_evaluation else None]]
     found: list[Row] = []
-    for one in sources:
-        bad = BadRows(config.on_bad_row)
+    for one in map(weighted_source, config.dataset[: 1 if is_evaluation else None]):
+        bad, numbers, rows = BadRows(config.on_bad_row), Counter[str](), list[Row]()
         if has_tasks and one.name.startswith(TASK):
             records = _task_records(config, one.name.removeprefix(TASK))
         else:
             source = open_source(replace(settings, dataset=one.name), evaluation=is_evaluation)
             records = shaped_records(source, settings) if has_shape else ((record, TEXT) for record in source.records())
-        rows = list(_taken(records, take, bad))
+        for record, shape in records:
+            if isinstance(record, BadRow):
+                bad.add(record)
+                continue
+            try:
+                made = take(record.row, shape)
+                if not is_sound(text := json.dumps(made, ensure_ascii=False)):
+                    raise RowError(half_a_pair(text))
+            except RowError as error:
+                bad.add(BadRow(record.where, str(error)))
+                continue
+            rows += made
+            worse = ("rejected" for _ in shape.numbers({"chosen": record.row.get("rejected")}))
+            numbers.update({*shape.numbers(record.row), *worse})
+        for column, count in numbers.items():
+            say(f"{one.name}: {NUMBERS.format(column=column)} ({counted(count, 'row')})")
         if bad.count:
             say(f"{one.name}: {bad.count} malformed rows left out, such as {bad.examples[0]}")
         if not is_evaluation and one.weight != 1:
@@ -80,22 +96,6 @@ def _read(
             rows = rows * int(whole) + rows[: round(part * len(rows))]
         found += rows
     return found
-
-
-def _taken(
-    records: Iterable[tuple[Record | BadRow, Shape]], take: Callable[[Row, Shape], list[Row]], bad: BadRows
-) -> Iterator[Row]:
-    for record, shape in records:
-        if isinstance(record, BadRow):
-            bad.add(record)
-            continue
-        try:
-            made = take(record.row, shape)
-            if not is_sound(text := json.dumps(made, ensure_ascii=False)):
-                raise RowError(half_a_pair(text))
-            yield from made
-        except RowError as error:
-            bad.add(BadRow(record.where, str(error)))
 
 
 # ------------------------------------------------------------------ preferences

@@ -91,6 +91,22 @@ def test_a_method_is_a_run_like_any_other(method: str, flags: list[str]) -> None
     assert any(not torch.equal(was[name], tensor) for name, tensor in now.items() if name in was)
 
 
+NUMBERS = [{"prompt": 7, "chosen": 100 + i, "rejected": f"not {i}"} for i in range(24)]
+JUDGED = [{"prompt": "hello", "completion": 4, "label": i % 2 > 0} for i in range(24)]
+
+
+@pytest.mark.parametrize(
+    ("method", "rows"), [(m, NUMBERS) for m in ("dpo", "kto", "orpo", "simpo", "reward")] + [("kto", JUDGED)]
+)
+def test_numbers_in_rows_are_said_to_be_written_as_text(method: str, rows: list[Any], capfd: Any, monkeypatch) -> None:
+    monkeypatch.setitem(ROWS, method, rows)
+    assert train(method, "--eval_dataset", "not-there.jsonl") == 2  # read after the rows to train on
+    said = capfd.readouterr()
+    for column in rows[0].keys() & {"prompt", "chosen", "completion"}:
+        numbers = isinstance(rows[0][column], int)
+        assert (f"column '{column}' are written as text (24 rows)" in said.out + said.err) == numbers
+
+
 def test_dpo_learns_as_trl_does_on_the_plain_model() -> None:
     """Optimizer, schedule, clipping and a reference whose log-probabilities are computed before: the same losses."""
     import trl

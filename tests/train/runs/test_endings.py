@@ -146,13 +146,17 @@ def _flip(stores: list[TensorStore], at: int) -> None:
                 file.write(bytes([byte ^ 1]))
 
 
-def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path) -> None:
+PRINTING = ["plan --model 1b --nominal", "--help", "--version", "runs --help", "models --help"]
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path, command: str) -> None:
     """As `outcore runs | head -1` does, at the first byte."""
     reads, writes = os.pipe()
     os.close(reads)
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "outcore.cli", "plan", "--model", "1b", "--nominal"],
+            [sys.executable, "-m", "outcore", *command.split()],
             cwd=tmp_path, env=fresh_env(PYTHONPATH=str(REPOSITORY)), stdout=writes, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     finally:
@@ -209,8 +213,11 @@ def test_a_run_is_finished_without_standard_output(tmp_path: Path, output: str, 
     assert (tmp_path / "export/r/model.safetensors").is_file() and "checkpoint_dir" not in child.stderr
 
 
-def test_a_command_whose_output_is_all_there_is_fails_where_that_cannot_be_written(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m outcore.cli plan --model 1b --nominal >/dev/full"
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_command_whose_output_is_all_there_is_fails_where_that_cannot_be_written(
+    tmp_path: Path, command: str
+) -> None:
+    command = f"{sys.executable} -m outcore {command} >/dev/full"
     env = fresh_env(PYTHONPATH=str(REPOSITORY))
     child = subprocess.run(command, shell=True, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     assert child.returncode == 1
