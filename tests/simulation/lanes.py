@@ -51,8 +51,8 @@ class Lanes:
         drive.faults = Faults(
             error=pick.choice([0, 0, 0, 20]), short=pick.choice([0, 30, 200]), slow_s=pick.choice([0, 0.05]),
         )  # fmt: skip
-        has_digests = pick.random() < 0.6
-        if has_digests and pick.random() < 0.4:
+        hasdigests = pick.random() < 0.6
+        if hasdigests and pick.random() < 0.4:
             drive.faults = Faults(lost_write=60, torn_write=60, only="tensors.bin")
         drive.is_quiet = True
         self.engine = PosixEngine(pick.randint(1, 3), pick.choice([4, 8]) * KIB, max_requests=pick.choice([2, 64]))
@@ -68,7 +68,7 @@ class Lanes:
             [TensorSpec(f"t{n}", torch.uint8, (REGION_BYTES * 4 + pick.randint(0, 5000),)) for n in range(clients)],
             self.engine,
             stripe_bytes=4 * KIB,
-            digests=DigestRule(_digest) if has_digests else None,
+            digests=DigestRule(digest) if hasdigests else None,
         )
         drive.is_quiet = False
         self.errors = pick.choice([0, 0, 0, 15])
@@ -162,7 +162,7 @@ class Lanes:
                 _compare(out, expected, place)
         elif self._ends(transfer.wait_stream, place, writes=False):
             seen = out.clone()  # of the right size; filled by the device, in its order
-            self.device.compute(lambda: _copy(seen, out)).synchronize()
+            self.device.compute(lambda: copy(seen, out)).synchronize()
             if self._ends(transfer.wait, place, writes=False):
                 _compare(seen, expected, place)
 
@@ -182,7 +182,7 @@ class Lanes:
         pick = self.simulation.random
         data = torch.from_numpy(np.frombuffer(pick.randbytes(count), dtype=np.uint8).copy())
         source = torch.full((count,), GARBAGE, dtype=torch.uint8)
-        self.device.compute(lambda: _copy(source, data))
+        self.device.compute(lambda: copy(source, data))
         after = self.device.now() if pick.random() < 0.5 else None
         if place.kind == "file":
             transfer = self.down.submit(source, place.where, place.offset + start, after=after)
@@ -192,7 +192,7 @@ class Lanes:
             transfer = self.down.submit_host(source, place.where[start : start + count], after=after)
         self.transfers.append(transfer)
         if pick.random() < 0.5 and self._ends(transfer.wait_stream, place, writes=True):
-            self.device.compute(lambda: _copy(source, torch.full_like(source, GARBAGE)))
+            self.device.compute(lambda: copy(source, torch.full_like(source, GARBAGE)))
         if self._ends(transfer.wait, place, writes=True) and place.known is not None:
             place.known[start : start + count] = data.numpy()
             if place.kind == "ram":
@@ -225,7 +225,7 @@ class Lanes:
         return False
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
@@ -235,7 +235,7 @@ def _compare(found: torch.Tensor, expected: np.ndarray | None, place: Place) -> 
         raise AssertionError(f"{place.kind}: byte {at} of {len(expected)} is not what was written there")
 
 
-def _digest(data: np.ndarray, block_bytes: int) -> np.ndarray:
+def digest(data: np.ndarray, block_bytes: int) -> np.ndarray:
     blocks = range(0, max(1, data.nbytes), block_bytes)
     return np.array([zlib.crc32(data[at : at + block_bytes].tobytes()) for at in blocks], dtype=np.uint64)
 

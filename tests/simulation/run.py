@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation import answers, lanes, saves
+from tests.simulation import answers, lanes, saves, states
 from tests.simulation.drive import Drive, Faults, mounted
 from tests.simulation.threads import Killed, Simulation, installed
 
 World = Callable[[Simulation, Drive], None]
-WORLDS: dict[str, World] = {"saves": saves.world, "lanes": lanes.world, "answers": answers.world}
+WORLDS: dict[str, World] = {"saves": saves.world, "lanes": lanes.world, "answers": answers.world, "states": states.world}
 LINE_SEEDS = 3
 """Of so many seeds one changes threads at any line of the product's."""
 

@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,8 @@ MOST_STEPS = 400_000
 """Steps of one seed; more are a wait without end in small pieces."""
 LINE_SHARE = 0.04
 """Chance that the baton changes hands at a line."""
-PREFIXES = tuple(
-    f"outcore.{room}" for room in ("storage", "staging", "states", "infer", "checkpoint", "runs", "common")
-)
+ROOMS = ("storage", "staging", "states", "optim", "flow", "engine.stream", "infer", "checkpoint", "runs", "common")
+PREFIXES = tuple(f"outcore.{room}" for room in ROOMS)
 
 
 class Stuck(AssertionError):
@@ -185,6 +185,10 @@ class Simulation:
                 task.is_killed = True
         if self.current.process is process:
             raise Killed
+
+    def names_alive(self, *starts: str) -> list[str]:
+        """Names of threads that have not ended, of those that begin so."""
+        return [task.name for task in self._tasks if not task.is_over and task.name.startswith(starts)]
 
     def end(self) -> None:
         """Kill what is left. To be called on the main thread."""
@@ -396,6 +400,29 @@ class SimpleQueue:
         return self._items.popleft()
 
 
+class Pool:
+    """`ThreadPoolExecutor` of one thread; of more a real one, as no thread of the product's waits for those."""
+
+    def __new__(cls, max_workers: int, **more: Any) -> Any:
+        return super().__new__(cls) if max_workers == 1 else ThreadPoolExecutor(max_workers, **more)
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "pool") -> None:
+        self._calls: SimpleQueue = SimpleQueue()
+        Thread(target=self._work, name=thread_name_prefix).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> None:
+        self._calls.put(lambda: call(*args))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self._calls._items.clear()
+        self._calls.put(None)
+
+
 THREADING = SimpleNamespace(
     Lock=Lock, RLock=RLock, Condition=Condition, Event=Event, Semaphore=Semaphore, Thread=Thread,
     get_ident=lambda: id(running().current), current_thread=lambda: running().current,
@@ -410,6 +437,7 @@ STANDARD = {
     "time": TIME,
     "queue": SimpleNamespace(SimpleQueue=SimpleQueue),
     "SimpleQueue": SimpleQueue,
+    "ThreadPoolExecutor": Pool,
     "atexit": SimpleNamespace(register=lambda fn: None, unregister=lambda fn: None),
     "weakref": SimpleNamespace(ref=weakref.ref, finalize=lambda *args, **more: SimpleNamespace(detach=lambda: None)),
 }
