@@ -3,8 +3,8 @@
 What the product sees lies in a real folder (in RAM); beside it stands what a power cut would leave. A file's bytes are
 safe after its own sync; a name is safe after its folder's sync. Without one a power cut leaves any part of the writes,
 each whole or torn at 512 bytes, and the first so many changes of names, in their order (as file systems with a log keep
-it). Calls move fewer bytes than asked,
-are refused for a moment, fail, or find no room; a process can be killed in any of them.
+it). Calls move fewer bytes than asked, are refused for a moment, fail once or for good, or find no room; a process can
+be killed in any of them.
 
 Descriptors are numbers of the simulation's own, so that a dead process' objects reach no file of another."""
 
@@ -52,7 +52,7 @@ class Faults:
     """Part of the path of files that are struck."""
 
 
-@dataclass
+@dataclass(eq=False)
 class File:
     """A file's bytes as a power cut would find them."""
 
@@ -61,7 +61,7 @@ class File:
     """Writes since the last sync: (offset, bytes), or (size, None) for a file that was cut or made longer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Folder:
     """A folder's names as a power cut would find them."""
 
@@ -93,6 +93,8 @@ class Drive:
         self.is_cut = False
         self.struck: list[str] = []
         self.is_full = False
+        self.broken: set[str] = set()
+        """Files that fail for good."""
         self.is_quiet = False
         """No faults while the world looks at what is there."""
         self.processes: list[Process] = []
@@ -129,6 +131,7 @@ class Drive:
                 (REAL.unlink if name in files else REAL.rmdir)(f"{where}/{name}")
         self._write_out(self.top, str(self.root))
         self.is_cut, self.is_full = False, False
+        self.broken.clear()
 
     def _changed(self, folder: Folder) -> None:
         self.log.append((folder, dict(folder.now)))
@@ -192,11 +195,14 @@ class Drive:
             simulation.kill(process)
         if self.faults.slow_s:
             simulation.sleep(simulation.random.random() * self.faults.slow_s)
-        if may_fail and self.faults.only in path and (self.is_full or self._strikes(self.faults.error)):
-            grows = call in ("write", "open", "mkdir", "resize", "reserve")
+        is_broken = path in self.broken
+        if may_fail and self.faults.only in path and (self.is_full or is_broken or self._strikes(self.faults.error)):
+            grows = call in ("write", "open", "mkdir", "resize", "reserve") and not is_broken
             number = errno.ENOSPC if grows and (self.is_full or simulation.chance(0.5)) else errno.EIO
-            if self.is_full and not grows:
+            if self.is_full and not grows and not is_broken:
                 return
+            if number == errno.EIO and simulation.chance(0.3):
+                self.broken.add(path)
             self.is_full = self.is_full or (number == errno.ENOSPC and simulation.chance(0.5))
             self.struck.append(f"{errno.errorcode[number]} at {call} of {os.path.basename(path)}")
             raise OSError(number, os.strerror(number), path)
@@ -342,7 +348,7 @@ class Drive:
     def read(self, number: int, n_bytes: int) -> bytes:
         real, _, path, _, _ = self._file(number)
         self.enter("read", path, may_fail=False)
-        return REAL.read(real, n_bytes)
+        return REAL.read(real, self._some(n_bytes, at_least=1))
 
     def preadv(self, number: int, buffers: Any, at: int) -> int:
         real, _, path, _, is_direct = self._file(number)

@@ -298,20 +298,26 @@ class Condition:
         self._waiting.append(told)
         depth, self._lock._depth, self._lock._owner = self._lock._depth, 0, None
         try:
-            return self._simulation.block(lambda: told[0], timeout)
+            self._simulation.block(lambda: told[0], timeout)
         finally:
             if told in self._waiting:
                 self._waiting.remove(told)
             if not self._simulation.current.is_killed:
                 self._lock.acquire()
                 self._lock._depth = depth
+        return told[0]
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        until_s = None if timeout is None else self._simulation.now_s + timeout
+        """What holds when the limit comes, and nobody has told, is a wake-up that was lost: a failure."""
+        simulation = self._simulation
+        until_s = None if timeout is None else simulation.now_s + timeout
+        was_told = True
         while not (found := predicate()):
-            if until_s is not None and self._simulation.now_s >= until_s:
+            if until_s is not None and simulation.now_s >= until_s:
                 break
-            self.wait(None if until_s is None else until_s - self._simulation.now_s)
+            was_told = self.wait(None if until_s is None else until_s - simulation.now_s)
+        if found and not was_told and not simulation.is_over:
+            simulation.failures.append(Stuck(f"{simulation.current.name} was not told of what it waited for"))
         return found
 
     def notify(self, n: int = 1) -> None:
