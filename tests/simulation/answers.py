@@ -33,7 +33,7 @@ from tests.simulation.threads import Simulation
 VOCABULARY, END, WINDOW, PAGE_TOKENS = 40, 0, 6, 4
 CPU = torch.device("cpu")
 SHAPE = KvShape(1, 2, 1)
-PATIENCE_S = 20_000.0
+PATIENCE_S, LATE_S = 20_000.0, 4.0
 
 
 def following(tokens: list[int]) -> int:
@@ -69,12 +69,20 @@ class Toy:
     def __init__(self, simulation: Simulation, cache: KvCache, failing: float) -> None:
         self.simulation, self.cache, self.failing = simulation, cache, failing
         self.copies = SmallCopies(CPU)
-        self.failed = 0
+        self.failed, self.passes = 0, 0
+        self.cancelled: dict[str, int] = {}
+        """Requests that were cancelled, and in which pass: the one after the next has nothing of them."""
+        self.lost: set[str] = set()
+        """Requests of passes that failed."""
 
     def run(self, works: list[Work]) -> list[tuple[Work, torch.Tensor]]:
         pick, row, spans = self.simulation.random, 0, []
+        self.passes += 1
+        names = {work.sequence.request.name for work in works}
+        ended = [name for name in names if self.passes - self.cancelled.get(name, self.passes) > 1]
+        assert not ended and not names & self.lost, "a pass of a request that was cancelled, or whose pass failed"
         self.simulation.sleep(pick.choice([0.001, 0.02, 0.3]))
-        self._may_fail()
+        self._may_fail(names)
         for work in works:
             spans.append(Span(work.pages, work.start, work.count, row))
             row += work.count
@@ -85,7 +93,7 @@ class Toy:
         for group in (0, 1):
             store = self.cache.store((group, 0), SHAPE, group)
             store.write(keys, keys[..., :1] + 1, tables.slots_of(group, CPU))
-        self._may_fail()
+        self._may_fail(names)
         found = []
         for work, span in zip(works, spans, strict=True):
             if work.num_wanted:
@@ -109,9 +117,10 @@ class Toy:
         assert bool((values[:, 0] == keys[:, 0] + 1).all()), "keys and values are not of the same tokens"
         return [int(token) * 1000 + int(place) for token, place in keys.tolist()]
 
-    def _may_fail(self) -> None:
+    def _may_fail(self, names: set[str]) -> None:
         if self.simulation.chance(self.failing):
             self.failed += 1
+            self.lost |= names
             raise Failure("out of memory: simulated")
 
     def close(self) -> None:
@@ -140,8 +149,8 @@ class _Scratch:
 class Asked:
     """A request, and what came back."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, simulation: Simulation) -> None:
+        self.request, self._simulation, self._asked_s = request, simulation, simulation.now_s
         self.answers: dict[int, Answer] = {}
         self.pieces: dict[int, list[Piece]] = {}
         self.is_cancelled = False
@@ -158,6 +167,8 @@ class Asked:
 
     def on_answer(self, answer: Answer) -> None:
         assert answer.choice not in self.answers, f"{answer.request} was answered twice"
+        took_s, limit_s = self._simulation.now_s - self._asked_s, self.request.deadline_s
+        assert limit_s is None or took_s < limit_s + LATE_S, f"{answer.request} took {took_s} s of {limit_s}"
         self.answers[answer.choice] = answer
 
 
@@ -271,7 +282,8 @@ class Answers:
                     Request(
                         name, tuple(prompt), sampling, n=pick.choice([1, 1, 1, 2]),
                         priority=pick.choice([0, 0, 1, -1]), deadline_s=deadline_s,
-                    )
+                    ),
+                    simulation,
                 )  # fmt: skip
                 asked.append(one)
                 mine.append(one)
@@ -280,6 +292,7 @@ class Answers:
                 simulation.sleep(pick.random())
                 mine[0].is_cancelled = True
                 engine.cancel(mine[0].request.name)
+                cast(Toy, engine.runner).cancelled[mine[0].request.name] = cast(Toy, engine.runner).passes
             if pick.random() < 0.2:
                 for one in mine:
                     one.is_cancelled = True  # by the end of the thread, should that come first

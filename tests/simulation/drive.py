@@ -24,8 +24,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outcore.storage import descriptor, posix_file
+from outcore.common.quantities import KIB
+from outcore.staging.lanes import homes, lane
+from outcore.storage import block_spans, descriptor, posix_file
 from outcore.storage.filesystem import DirectLimits
+from outcore.storage.store import digests, tensor_store
 from tests.simulation.threads import Killed, Simulation
 
 FIRST_DESCRIPTOR = 1 << 30
@@ -101,6 +104,8 @@ class Drive:
         self._opened: dict[int, tuple[int, Any, str, bool, bool]] = {}
         """Number -> (real descriptor, node, path, appends, direct)."""
         self._next = FIRST_DESCRIPTOR
+        self._shorts = 0
+        """Calls in a row that moved too few: a drive that goes on like that is given up, and rightly."""
         self.limits = DirectLimits(True, simulation.random.choice([512, 4096]), 512, "simulated")
 
     # --- processes
@@ -212,10 +217,12 @@ class Drive:
 
     def _some(self, n_bytes: int, *, at_least: int) -> int:
         """How many of these bytes a call moves. `at_least` 0: direct transfers, which may be refused for a moment."""
-        if n_bytes > 1 and self._strikes(self.faults.short):
+        if n_bytes > 1 and self._shorts < 3 and self._strikes(self.faults.short):
+            self._shorts += 1
             if not at_least and self.simulation.chance(0.3):
                 raise OSError(errno.EAGAIN, "later")
-            return self.simulation.random.randrange(at_least, n_bytes)
+            return self.simulation.random.randrange(1, n_bytes)  # none would be the end of the file
+        self._shorts = 0
         return n_bytes
 
     # --- names
@@ -407,6 +414,14 @@ NUMBER_CALLS = ("close", "write", "pwritev", "read", "preadv", "fsync", "ftrunca
 PLAIN_CALLS = ("fstat", "lseek", "pread", "isatty", "set_inheritable")
 
 
+SMALLER = (
+    (digests, "BLOCK_BYTES", 4 * KIB), (tensor_store, "BLOCK_BYTES", 4 * KIB), (homes, "MIN_COPY_BYTES", 2 * KIB),
+    (tensor_store, "SECTION_BYTES", 16 * KIB), (descriptor, "MAX_CALL_BYTES", 16 * KIB),
+    (lane, "HOME_COPY_BYTES", 8 * KIB), (block_spans, "BOUNCE_BYTES", 8 * KIB),
+)  # fmt: skip
+"""Sizes of the product's beyond which a transfer is cut, so that small ones are."""
+
+
 @contextlib.contextmanager
 def mounted(drive: Drive) -> Iterator[Drive]:
     """System calls on the drive's paths and descriptors are the simulation's; all others are the system's."""
@@ -451,6 +466,8 @@ def mounted(drive: Drive) -> Iterator[Drive]:
     for name in ("start_writeback", "finish_writeback"):
         put(descriptor, name, lambda *args: True)
     put(descriptor, "drop_cached", lambda *args: None)
+    for module, name, n_bytes in SMALLER:
+        put(module, name, n_bytes)
     put(shutil, "_use_fd_functions", False)
     put(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=1 << 39))
     try:

@@ -19,7 +19,9 @@ from tests.simulation.drive import Drive, Faults, mounted
 from tests.simulation.threads import Killed, Simulation, installed
 
 World = Callable[[Simulation, Drive], None]
-WORLDS: dict[str, World] = {"saves": saves.world, "lanes": lanes.world, "answers": answers.world, "states": states.world}
+WORLDS: dict[str, World] = {
+    "saves": saves.world, "lanes": lanes.world, "answers": answers.world, "states": states.world,
+}  # fmt: skip
 LINE_SEEDS = 3
 """Of so many seeds one changes threads at any line of the product's."""
 

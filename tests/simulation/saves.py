@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Saves:
         for life in range(pick.randint(2, 4)):
             self.drive.kill_at = self.drive.calls + pick.randint(1, 260) if pick.random() < 0.75 else None
             self.drive.cuts_power = pick.random() < 0.6
-            count = 2 if pick.random() < 0.35 else 1
+            count = 2 if pick.random() < 0.5 else 1
             tasks = [simulation.start(self._process, f"process {life}.{n}") for n in range(count)]
             simulation.block(lambda tasks=tasks: all(task.is_over for task in tasks))
             for process in self.drive.processes:
@@ -145,7 +146,6 @@ class Saves:
             with self._in_peace():
                 left = [path for path in parents if self._is_alone() and (path / ".r.lock").exists()]
                 assert not left, f"nobody holds the run and its lock's file is in {left}"
-        process.is_over = True
 
     @contextlib.contextmanager
     def _told(self, is_faulty: bool) -> Any:
@@ -214,13 +214,10 @@ class Saves:
             step = self.step + 1
             self.may_be |= {step}
             said: list[str] = []
-            shard_bytes, keep = pick.choice([1200, 4000]), pick.randint(1, 3)
+            keep, fill = pick.randint(1, 3), partial(_write, step=step, most_bytes=pick.choice([1200, 4000]))
             struck = len(self.drive.struck)
             try:
-                save_checkpoint(
-                    self.run_folder, step, lambda folder, on_file, step=step: _write(folder, on_file, step, shard_bytes),
-                    needed_bytes=4096, keep=keep, say=said.append,
-                )  # fmt: skip
+                save_checkpoint(self.run_folder, step, fill, needed_bytes=4096, keep=keep, say=said.append)
             except OSError:
                 if len(self.drive.struck) == struck + 1 and not self.drive.is_full and not self.drive.broken:
                     with self._in_peace():
