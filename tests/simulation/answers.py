@@ -33,7 +33,7 @@ from tests.simulation.threads import Simulation
 VOCABULARY, END, WINDOW, PAGE_TOKENS = 40, 0, 6, 4
 CPU = torch.device("cpu")
 SHAPE = KvShape(1, 2, 1)
-PATIENCE_S, LATE_S = 20_000.0, 4.0
+PATIENCE_S, LATE_S, PROMPT_S = 20_000.0, 4.0, 0.1
 
 
 def following(tokens: list[int]) -> int:
@@ -66,8 +66,8 @@ class Toy:
 
     can_step_back, is_usual = True, True
 
-    def __init__(self, simulation: Simulation, cache: KvCache, failing: float) -> None:
-        self.simulation, self.cache, self.failing = simulation, cache, failing
+    def __init__(self, simulation: Simulation, cache: KvCache, failing: float, limits: ScheduleLimits) -> None:
+        self.simulation, self.cache, self.failing, self.limits = simulation, cache, failing, limits
         self.copies = SmallCopies(CPU)
         self.failed, self.passes = 0, 0
         self.cancelled: dict[str, int] = {}
@@ -81,6 +81,8 @@ class Toy:
         names = {work.sequence.request.name for work in works}
         ended = [name for name in names if self.passes - self.cancelled.get(name, self.passes) > 1]
         assert not ended and not names & self.lost, "a pass of a request that was cancelled, or whose pass failed"
+        most = self.limits.pass_tokens + self.limits.chunk_tokens  # one chunk always goes
+        assert sum(work.count for work in works) <= most, "a pass is larger than was asked"
         self.simulation.sleep(pick.choice([0.001, 0.02, 0.3]))
         self._may_fail(names)
         for work in works:
@@ -153,7 +155,7 @@ class Asked:
         self.request, self._simulation, self._asked_s = request, simulation, simulation.now_s
         self.answers: dict[int, Answer] = {}
         self.pieces: dict[int, list[Piece]] = {}
-        self.is_cancelled = False
+        self.is_cancelled = self.is_submitted = False
 
     @property
     def is_over(self) -> bool:
@@ -221,7 +223,7 @@ class Answers:
             whole_chunks=pick.random() < 0.3,
             is_deterministic=pick.random() < 0.3,
         )
-        toy = Toy(simulation, cache, self.failing)
+        toy = Toy(simulation, cache, self.failing, limits)
         engine = InferenceEngine(
             cast(Any, toy), Scheduler(cache, limits), Speech(_Words(), frozenset([END]), VOCABULARY, None),
             clock=lambda: simulation.now_s,
@@ -235,7 +237,9 @@ class Answers:
         ]
         stops_early = pick.random() < 0.15
         simulation.block(lambda: all(task.is_over for task in clients), 1.0 if stops_early else PATIENCE_S)
+        before = [one for one in asked if one.is_submitted]
         assert thread.stop(PATIENCE_S), "the engine's thread does not end"
+        assert all(one.is_over for one in before), "the engine's thread has ended, and somebody was not answered"
         assert stops_early or all(task.is_over for task in clients), "a client waits for ever"
         engine.close()
         for task in clients:
@@ -288,6 +292,7 @@ class Answers:
                 asked.append(one)
                 mine.append(one)
                 engine.submit(one.request, one.on_piece, one.on_answer)
+                one.is_submitted = True
             if pick.random() < 0.25:
                 simulation.sleep(pick.random())
                 mine[0].is_cancelled = True
@@ -300,6 +305,13 @@ class Answers:
                 for one in mine:
                     is_over = simulation.block(lambda one=one: one.is_over or not thread._thread.is_alive(), PATIENCE_S)
                     assert is_over, f"{one.request.name} is not answered"
+            if all(one.is_over for one in asked) and thread._thread.is_alive():
+                simulation.sleep(PROMPT_S)
+                notes: list[bool] = []
+                engine.call_soon(lambda notes=notes: notes.append(True))
+                is_idle = all(one.is_over for one in asked)
+                was_told = simulation.block(lambda notes=notes: bool(notes), PROMPT_S)
+                assert was_told or not is_idle or thread._stopping.is_set(), "an idle engine is not woken"
 
     def _check(self, one: Asked, *, may_fail: bool, may_stop: bool) -> None:
         plain, request = plain_answer(one.request), one.request
@@ -309,6 +321,9 @@ class Answers:
             told = [chosen.token for piece in one.pieces[choice] for chosen in piece.tokens]
             assert told == tokens, f"{request.name}: pieces say {told}, the answer {tokens}"
             assert "".join(piece.text for piece in one.pieces[choice]) == answer.text
+            assert answer.finish == "error" or answer.text == _Words().decode([t for t in tokens if t != END]), (
+                answer.text
+            )
             if answer.finish in ("stop", "length"):
                 assert tokens == plain, f"{request.name}: {tokens} instead of {plain}"
             assert tokens == plain[: len(tokens)], f"{request.name}: {tokens} does not begin {plain}"

@@ -23,7 +23,7 @@ from types import CodeType, FunctionType
 
 import outcore
 from tests.simulation.planted_texts import CHANGED, DROPPED, FILES, HARMLESS
-from tests.simulation.run import run_seed
+from tests.simulation.run import run_seed, seed_of
 
 PACKAGE = Path(outcore.__file__).parent
 MOST_SEEDS = 1000
@@ -116,7 +116,7 @@ def survey(worlds: Iterable[str]) -> dict[str, set[tuple[str, int]]]:
     for world in worlds:
         seen: set[tuple[str, int]] = set()
         for seed in range(SURVEY_SEEDS):
-            run_seed(seed, world, seen=seen)
+            run_seed(seed_of(world, seed), seen=seen)
         prefix = f"{PACKAGE}{os.sep}"
         found[world] = {(file.removeprefix(prefix), line) for file, line in seen}
     return found
@@ -146,23 +146,26 @@ def try_bug(bug: Bug, functions: Mapping[str, list[FunctionType]], seconds: floa
 
         try:
             bug.plant(functions)
-            began, seed = time.monotonic(), 0
-            for seed in range(MOST_SEEDS):
-                signal.signal(signal.SIGALRM, lambda *of, seed=seed: tell(seed + 1, seed, "spins for ever"))
+            began, number = time.monotonic(), 0
+            for number in range(MOST_SEEDS):
+                seed = seed_of(bug.world, number)
+                signal.signal(signal.SIGALRM, lambda *of, n=number + 1, seed=seed: tell(n, seed, "spins for ever"))
                 signal.alarm(40)
-                error = run_seed(seed, bug.world).error
+                error = run_seed(seed).error
                 signal.alarm(0)
                 if error is not None:
-                    tell(seed + 1, seed, f"{type(error).__name__}: {str(error)[:90]}")
+                    tell(number + 1, seed, f"{type(error).__name__}: {str(error)[:90]}")
                 if time.monotonic() - began > seconds:
                     break
-            tell(seed + 1, None, "")
+            tell(number + 1, None, "")
         except BaseException as error:
             tell(0, None, f"not planted: {error!r}")
     os.close(write)
     with os.fdopen(read) as told:
         seeds, seed, how = json.loads(told.read() or '[0, 0, "the process died"]')
     os.waitpid(child, 0)
+    if seed is not None and (error := run_seed(seed).error) is not None:
+        raise AssertionError(f"seed {seed} fails without the bug") from error
     return Verdict(bug, seeds, seed, how)
 
 
@@ -178,7 +181,11 @@ def main(seconds: float, words: str) -> int:
     gc.freeze()  # a seed's end then looks at what that seed made
     for number, bug in enumerate(found, 1):
         verdict = try_bug(bug, functions, seconds)
-        text = f"seed {verdict.seed}: {verdict.how}" if verdict.seed is not None else f"MISSED in {verdict.seeds} seeds"
+        text = (
+            f"{verdict.seeds}. seed, {verdict.seed}: {verdict.how}"
+            if verdict.seed is not None
+            else f"MISSED in {verdict.seeds} seeds"
+        )
         print(f"{number}/{len(found)} {bug.file}:{bug.line} {bug.words[:90]!r} | {text}", flush=True)
         if verdict.seed is None:
             missed.append(bug)

@@ -64,7 +64,7 @@ DROPPED = frozenset(
 
 HARMLESS: tuple[str, ...] = (
     "logger.", "warnings.warn", "atexit.", "say(", "clock.", "why.append", "json.dumps(holder)", "busy_time",  # words, times
-    "cost.add", "sequence.finish is not None]",  # guesses of time, what is told one pass later
+    "cost.add", "known.append", "sequence.finish is not None]",  # guesses of time, what is told one pass later
     "self._file.flush()", "self._has_room.notify()", "self._waiting.remove",  # done again just after
     "self._bounces.append", "_ordered_streams.add",  # spares memory, an event to wait for
     "lock_file(descriptor, shared=True)", "wait_for(moment(",  # refused sooner; only a GPU is waited for
@@ -78,6 +78,7 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
         ("        if copy.is_over:\n            self._copy_ended", "        if True:\n            self._copy_ended"),
         ("if error is not None or not self._is_upload:", "if not self._is_upload:"),
         ("elif gate is not None and not gate.is_settled:", "elif False:"),
+        ("            if self._cancelled is not None:", "            if False:"),
         ("transfer.after_for(index))", "None)"),
     ),
     "staging/lanes/slots.py": (

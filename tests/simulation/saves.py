@@ -210,6 +210,10 @@ class Saves:
                 self.may_be |= {target.step}
                 go_back_to(target)
                 self.step, self.may_be = target.step, {target.step}
+                self._announced()
+                with self._in_peace():
+                    newest = list_checkpoints(self.run_folder)[-1].name
+                    assert newest == target.path.name, f"gone back to {target.path.name}, and {newest} is the newest"
         for _ in range(count):
             step = self.step + 1
             self.may_be |= {step}
@@ -269,6 +273,8 @@ class Saves:
                     journal.sync()
                     self.safe = len(self.lines)
                     self._announced()
+        self.safe = len(self.lines)
+        self._announced()
 
     def _check_held(self, path: Path) -> None:
         """Two starts: the second is told."""
@@ -295,11 +301,23 @@ class Saves:
         self.value, self.next_value = found + 1, None
         self._announced()
         shard = self.root / "logs/shard-00001-of-00001.safetensors"
-        with self._in_peace():
-            if shard.exists():
-                found = int(ShardReader(shard.parent, "shard").read("a")[0])
-                assert torch.equal(ShardReader(shard.parent, "shard").read("b"), _values(found)["b"])
-        write_shard(shard, PLANS, lambda tensor: _values(self.value)[tensor])
+        for _ in range(3):
+            with self._in_peace():
+                if shard.exists():
+                    try:
+                        read = ShardReader(shard.parent, "shard")
+                        assert torch.equal(read.read("b"), _values(int(read.read("a")[0]))["b"])
+                    except CheckpointError as error:
+                        raise AssertionError(f"a shard that has its name is not whole: {error}") from None
+            breaks = self.simulation.chance(0.3)
+
+            def value(name: str, breaks: bool = breaks) -> torch.Tensor:
+                if breaks and name == "b":
+                    raise KeyError(name)
+                return _values(self.value)[name]
+
+            with contextlib.suppress(KeyError):
+                write_shard(shard, PLANS, value)
 
     def _answer(self) -> None:
         """A job of `LINES` lines: each is answered once, and what was noted is not lost by a kill."""
