@@ -64,7 +64,7 @@ DROPPED = frozenset(
 
 HARMLESS: tuple[str, ...] = (
     "logger.", "warnings.warn", "atexit.", "say(", "clock.", "why.append", "json.dumps(holder)", "busy_time",  # words, times
-    "cost.add", "known.append", "sequence.finish is not None]",  # guesses of time, what is told one pass later
+    "cost.add", "known.append", "part['", "sequence.finish is not None]",  # guesses, told a pass later, arithmetic of the plain run, too
     "self._file.flush()", "self._has_room.notify()", "self._waiting.remove",  # done again just after
     "self._bounces.append", "_ordered_streams.add",  # spares memory, an event to wait for
     "lock_file(descriptor, shared=True)", "wait_for(moment(",  # refused sooner; only a GPU is waited for
