@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 import time
@@ -22,6 +23,8 @@ def main() -> int:
         "--planted", nargs="?", const="", metavar="WORDS", help="plant bugs (those whose text has WORDS)"
     )
     args = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):  # threads take turns, and on one core the next one need not be woken elsewhere
+        os.sched_setaffinity(0, {secrets.choice(sorted(os.sched_getaffinity(0)))})
     if args.planted is not None:
         return planted.main(args.seconds or 25.0, args.planted)
     first = secrets.randbelow(10**9) if args.seed is None else args.seed

@@ -33,7 +33,7 @@ from tests.simulation.threads import Simulation
 VOCABULARY, END, WINDOW, PAGE_TOKENS = 40, 0, 6, 4
 CPU = torch.device("cpu")
 SHAPE = KvShape(1, 2, 1)
-PATIENCE_S = 20_000.0
+PATIENCE_S, LATE_S, PROMPT_S = 20_000.0, 4.0, 0.1
 
 
 def following(tokens: list[int]) -> int:
@@ -66,15 +66,25 @@ class Toy:
 
     can_step_back, is_usual = True, True
 
-    def __init__(self, simulation: Simulation, cache: KvCache, failing: float) -> None:
-        self.simulation, self.cache, self.failing = simulation, cache, failing
+    def __init__(self, simulation: Simulation, cache: KvCache, failing: float, limits: ScheduleLimits) -> None:
+        self.simulation, self.cache, self.failing, self.limits = simulation, cache, failing, limits
         self.copies = SmallCopies(CPU)
-        self.failed = 0
+        self.failed, self.passes = 0, 0
+        self.cancelled: dict[str, int] = {}
+        """Requests that were cancelled, and in which pass: the one after the next has nothing of them."""
+        self.lost: set[str] = set()
+        """Requests of passes that failed."""
 
     def run(self, works: list[Work]) -> list[tuple[Work, torch.Tensor]]:
         pick, row, spans = self.simulation.random, 0, []
+        self.passes += 1
+        names = {work.sequence.request.name for work in works}
+        ended = [name for name in names if self.passes - self.cancelled.get(name, self.passes) > 1]
+        assert not ended and not names & self.lost, "a pass of a request that was cancelled, or whose pass failed"
+        most = self.limits.pass_tokens + self.limits.chunk_tokens  # one chunk always goes
+        assert sum(work.count for work in works) <= most, "a pass is larger than was asked"
         self.simulation.sleep(pick.choice([0.001, 0.02, 0.3]))
-        self._may_fail()
+        self._may_fail(names)
         for work in works:
             spans.append(Span(work.pages, work.start, work.count, row))
             row += work.count
@@ -85,7 +95,7 @@ class Toy:
         for group in (0, 1):
             store = self.cache.store((group, 0), SHAPE, group)
             store.write(keys, keys[..., :1] + 1, tables.slots_of(group, CPU))
-        self._may_fail()
+        self._may_fail(names)
         found = []
         for work, span in zip(works, spans, strict=True):
             if work.num_wanted:
@@ -109,9 +119,10 @@ class Toy:
         assert bool((values[:, 0] == keys[:, 0] + 1).all()), "keys and values are not of the same tokens"
         return [int(token) * 1000 + int(place) for token, place in keys.tolist()]
 
-    def _may_fail(self) -> None:
+    def _may_fail(self, names: set[str]) -> None:
         if self.simulation.chance(self.failing):
             self.failed += 1
+            self.lost |= names
             raise Failure("out of memory: simulated")
 
     def close(self) -> None:
@@ -140,11 +151,11 @@ class _Scratch:
 class Asked:
     """A request, and what came back."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, simulation: Simulation) -> None:
+        self.request, self._simulation, self._asked_s = request, simulation, simulation.now_s
         self.answers: dict[int, Answer] = {}
         self.pieces: dict[int, list[Piece]] = {}
-        self.is_cancelled = False
+        self.is_cancelled = self.is_submitted = False
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +169,8 @@ class Asked:
 
     def on_answer(self, answer: Answer) -> None:
         assert answer.choice not in self.answers, f"{answer.request} was answered twice"
+        took_s, limit_s = self._simulation.now_s - self._asked_s, self.request.deadline_s
+        assert limit_s is None or took_s < limit_s + LATE_S, f"{answer.request} took {took_s} s of {limit_s}"
         self.answers[answer.choice] = answer
 
 
@@ -210,7 +223,7 @@ class Answers:
             whole_chunks=pick.random() < 0.3,
             is_deterministic=pick.random() < 0.3,
         )
-        toy = Toy(simulation, cache, self.failing)
+        toy = Toy(simulation, cache, self.failing, limits)
         engine = InferenceEngine(
             cast(Any, toy), Scheduler(cache, limits), Speech(_Words(), frozenset([END]), VOCABULARY, None),
             clock=lambda: simulation.now_s,
@@ -224,7 +237,9 @@ class Answers:
         ]
         stops_early = pick.random() < 0.15
         simulation.block(lambda: all(task.is_over for task in clients), 1.0 if stops_early else PATIENCE_S)
+        before = [one for one in asked if one.is_submitted]
         assert thread.stop(PATIENCE_S), "the engine's thread does not end"
+        assert all(one.is_over for one in before), "the engine's thread has ended, and somebody was not answered"
         assert stops_early or all(task.is_over for task in clients), "a client waits for ever"
         engine.close()
         for task in clients:
@@ -271,15 +286,18 @@ class Answers:
                     Request(
                         name, tuple(prompt), sampling, n=pick.choice([1, 1, 1, 2]),
                         priority=pick.choice([0, 0, 1, -1]), deadline_s=deadline_s,
-                    )
+                    ),
+                    simulation,
                 )  # fmt: skip
                 asked.append(one)
                 mine.append(one)
                 engine.submit(one.request, one.on_piece, one.on_answer)
+                one.is_submitted = True
             if pick.random() < 0.25:
                 simulation.sleep(pick.random())
                 mine[0].is_cancelled = True
                 engine.cancel(mine[0].request.name)
+                cast(Toy, engine.runner).cancelled[mine[0].request.name] = cast(Toy, engine.runner).passes
             if pick.random() < 0.2:
                 for one in mine:
                     one.is_cancelled = True  # by the end of the thread, should that come first
@@ -287,6 +305,13 @@ class Answers:
                 for one in mine:
                     is_over = simulation.block(lambda one=one: one.is_over or not thread._thread.is_alive(), PATIENCE_S)
                     assert is_over, f"{one.request.name} is not answered"
+            if all(one.is_over for one in asked) and thread._thread.is_alive():
+                simulation.sleep(PROMPT_S)
+                notes: list[bool] = []
+                engine.call_soon(lambda notes=notes: notes.append(True))
+                is_idle = all(one.is_over for one in asked)
+                was_told = simulation.block(lambda notes=notes: bool(notes), PROMPT_S)
+                assert was_told or not is_idle or thread._stopping.is_set(), "an idle engine is not woken"
 
     def _check(self, one: Asked, *, may_fail: bool, may_stop: bool) -> None:
         plain, request = plain_answer(one.request), one.request
@@ -296,6 +321,9 @@ class Answers:
             told = [chosen.token for piece in one.pieces[choice] for chosen in piece.tokens]
             assert told == tokens, f"{request.name}: pieces say {told}, the answer {tokens}"
             assert "".join(piece.text for piece in one.pieces[choice]) == answer.text
+            assert answer.finish == "error" or answer.text == _Words().decode([t for t in tokens if t != END]), (
+                answer.text
+            )
             if answer.finish in ("stop", "length"):
                 assert tokens == plain, f"{request.name}: {tokens} instead of {plain}"
             assert tokens == plain[: len(tokens)], f"{request.name}: {tokens} does not begin {plain}"

@@ -3,8 +3,8 @@
 What the product sees lies in a real folder (in RAM); beside it stands what a power cut would leave. A file's bytes are
 safe after its own sync; a name is safe after its folder's sync. Without one a power cut leaves any part of the writes,
 each whole or torn at 512 bytes, and the first so many changes of names, in their order (as file systems with a log keep
-it). Calls move fewer bytes than asked,
-are refused for a moment, fail, or find no room; a process can be killed in any of them.
+it). Calls move fewer bytes than asked, are refused for a moment, fail once or for good, or find no room; a process can
+be killed in any of them.
 
 Descriptors are numbers of the simulation's own, so that a dead process' objects reach no file of another."""
 
@@ -24,8 +24,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outcore.storage import descriptor, posix_file
+from outcore.common.quantities import KIB
+from outcore.staging.lanes import homes, lane
+from outcore.storage import block_spans, descriptor, posix_file
 from outcore.storage.filesystem import DirectLimits
+from outcore.storage.store import digests, tensor_store
 from tests.simulation.threads import Killed, Simulation
 
 FIRST_DESCRIPTOR = 1 << 30
@@ -52,7 +55,7 @@ class Faults:
     """Part of the path of files that are struck."""
 
 
-@dataclass
+@dataclass(eq=False)
 class File:
     """A file's bytes as a power cut would find them."""
 
@@ -61,7 +64,7 @@ class File:
     """Writes since the last sync: (offset, bytes), or (size, None) for a file that was cut or made longer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Folder:
     """A folder's names as a power cut would find them."""
 
@@ -93,12 +96,16 @@ class Drive:
         self.is_cut = False
         self.struck: list[str] = []
         self.is_full = False
+        self.broken: set[str] = set()
+        """Files that fail for good."""
         self.is_quiet = False
         """No faults while the world looks at what is there."""
         self.processes: list[Process] = []
         self._opened: dict[int, tuple[int, Any, str, bool, bool]] = {}
         """Number -> (real descriptor, node, path, appends, direct)."""
         self._next = FIRST_DESCRIPTOR
+        self._shorts = 0
+        """Calls in a row that moved too few: a drive that goes on like that is given up, and rightly."""
         self.limits = DirectLimits(True, simulation.random.choice([512, 4096]), 512, "simulated")
 
     # --- processes
@@ -129,6 +136,7 @@ class Drive:
                 (REAL.unlink if name in files else REAL.rmdir)(f"{where}/{name}")
         self._write_out(self.top, str(self.root))
         self.is_cut, self.is_full = False, False
+        self.broken.clear()
 
     def _changed(self, folder: Folder) -> None:
         self.log.append((folder, dict(folder.now)))
@@ -192,11 +200,14 @@ class Drive:
             simulation.kill(process)
         if self.faults.slow_s:
             simulation.sleep(simulation.random.random() * self.faults.slow_s)
-        if may_fail and self.faults.only in path and (self.is_full or self._strikes(self.faults.error)):
-            grows = call in ("write", "open", "mkdir", "resize", "reserve")
+        is_broken = path in self.broken
+        if may_fail and self.faults.only in path and (self.is_full or is_broken or self._strikes(self.faults.error)):
+            grows = call in ("write", "open", "mkdir", "resize", "reserve") and not is_broken
             number = errno.ENOSPC if grows and (self.is_full or simulation.chance(0.5)) else errno.EIO
-            if self.is_full and not grows:
+            if self.is_full and not grows and not is_broken:
                 return
+            if number == errno.EIO and call in ("read", "write") and simulation.chance(0.3):
+                self.broken.add(path)
             self.is_full = self.is_full or (number == errno.ENOSPC and simulation.chance(0.5))
             self.struck.append(f"{errno.errorcode[number]} at {call} of {os.path.basename(path)}")
             raise OSError(number, os.strerror(number), path)
@@ -206,10 +217,12 @@ class Drive:
 
     def _some(self, n_bytes: int, *, at_least: int) -> int:
         """How many of these bytes a call moves. `at_least` 0: direct transfers, which may be refused for a moment."""
-        if n_bytes > 1 and self._strikes(self.faults.short):
+        if n_bytes > 1 and self._shorts < 3 and self._strikes(self.faults.short):
+            self._shorts += 1
             if not at_least and self.simulation.chance(0.3):
                 raise OSError(errno.EAGAIN, "later")
-            return self.simulation.random.randrange(at_least, n_bytes)
+            return self.simulation.random.randrange(1, n_bytes)  # none would be the end of the file
+        self._shorts = 0
         return n_bytes
 
     # --- names
@@ -342,7 +355,7 @@ class Drive:
     def read(self, number: int, n_bytes: int) -> bytes:
         real, _, path, _, _ = self._file(number)
         self.enter("read", path, may_fail=False)
-        return REAL.read(real, n_bytes)
+        return REAL.read(real, self._some(n_bytes, at_least=1))
 
     def preadv(self, number: int, buffers: Any, at: int) -> int:
         real, _, path, _, is_direct = self._file(number)
@@ -401,6 +414,14 @@ NUMBER_CALLS = ("close", "write", "pwritev", "read", "preadv", "fsync", "ftrunca
 PLAIN_CALLS = ("fstat", "lseek", "pread", "isatty", "set_inheritable")
 
 
+SMALLER = (
+    (digests, "BLOCK_BYTES", 4 * KIB), (tensor_store, "BLOCK_BYTES", 4 * KIB), (homes, "MIN_COPY_BYTES", 2 * KIB),
+    (tensor_store, "SECTION_BYTES", 16 * KIB), (descriptor, "MAX_CALL_BYTES", 16 * KIB),
+    (lane, "HOME_COPY_BYTES", 8 * KIB), (block_spans, "BOUNCE_BYTES", 8 * KIB),
+)  # fmt: skip
+"""Sizes of the product's beyond which a transfer is cut, so that small ones are."""
+
+
 @contextlib.contextmanager
 def mounted(drive: Drive) -> Iterator[Drive]:
     """System calls on the drive's paths and descriptors are the simulation's; all others are the system's."""
@@ -445,6 +466,8 @@ def mounted(drive: Drive) -> Iterator[Drive]:
     for name in ("start_writeback", "finish_writeback"):
         put(descriptor, name, lambda *args: True)
     put(descriptor, "drop_cached", lambda *args: None)
+    for module, name, n_bytes in SMALLER:
+        put(module, name, n_bytes)
     put(shutil, "_use_fd_functions", False)
     put(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=1 << 39))
     try:

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,11 @@ from types import CodeType, FunctionType
 
 import outcore
 from tests.simulation.planted_texts import CHANGED, DROPPED, FILES, HARMLESS
-from tests.simulation.run import run_seed
+from tests.simulation.run import run_seed, seed_of
 
 PACKAGE = Path(outcore.__file__).parent
 MOST_SEEDS = 1000
+MOST_BUGS = 200
 SURVEY_SEEDS = 20
 """Seeds of a world that tell which lines it reaches."""
 
@@ -115,7 +116,7 @@ def survey(worlds: Iterable[str]) -> dict[str, set[tuple[str, int]]]:
     for world in worlds:
         seen: set[tuple[str, int]] = set()
         for seed in range(SURVEY_SEEDS):
-            run_seed(seed, world, seen=seen)
+            run_seed(seed_of(world, seed), seen=seen)
         prefix = f"{PACKAGE}{os.sep}"
         found[world] = {(file.removeprefix(prefix), line) for file, line in seen}
     return found
@@ -145,23 +146,26 @@ def try_bug(bug: Bug, functions: Mapping[str, list[FunctionType]], seconds: floa
 
         try:
             bug.plant(functions)
-            began, seed = time.monotonic(), 0
-            for seed in range(MOST_SEEDS):
-                signal.signal(signal.SIGALRM, lambda *of, seed=seed: tell(seed + 1, seed, "spins for ever"))
+            began, number = time.monotonic(), 0
+            for number in range(MOST_SEEDS):
+                seed = seed_of(bug.world, number)
+                signal.signal(signal.SIGALRM, lambda *of, n=number + 1, seed=seed: tell(n, seed, "spins for ever"))
                 signal.alarm(40)
-                error = run_seed(seed, bug.world).error
+                error = run_seed(seed).error
                 signal.alarm(0)
                 if error is not None:
-                    tell(seed + 1, seed, f"{type(error).__name__}: {str(error)[:90]}")
+                    tell(number + 1, seed, f"{type(error).__name__}: {str(error)[:90]}")
                 if time.monotonic() - began > seconds:
                     break
-            tell(seed + 1, None, "")
+            tell(number + 1, None, "")
         except BaseException as error:
             tell(0, None, f"not planted: {error!r}")
     os.close(write)
     with os.fdopen(read) as told:
         seeds, seed, how = json.loads(told.read() or '[0, 0, "the process died"]')
     os.waitpid(child, 0)
+    if seed is not None and (error := run_seed(seed).error) is not None:
+        raise AssertionError(f"seed {seed} fails without the bug") from error
     return Verdict(bug, seeds, seed, how)
 
 
@@ -171,12 +175,22 @@ def main(seconds: float, words: str) -> int:
         f"seeds without bugs first, in {tempfile.gettempdir()}; {seconds:g} s or {MOST_SEEDS} seeds a bug", flush=True
     )
     found = [bug for bug in bugs(survey(sorted(set(FILES.values())))) if words in f"{bug.file}: {bug.words}"]
+    if len(found) > MOST_BUGS:  # spread over all
+        found = [found[place * len(found) // MOST_BUGS] for place in range(MOST_BUGS)]
     functions, missed = functions_by_file(), []
+    gc.freeze()  # a seed's end then looks at what that seed made
     for number, bug in enumerate(found, 1):
         verdict = try_bug(bug, functions, seconds)
-        text = f"seed {verdict.seed}: {verdict.how}" if verdict.seed is not None else f"MISSED in {verdict.seeds} seeds"
+        text = (
+            f"{verdict.seeds}. seed, {verdict.seed}: {verdict.how}"
+            if verdict.seed is not None
+            else f"MISSED in {verdict.seeds} seeds"
+        )
         print(f"{number}/{len(found)} {bug.file}:{bug.line} {bug.words[:90]!r} | {text}", flush=True)
         if verdict.seed is None:
             missed.append(bug)
+    rooms = Counter(str(Path(bug.file).parent) for bug in found)
+    for room, count in rooms.items():
+        print(f"{room}: {count - sum(str(Path(bug.file).parent) == room for bug in missed)} of {count}")
     print(f"\n{len(found) - len(missed)} of {len(found)} planted bugs found ({1 - len(missed) / len(found):.1%})")
     return 0

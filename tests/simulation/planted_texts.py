@@ -34,6 +34,14 @@ FILES = {
     "infer/cache/prefix.py": "answers",
     "infer/cache/kept.py": "answers",
     "infer/cache/drive.py": "answers",
+    "states/ring/ring.py": "states",
+    "states/ring/schedule.py": "states",
+    "states/ring/slots.py": "states",
+    "states/homes.py": "states",
+    "optim/pool.py": "states",
+    "optim/reference.py": "states",
+    "engine/stream/updates.py": "states",
+    "engine/stream/gradients/arena.py": "states",
 }
 """File -> the world that runs it."""
 
@@ -45,6 +53,8 @@ DROPPED = frozenset(
         "_settle", "begin_chunk", "note_issued", "end_chunk", "have_watched", "leave_unwatched", "write", "written",
         "mark", "verify", "split", "check_cut", "_refuse", "copy_", "fill_", "ended", "finish_replacing", "rotate",
         "sweep_unfinished", "take", "share", "give_back", "extend", "settle", "done", "_send_back", "_use", "_keep",
+        "_fetch", "_begin", "_go_on", "count_down", "turn", "_update", "_watch", "initialise", "stand", "take_back",
+        "_wait_for_gradient", "discard", "flush_states", "flush", "_push_chunk", "_finish", "_finish_phase", "heappush",
         "_forget", "_give_passed", "_give_all_passed", "_evict", "used", "_tell", "_ended", "_end_all",
         "_end_everything", "add", "call_soon", "cancel_all", "remove_tree", "_start_copy", "_start_io", "_pass_gate",
         "_begin_direct", "_accept", "_admit", "_drop_ahead_of", "_forget_from", "_send", "drop", "absorb",
@@ -53,8 +63,12 @@ DROPPED = frozenset(
 """Calls whose leaving out is a bug: waits, syncs, what is told, given back or written."""
 
 HARMLESS: tuple[str, ...] = (
-    "logger.", "warnings.warn", "atexit.", "say(", "clock.",  # words and times
+    "logger.", "warnings.warn", "atexit.", "say(", "clock.", "why.append", "json.dumps(holder)", "busy_time",  # words, times
+    "cost.add", "known.append", "part['", "sequence.finish is not None]",  # guesses, told a pass later, arithmetic of the plain run, too
     "self._file.flush()", "self._has_room.notify()", "self._waiting.remove",  # done again just after
+    "self._bounces.append", "_ordered_streams.add",  # spares memory, an event to wait for
+    "lock_file(descriptor, shared=True)", "wait_for(moment(",  # refused sooner; only a GPU is waited for
+    "self._end_everything()", "finish_replacing(run_folder)",  # what comes before or after does it, too
 )  # fmt: skip
 """Statements without which nothing that the simulator promises changes."""
 
@@ -64,17 +78,14 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
         ("        if copy.is_over:\n            self._copy_ended", "        if True:\n            self._copy_ended"),
         ("if error is not None or not self._is_upload:", "if not self._is_upload:"),
         ("elif gate is not None and not gate.is_settled:", "elif False:"),
+        ("            if self._cancelled is not None:", "            if False:"),
         ("transfer.after_for(index))", "None)"),
-        ("error = error or chunk.transfer.failure\n", "pass\n"),
     ),
     "staging/lanes/slots.py": (
         ("        if slot.chunks == 0:", "        if slot.chunks <= 1:"),
         ("start_bytes + n_bytes > slot.lease.n_bytes", "start_bytes + n_bytes > slot.lease.n_bytes + 1"),
         ("slot.used_bytes = start_bytes + n_bytes", "slot.used_bytes = start_bytes"),
-        ("self._open = self._free.pop(0)", "self._open = self._free[0]"),
-        ("            if slot is self._open:\n", "            if False:\n"),
         ("self.after, self.error, self._settled = after, error, True", "self.after, self.error, self._settled = None, error, True"),
-        ("            if not self._settled:\n                self._callbacks", "            if True:\n                self._callbacks"),
     ),
     "staging/lanes/transfer.py": (
         ("return not self._in_flight and (", "return ("),
@@ -90,7 +101,6 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
     "staging/lanes/homes.py": (
         ("self._memory[start_bytes : start_bytes + slot.numel()])", "self._memory[: slot.numel()])"),
         ("                last = left == 0", "                last = True"),
-        ("failed or error\n", "failed\n"),
         ("self._file, self._offset + start_bytes, slot)\n\n    def drain", "self._file, start_bytes, slot)\n\n    def drain"),
     ),
     "staging/lanes/lane.py": (
@@ -143,7 +153,6 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
     "checkpoint/folders.py": (
         ("                fsync_tree(aside)\n                if final", "                pass\n                if final"),
         ("                os.rename(aside, final)\n                fsync_folder(run_folder)", "                fsync_folder(run_folder)\n                os.rename(aside, final)"),
-        ("                Manifest.of(aside, step, _next_order(run_folder), checksums, sha).save(aside)\n                fsync_tree(aside)", "                fsync_tree(aside)\n                Manifest.of(aside, step, _next_order(run_folder), {}, sha).save(aside)"),
         ("for path in by_age[: -max(keep, 1)]", "for path in by_age[: len(by_age) - keep + 1]"),
         ("for path in by_age[: -max(keep, 1)]", "for path in by_age[max(keep, 1) :]"),
         ("        os.rename(path, doomed)\n        remove_tree(doomed)", "        remove_tree(path)\n        pass"),
@@ -265,6 +274,76 @@ CHANGED: dict[str, tuple[tuple[str, str], ...]] = {
         ("pages[end] == pages[end - 1] + 1:", "True:"),
         ("        if not is_new:\n            record", "        if False:\n            record"),
         ("records, page * self._record_bytes)", "records, page)"),
+    ),
+    "states/ring/ring.py": (
+        ("        if passage.ticket is not None and passage.is_read:", "        if passage.ticket is not None:"),
+        ("        if passage.is_read:\n            self._update(passage)", "        if True:\n            self._update(passage)"),
+        ("        if not waits_for_drive:\n", "        if True:\n"),
+        ("ticket if waits_for_drive else None, is_kept", "None, is_kept"),
+        ("waits_for_drive = slot.holds_param(chunk)", "waits_for_drive = False"),
+        ("parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)", "parts = slot.param_writes(chunk)"),
+        ("        if not is_kept:\n            self._schedule.leave", "        if True:\n            self._schedule.leave"),
+        ("        if self._traffic.is_idle and (self.error", "        if (self.error"),
+        ("or not self._schedule.is_writing)", "or True)"),
+        ("            if whole.error is not None:\n", "            if False:\n"),
+        ("passage.is_leaving, passage.is_kept = True, False", "passage.is_leaving, passage.is_kept = False, False"),
+        ("                    if self._idle_waiters:\n", "                    if False:\n"),
+    ),
+    "states/ring/schedule.py": (
+        ("if passage is None or passage.is_leaving:  # leaving", "if passage is None:  # leaving"),
+        ("                if chunk.element_offset not in self._passages:", "                if True:"),
+        ("if chunk.unit.index in not_done or (passage is not None and passage.is_leaving):", "if chunk.unit.index in not_done:"),
+        ("self._free.pop(), ticket)", "self._free[-1], ticket)"),
+        ("        if not ticket.left:\n", "        if ticket.left <= 1:\n"),
+        ("passage.is_read and not passage.is_kept and not", "passage.is_read and not"),
+        ("if passage.ticket is None and passage.is_read and", "if passage.ticket is None and"),
+        ("passage.ticket is None and not passage.is_leaving)", "passage.ticket is None)"),
+        ("        self._step = -self._step", "        pass"),
+        ("return chunk.element_offset in self._keeping", "return True"),
+    ),
+    "states/ring/slots.py": (
+        ("        start = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0\n        return self", "        start = 0\n        return self"),
+        ("        start += round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if self.holds_param(chunk) else 0", "        start += 0"),
+        ("        if before is not None:\n", "        if False:\n"),
+        ("(self._param_part(chunk) if chunk.state_format.split_master else [])", "[]"),
+        ("            chunk.tail = tail_of(chunk.state_format, self.states(chunk), chunk.numel)", "            pass"),
+    ),
+    "states/homes.py": (
+        ("        if chunk is not self._chunk:", "        if self._chunk is None:"),
+        ("        self._chunk = chunk\n        self._loaded = set()", "        self._chunk = chunk\n        pass"),
+        ("            self._dirty.update(names)", "            pass"),
+        ("        self._write_back()\n        self._chunk = None", "        pass\n        self._chunk = None"),
+        ("        self._write_back()\n        self._chunk = chunk", "        pass\n        self._chunk = chunk"),
+        ("            chunk.buffer, second.states[number] = second.states[number], chunk.buffer", "            pass"),
+        ("home.jobs, second.jobs, second.is_real = None, None, True", "second.jobs, second.is_real = None, True"),
+        ("elif home.jobs.grads[0].data_ptr() != jobs[0].grad.data_ptr():", "elif False:"),
+        ("if chunk.on_nvme or self.param_piece(chunk) is None]", "if chunk.on_nvme]"),
+    ),
+    "optim/pool.py": (
+        ("found.extend(ticket for ticket in tickets if ticket.result is not None)", "found.extend(tickets)"),
+        ("lambda: all(live.ticket.result is not None for live in waited)", "lambda: True"),
+    ),
+    "optim/reference.py": (
+        ("if unit.chunks_left == 0:", "if unit.chunks_left <= 1:"),
+        ("                unit.next_chunk += 1", "                unit.next_chunk += 2"),
+        ("                if all_finite and unit.largest", "                if True or unit.largest"),
+        ("unit is None or unit.next_chunk >= len(unit.batch)", "unit is None or unit.next_chunk > len(unit.batch)"),
+        ("                return unit, unit.next_chunk - 1", "                return unit, unit.next_chunk % len(unit.batch)"),
+        ("                unit.error = unit.error or error", "                unit.error = None"),
+    ),
+    "engine/stream/updates.py": (
+        ("                update.end(self._timeout_s)\n                self.ahead", "                pass\n                self.ahead"),
+        ("if not clipped_nothing or part.index in self._waiting:", "if not clipped_nothing:"),
+        ("if part.index not in self._settled and self._is_behind():", "if self._is_behind():"),
+        ("                if transfer.error is not None:\n", "                if False:\n"),
+        ("        return pending.has_ended and (self", "        return (self"),
+        ("        pending.skipped = not usable", "        pending.skipped = False"),
+        ("for updater in self._updaters:", "for updater in self._updaters[:1]:"),
+        ("            if self.ahead.stands(pending.unit, hyper == ahead):", "            if self.ahead.stands(pending.unit, True):"),
+    ),
+    "engine/stream/gradients/arena.py": (
+        ("target = self._held[index][0][chunk.start : chunk.stop]", "target = self._held[index][0][: chunk.stop - chunk.start]"),
+        ("        self._has_weights.clear()", "        pass"),
     ),
 }
 # fmt: on

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation import answers, lanes, saves
+from tests.simulation import answers, lanes, saves, states
 from tests.simulation.drive import Drive, Faults, mounted
 from tests.simulation.threads import Killed, Simulation, installed
 
 World = Callable[[Simulation, Drive], None]
-WORLDS: dict[str, World] = {"saves": saves.world, "lanes": lanes.world, "answers": answers.world}
+WORLDS: dict[str, World] = {
+    "saves": saves.world, "lanes": lanes.world, "answers": answers.world, "states": states.world,
+}  # fmt: skip
 LINE_SEEDS = 3
 """Of so many seeds one changes threads at any line of the product's."""
 
@@ -52,9 +54,14 @@ def world_of(seed: int) -> str:
     return list(WORLDS)[seed % len(WORLDS)]
 
 
-def run_seed(seed: int, world: str | None = None, *, seen: set[tuple[str, int]] | None = None) -> Outcome:
+def seed_of(world: str, number: int) -> int:
+    """The world's seed of this number."""
+    return number * len(WORLDS) + list(WORLDS).index(world)
+
+
+def run_seed(seed: int, *, seen: set[tuple[str, int]] | None = None) -> Outcome:
     """Run one seed to its end. `seen` gets the (file, line) of the product that it reached."""
-    name = world or world_of(seed)
+    name = world_of(seed)
     simulation = Simulation(f"{name} {seed}", lines=zlib.crc32(b"%d" % seed) % LINE_SEEDS == 0, seen=seen)
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     root = Path(tempfile.mkdtemp(prefix="outcore-simulation-", dir=base))

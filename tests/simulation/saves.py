@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class Saves:
         self.value = 0
         """A file that is replaced: what it holds, and what it may hold when a replacement was cut short."""
         self.next_value: int | None = None
+        self.made: list[Path] = []
+        """Folders that were announced."""
 
     def run(self) -> None:
         """Processes one after another, sometimes two, some of which are killed, until one has looked in peace."""
@@ -69,7 +72,7 @@ class Saves:
         for life in range(pick.randint(2, 4)):
             self.drive.kill_at = self.drive.calls + pick.randint(1, 260) if pick.random() < 0.75 else None
             self.drive.cuts_power = pick.random() < 0.6
-            count = 2 if pick.random() < 0.35 else 1
+            count = 2 if pick.random() < 0.5 else 1
             tasks = [simulation.start(self._process, f"process {life}.{n}") for n in range(count)]
             simulation.block(lambda tasks=tasks: all(task.is_over for task in tasks))
             for process in self.drive.processes:
@@ -82,10 +85,19 @@ class Saves:
             self._raise_failures()
         self.drive.kill_at, self.drive.faults = None, Faults()
         self.drive.is_full = False
+        self.drive.broken.clear()
         task = simulation.start(lambda: self._process(steps=1, finishes=True), "last")
         simulation.block(lambda: task.is_over)
         self._raise_failures()
         assert self.is_finished, "the job did not end though nothing was in its way"
+
+    def _announced(self) -> None:
+        """Something is told to be done: now and then the power fails just then."""
+        if self.drive.kill_at is not None and self.simulation.chance(0.1):
+            self.drive.kill_at, self.drive.cuts_power = self.drive.calls + 1, True
+
+    def _is_alone(self) -> bool:
+        return sum(not process.is_dead for process in self.drive.processes) == 1
 
     def _raise_failures(self) -> None:
         if self.simulation.failures:
@@ -96,17 +108,24 @@ class Saves:
     def _process(self, *, steps: int | None = None, finishes: bool = False) -> None:
         process, pick = self.drive.process(), self.simulation.random
         is_faulty = bool(self.drive.faults.error)
-        try:
-            for folder in ("checkpoints", "logs"):
-                make_folder(self.root / folder)
-            parents = [self.root / "checkpoints", self.root / "logs"]
-            lock = RunLock.take("r", parents, lambda words: None)
-        except RunInUse as error:
-            assert "is being written by" in str(error)
-            return
-        except OSError as error:
-            assert is_faulty, f"an error that the drive did not give: {error!r}"
-            return
+        parents = [self.root / "checkpoints", self.root / "logs"]
+        has_failed = False
+        while True:
+            was_alone = self._is_alone()
+            try:
+                for folder in parents:
+                    make_folder(folder)
+                lock = RunLock.take("r", parents, lambda words: None)
+                break
+            except RunInUse as error:
+                assert "is being written by" in str(error)
+                assert not (has_failed and was_alone and self._is_alone()), "a lock that was not taken is held"
+                return
+            except OSError as error:
+                assert is_faulty, f"an error that the drive did not give: {error!r}"
+                if has_failed:
+                    return
+                has_failed = True
         assert self.inside is None or self.inside.is_dead, "two processes hold the lock of one run"
         self.inside = process
         try:
@@ -124,6 +143,9 @@ class Saves:
                 self.inside = None
         with self._told(is_faulty):
             lock.release()
+            with self._in_peace():
+                left = [path for path in parents if self._is_alone() and (path / ".r.lock").exists()]
+                assert not left, f"nobody holds the run and its lock's file is in {left}"
 
     @contextlib.contextmanager
     def _told(self, is_faulty: bool) -> Any:
@@ -163,17 +185,24 @@ class Saves:
             step = 0 if found is None else found.step
             assert not said, f"a checkpoint that has its name is not whole: {said[0]}"
             assert step in self.may_be, f"step {self.step} was announced, {step} is found (possible: {self.may_be})"
+            assert not self._halves(), f"a save that was cut short is neither undone nor finished: {self._halves()}"
             for path in list_checkpoints(self.run_folder):
                 checkpoint = open_checkpoint(path)
+                assert not checkpoint.damaged_export, checkpoint.damaged_export
                 for name, value in _values(checkpoint.step).items():
                     read = ShardReader(path, "model").read(name)
                     assert torch.equal(read, value), f"{path.name} holds other numbers than were saved"
                 assert checkpoint.trainer_state()["engine"] == {"at": checkpoint.step}
         self.step, self.may_be = step, {step}
 
+    def _halves(self) -> list[str]:
+        """Checkpoints that a save put aside, and that have not their names."""
+        found = list(self.run_folder.glob(".step-*.old.part")) if self.run_folder.is_dir() else []
+        return [path.name for path in found if not (self.run_folder / path.name[1 : len("step-00000000") + 1]).exists()]
+
     def _save(self, count: int) -> None:
         pick = self.simulation.random
-        if self.step > 2 and pick.random() < 0.3:
+        if self.step > 1 and pick.random() < 0.5:
             with self._in_peace():
                 older = [path for path in list_checkpoints(self.run_folder) if open_checkpoint(path).step < self.step]
             if older:
@@ -181,16 +210,30 @@ class Saves:
                 self.may_be |= {target.step}
                 go_back_to(target)
                 self.step, self.may_be = target.step, {target.step}
+                self._announced()
+                with self._in_peace():
+                    newest = list_checkpoints(self.run_folder)[-1].name
+                    assert newest == target.path.name, f"gone back to {target.path.name}, and {newest} is the newest"
         for _ in range(count):
             step = self.step + 1
             self.may_be |= {step}
-            save_checkpoint(
-                self.run_folder, step, lambda folder, on_file, step=step: _write(folder, on_file, step),
-                needed_bytes=4096, keep=pick.randint(1, 2),
-            )  # fmt: skip
+            said: list[str] = []
+            keep, fill = pick.randint(1, 3), partial(_write, step=step, most_bytes=pick.choice([1200, 4000]))
+            struck = len(self.drive.struck)
+            try:
+                save_checkpoint(self.run_folder, step, fill, needed_bytes=4096, keep=keep, say=said.append)
+            except OSError:
+                if len(self.drive.struck) == struck + 1 and not self.drive.is_full and not self.drive.broken:
+                    with self._in_peace():
+                        assert not self._halves(), f"a save that failed leaves {self._halves()}"
+                raise
             self.step, self.may_be = step, {step}
+            self._announced()
             with self._in_peace():
-                assert len(list_checkpoints(self.run_folder)) <= 3, "old checkpoints were not removed"
+                if not said:
+                    assert len(list_checkpoints(self.run_folder)) <= keep, "old checkpoints were not removed"
+                    left = [path.name for path in self.run_folder.glob(".*")]
+                    assert not left, f"a save leaves {left}"
 
     # --- lines, a file that is replaced, a job
 
@@ -220,7 +263,8 @@ class Saves:
             with self._in_peace():
                 self._check_held(self.root / "logs/lines")
             for _ in range(self.simulation.random.randint(1, 5)):
-                values = [(len(self.lines) + more) * 7 + 3 for more in range(self.simulation.random.randint(1, 2))]
+                count = self.simulation.random.randint(1, 2)
+                values = [10**40 + (len(self.lines) + more) * 7 for more in range(count)]
                 self.lines += values
                 places = journal.append(values)
                 with self._in_peace():
@@ -228,6 +272,9 @@ class Saves:
                 if self.simulation.chance(0.5):
                     journal.sync()
                     self.safe = len(self.lines)
+                    self._announced()
+        self.safe = len(self.lines)
+        self._announced()
 
     def _check_held(self, path: Path) -> None:
         """Two starts: the second is told."""
@@ -242,9 +289,35 @@ class Saves:
         with self._in_peace():
             found: int = json.loads(path.read_text())["n"] if path.exists() else 0
         assert found in (self.value, self.next_value), f"{found} instead of {self.value}"
+        for folder in self.made:
+            assert folder.is_dir(), f"{folder.name} was made and is gone"
+        folder = self.root / f"logs/{len(self.made)}"
+        make_folder(folder)
+        if folder not in self.made:
+            self.made.append(folder)
+        self._announced()
         self.value, self.next_value = found, found + 1
         write_json(path, {"n": found + 1, "more": "x" * 1500})
         self.value, self.next_value = found + 1, None
+        self._announced()
+        shard = self.root / "logs/shard-00001-of-00001.safetensors"
+        for _ in range(3):
+            with self._in_peace():
+                if shard.exists():
+                    try:
+                        read = ShardReader(shard.parent, "shard")
+                        assert torch.equal(read.read("b"), _values(int(read.read("a")[0]))["b"])
+                    except CheckpointError as error:
+                        raise AssertionError(f"a shard that has its name is not whole: {error}") from None
+            breaks = self.simulation.chance(0.3)
+
+            def value(name: str, breaks: bool = breaks) -> torch.Tensor:
+                if breaks and name == "b":
+                    raise KeyError(name)
+                return _values(self.value)[name]
+
+            with contextlib.suppress(KeyError):
+                write_shard(shard, PLANS, value)
 
     def _answer(self) -> None:
         """A job of `LINES` lines: each is answered once, and what was noted is not lost by a kill."""
@@ -263,12 +336,14 @@ class Saves:
                 if number not in journal.done and self.simulation.chance(0.7):
                     journal.add(number, _answer_of(number))
                     self.answered.add(number)
+                    self._announced()
                     assert number in journal.done, "an answer was noted and is not known"
                     if number == LONG:
                         self.safe_answers = set(journal.done)
             if len(journal.done) == LINES:
                 journal.finish(LINES)
                 self.is_finished = True
+                self._announced()
                 assert not journal_path.exists(), "the journal is left though its answers are written"
         except BaseException:
             with contextlib.suppress(OSError):
@@ -297,11 +372,17 @@ def _values(step: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((300,), float(step)), "b": torch.arange(150.0) + step}
 
 
-def _write(folder: Path, on_file: Callable[[Path, int], None], step: int) -> dict[str, Any]:
-    plans = [TensorPlan("a", torch.float32, (300,)), TensorPlan("b", torch.float32, (150,))]
-    for name, group in plan_shards(plans, "model", max_shard_bytes=1200):
+PLANS = [TensorPlan("a", torch.float32, (300,)), TensorPlan("b", torch.float32, (150,))]
+
+
+def _write(folder: Path, on_file: Callable[[Path, int], None], step: int, most_bytes: int) -> dict[str, Any]:
+    for name, group in plan_shards(PLANS, "model", max_shard_bytes=most_bytes):
+        assert sum(plan.n_bytes for plan in group) <= most_bytes, "a shard is larger than was asked"
         on_file(folder / name, write_shard(folder / name, group, lambda tensor: _values(step)[tensor]))
-    (folder / "export").mkdir()
+    for name in ("export", "more"):
+        (folder / name).mkdir()
+        with open(folder / name / "tokens", "wb") as file:  # as libraries write: nothing is synced
+            file.write(bytes([step % 251]) * 700)
     write_json(folder / "export/config.json", {"step": step})
     return {"engine": {"at": step}}
 

@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,8 @@ MOST_STEPS = 400_000
 """Steps of one seed; more are a wait without end in small pieces."""
 LINE_SHARE = 0.04
 """Chance that the baton changes hands at a line."""
-PREFIXES = tuple(
-    f"outcore.{room}" for room in ("storage", "staging", "states", "infer", "checkpoint", "runs", "common")
-)
+ROOMS = ("storage", "staging", "states", "optim", "flow", "engine.stream", "infer", "checkpoint", "runs", "common")
+PREFIXES = tuple(f"outcore.{room}" for room in ROOMS)
 
 
 class Stuck(AssertionError):
@@ -186,6 +186,10 @@ class Simulation:
         if self.current.process is process:
             raise Killed
 
+    def names_alive(self, *starts: str) -> list[str]:
+        """Names of threads that have not ended, of those that begin so."""
+        return [task.name for task in self._tasks if not task.is_over and task.name.startswith(starts)]
+
     def end(self) -> None:
         """Kill what is left. To be called on the main thread."""
         self.is_over = True
@@ -294,20 +298,26 @@ class Condition:
         self._waiting.append(told)
         depth, self._lock._depth, self._lock._owner = self._lock._depth, 0, None
         try:
-            return self._simulation.block(lambda: told[0], timeout)
+            self._simulation.block(lambda: told[0], timeout)
         finally:
             if told in self._waiting:
                 self._waiting.remove(told)
             if not self._simulation.current.is_killed:
                 self._lock.acquire()
                 self._lock._depth = depth
+        return told[0]
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        until_s = None if timeout is None else self._simulation.now_s + timeout
+        """What holds when the limit comes, and nobody has told, is a wake-up that was lost: a failure."""
+        simulation = self._simulation
+        until_s = None if timeout is None else simulation.now_s + timeout
+        was_told = True
         while not (found := predicate()):
-            if until_s is not None and self._simulation.now_s >= until_s:
+            if until_s is not None and simulation.now_s >= until_s:
                 break
-            self.wait(None if until_s is None else until_s - self._simulation.now_s)
+            was_told = self.wait(None if until_s is None else until_s - simulation.now_s)
+        if found and not was_told and not simulation.is_over:
+            simulation.failures.append(Stuck(f"{simulation.current.name} was not told of what it waited for"))
         return found
 
     def notify(self, n: int = 1) -> None:
@@ -396,6 +406,29 @@ class SimpleQueue:
         return self._items.popleft()
 
 
+class Pool:
+    """`ThreadPoolExecutor` of one thread; of more a real one, as no thread of the product's waits for those."""
+
+    def __new__(cls, max_workers: int, **more: Any) -> Any:
+        return super().__new__(cls) if max_workers == 1 else ThreadPoolExecutor(max_workers, **more)
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "pool") -> None:
+        self._calls: SimpleQueue = SimpleQueue()
+        Thread(target=self._work, name=thread_name_prefix).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> None:
+        self._calls.put(lambda: call(*args))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self._calls._items.clear()
+        self._calls.put(None)
+
+
 THREADING = SimpleNamespace(
     Lock=Lock, RLock=RLock, Condition=Condition, Event=Event, Semaphore=Semaphore, Thread=Thread,
     get_ident=lambda: id(running().current), current_thread=lambda: running().current,
@@ -410,6 +443,7 @@ STANDARD = {
     "time": TIME,
     "queue": SimpleNamespace(SimpleQueue=SimpleQueue),
     "SimpleQueue": SimpleQueue,
+    "ThreadPoolExecutor": Pool,
     "atexit": SimpleNamespace(register=lambda fn: None, unregister=lambda fn: None),
     "weakref": SimpleNamespace(ref=weakref.ref, finalize=lambda *args, **more: SimpleNamespace(detach=lambda: None)),
 }

@@ -74,6 +74,7 @@ class LaneDriver:
         """Chunks whose reads have ended and whose gate is still shut."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiters = [CopyWaiter(f"{name}-copies-{i}") for i in range(streams.count + 1)]
+        self._cancelled: Callable[[LaneTransfer], BaseException] | None = None
         self._gate: CopyWaiter | None = None
         self._name = name
         self._thread = threading.Thread(target=self._run, name=f"{name}-lane", daemon=True)
@@ -213,6 +214,8 @@ class LaneDriver:
             self._leave(chunk, error)
         elif gate is not None and not gate.is_settled:
             self._parked.setdefault(chunk.transfer, []).append(chunk)
+            if self._cancelled is not None:  # its read was under way then
+                self._cancel(self._cancelled)
         else:
             self._pass_gate(chunk)
 
@@ -249,6 +252,7 @@ class LaneDriver:
             self._settle(transfer)
 
     def _cancel(self, make_error: Callable[[LaneTransfer], BaseException]) -> None:
+        self._cancelled = make_error
         while self._pending:
             transfer = self._pending.popleft()
             if not transfer.is_begun and transfer.fail(make_error(transfer)):
