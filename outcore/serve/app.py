@@ -224,9 +224,10 @@ def _add_answers(
             places = call.places
             service.take_place(places)
         headers = ignored_header(call.ignored)
+        held = AsyncExitStack()
+        held.callback(service.leave_place, places)
         if call.is_stream and events is not None:
-            opened, held = events(call), AsyncExitStack()
-            held.callback(service.leave_place, places)
+            opened = events(call)
 
             async def told() -> AsyncGenerator[dict[str, str], None]:
                 async with held, aclosing(opened) as source:
@@ -234,11 +235,9 @@ def _add_answers(
                         yield event
 
             return ClosedEvents(told(), held, headers)
-        try:
+        async with held:
             answered = while_connected(http, whole(call), lambda: service.is_stopping)
-            return SplicedJSON(await answered, headers=headers)
-        finally:
-            service.leave_place(places)
+            return SplicedJSON(await answered, held, headers)
 
 
 class ClosedEvents(Response):
