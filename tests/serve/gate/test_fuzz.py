@@ -104,7 +104,9 @@ def test_the_panels_answer_nonsense_in_words(tmp_path, monkeypatch, count):
         assert not fuzz(client, app.openapi(), (*OF_PANELS, *OF_EVALUATIONS), count, seed=count)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(52, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(16, marks=pytest.mark.more), pytest.param(52, marks=pytest.mark.slow)]
+)
 def test_the_server_answers_nonsense_in_words(tiny_folder, tmp_path, count):
     settings = ServeSettings(logs=tmp_path / "logs" / "serve", name="tiny", max_answer_tokens=8)
     index_in(tmp_path / "logs")
