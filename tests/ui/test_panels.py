@@ -382,7 +382,8 @@ def test_reports_of_setup_and_probe_are_told(client, tmp_path):
     assert "never probed" in probe_of(client.get("/v1/machine").json()["probe"])
     (tmp_path / "logs").mkdir(exist_ok=True)
     report = {
-        "verdict": "pinned", "headline": "Data goes through pinned RAM.", "why_not": {"gds-nvfs": ["no nvidia-fs here"]},
+        "verdict": "pinned", "headline": "Data goes through pinned RAM.",
+        "why_not": {"gds-nvfs": ["no nvidia-fs here"]},
         "settings": {"aio": {"block_size": 1048576}, "outcore": {"why": {}}},
     }  # fmt: skip
     (tmp_path / "logs" / "gds_report.json").write_text(json.dumps(report))
