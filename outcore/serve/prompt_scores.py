@@ -43,8 +43,7 @@ class Written:
 
 class SplicedJSON(JSONResponse):
     """JSON in which what is `Written` stands as it is: large parts are written before, on a thread, piece by piece.
-    `held`: what the answer holds (its places in the queue), let go once it was sent, or its client is gone: until then
-    it lies in RAM."""
+    `held`: its places in the queue, given back once it was sent or its client is gone: until then it lies in RAM."""
 
     def __init__(self, content: Any, held: AsyncExitStack, headers: Mapping[str, str]) -> None:
         super().__init__(content, headers=headers)
@@ -53,10 +52,9 @@ class SplicedJSON(JSONResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(self.body), PIECE_BYTES):
+            for at in range(0, len(self.body) + PIECE_BYTES, PIECE_BYTES):  # the last piece is empty
                 piece = self.body[at : at + PIECE_BYTES]
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
 
     def render(self, content: Any) -> bytes:
         parts: list[bytes] = []
@@ -102,11 +100,6 @@ def places_of(service: Service, requests: Sequence[Request], num_top: int | None
 
 def _entries_of(requests: Sequence[Request], num_top: int) -> int:
     return sum(request.n * len(request.prompt) for request in requests) * (num_top + 1)
-
-
-async def prompt_logprobs(service: Service, prompts: Sequence[Sequence[int]], num_top: int) -> list[Written]:
-    """For each prompt what stands in the answer; see `written`."""
-    return await written(service, prompts, await scores_of(service, prompts, num_top), num_top)
 
 
 async def scores_of(service: Service, prompts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:

@@ -320,6 +320,7 @@ def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
     stages = [{"gpus": [0, 1], "layers": 20}, {"gpus": [2, 3], "layers": None}]
     drawn = serving_of({"samples": samples, "launch": {"stages": stages}, "alerts": alerts})
     assert "Stages idle, at least: 75 % now" in drawn and "shared out evenly" in drawn
+    assert "seconds before now" in drawn, "an axis says what it counts"
     assert serving_of({"samples": [], "launch": {}, "alerts": []}) == ""
 
 
