@@ -94,7 +94,9 @@ def fuzz(client, schema: dict, names: tuple[str, ...], count: int, seed: int) ->
     return failed
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(20, marks=pytest.mark.more), pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_the_panels_answer_nonsense_in_words(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     index_in(tmp_path / "logs")
