@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -221,24 +221,14 @@ def _add_answers(
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
         async with _understood(http, models, understand) as (service, call):
-            places = call.places
-            service.take_place(places)
+            service.take_place(places := call.places)
         headers = ignored_header(call.ignored)
+        held = AsyncExitStack()
+        held.callback(service.leave_place, places)
         if call.is_stream and events is not None:
-            opened, held = events(call), AsyncExitStack()
-            held.callback(service.leave_place, places)
-
-            async def told() -> AsyncGenerator[dict[str, str], None]:
-                async with held, aclosing(opened) as source:
-                    async for event in source:
-                        yield event
-
-            return ClosedEvents(told(), held, headers)
-        try:
-            answered = while_connected(http, whole(call), lambda: service.is_stopping)
-            return SplicedJSON(await answered, headers=headers)
-        finally:
-            service.leave_place(places)
+            return ClosedEvents(events(call), held, headers)
+        async with held:
+            return SplicedJSON(await while_connected(http, whole(call), lambda: service.is_stopping), held, headers)
 
 
 class ClosedEvents(Response):
@@ -277,6 +267,7 @@ class ClosedEvents(Response):
         async for event in self._source:
             lines = "".join(f"{name}: {value}\n" for name, value in event.items())
             await send({"type": "http.response.body", "body": f"{lines}\n".encode(), "more_body": True})
+        await self._held.aclose()  # before the end is told: who has heard it may ask for a place at once
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

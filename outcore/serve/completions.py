@@ -55,11 +55,9 @@ class CompletionCall:
             room = max(1, min(USUAL_TOKENS, service.max_context - len(ids)))
             said = fields if says_length else fields | {"max_tokens": room}
             self.requests.append(service.request_of(said, ids, f"{self.name}-{number}"))
-        self.places = len(self.requests)
         self.num_top = self.requests[0].sampling.logprobs
         self.prompt_top = prompt_top(service, fields, self.requests)
-        if self.prompt_top is not None:
-            self.places = places_of(service, self.requests, self.prompt_top)
+        self.places = places_of(service, self.requests, self.prompt_top)
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
 

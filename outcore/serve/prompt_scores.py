@@ -7,11 +7,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from outcore.infer import Request
 from outcore.infer.commands import text_of
@@ -26,6 +28,8 @@ MOST_ENTRIES = 400_000
 """Log-probabilities in one answer, some 80 bytes of JSON each: 20 at each place of a row of 16,384 tokens."""
 ENTRIES_A_PLACE = 10_000
 """So many take another place in the queue."""
+PIECE_BYTES = 1 << 16
+"""Bytes of an answer that are handed over together. The next ones wait until the client has read most of these."""
 COMPACT: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
 """JSON as starlette writes it."""
 
@@ -38,7 +42,19 @@ class Written:
 
 
 class SplicedJSON(JSONResponse):
-    """JSON in which what is `Written` stands as it is: large parts are written before, on a thread, piece by piece."""
+    """JSON in which what is `Written` stands as it is: large parts are written before, on a thread, piece by piece.
+    `held`: its places in the queue, given back once it was sent or its client is gone: until then it lies in RAM."""
+
+    def __init__(self, content: Any, held: AsyncExitStack, headers: Mapping[str, str]) -> None:
+        super().__init__(content, headers=headers)
+        self._held = held.pop_all()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self.body) + PIECE_BYTES, PIECE_BYTES):  # the last piece is empty
+                piece = self.body[at : at + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
 
     def render(self, content: Any) -> bytes:
         parts: list[bytes] = []
@@ -76,18 +92,14 @@ def prompt_top(service: Service, fields: Mapping[str, Any], requests: Sequence[R
     return wanted
 
 
-def places_of(service: Service, requests: Sequence[Request], num_top: int) -> int:
+def places_of(service: Service, requests: Sequence[Request], num_top: int | None) -> int:
     """Count the places that these take, with their scores, which wait in RAM for the answers."""
-    return max(len(requests), min(_entries_of(requests, num_top) // ENTRIES_A_PLACE, service.settings.max_queue))
+    entries = 0 if num_top is None else _entries_of(requests, num_top)
+    return max(len(requests), min(entries // ENTRIES_A_PLACE, service.settings.max_queue))
 
 
 def _entries_of(requests: Sequence[Request], num_top: int) -> int:
     return sum(request.n * len(request.prompt) for request in requests) * (num_top + 1)
-
-
-async def prompt_logprobs(service: Service, prompts: Sequence[Sequence[int]], num_top: int) -> list[Written]:
-    """For each prompt what stands in the answer; see `written`."""
-    return await written(service, prompts, await scores_of(service, prompts, num_top), num_top)
 
 
 async def scores_of(service: Service, prompts: Sequence[Sequence[int]], num_top: int) -> list[TextScores]:

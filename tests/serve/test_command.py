@@ -55,6 +55,13 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_opened(engine, capfd):
     assert f"127.0.0.1:{port} cannot be opened" in said and "another --port" in said
 
 
+def test_a_config_that_nests_too_deeply_names_its_model(tmp_path, capfd):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    (tmp_path / "model.safetensors").touch()
+    assert main([str(tmp_path), "--port", "0"]) == 2
+    assert f"The model in '{tmp_path}' cannot be read" in capfd.readouterr().err
+
+
 def test_connections_close_also_where_clients_cannot_be_told(monkeypatch):
     import uvicorn
     from fastapi import FastAPI

@@ -7,13 +7,17 @@ import io
 import json
 import os
 import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.serve.running import until
-from tests.ui.conftest import ROOT
+from tests.ui.conftest import ROOT, Panels
 
 WIDTHS = {1280: 860, 390: 844}
 PATIENCE = 1
@@ -77,6 +81,19 @@ class Visit:
         return [one for one in self.asked if not one.startswith((self.url, "data:", "blob:"))]
 
 
+@contextmanager
+def held_once(panels: Panels, truth: Callable[[], Any]) -> Iterator[None]:
+    """As soon as this is true, let the model's server stand still: what it does cannot end before a busy page is
+    clicked."""
+    (server,) = [one for one in psutil.Process(panels.process.pid).children() if "serve" in one.cmdline()]
+    until(truth, PATIENCE * 120)
+    server.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_path):
@@ -86,8 +103,8 @@ def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_pat
     choose_a_folder(visit, tmp_path)
     train_stop_and_resume(visit)
     export(visit, tmp_path)
-    chat(visit, tmp_path)
-    evaluate(visit)
+    chat(visit, panels)
+    evaluate(visit, panels)
     visit.tab("Machine")
     visit.waits("#machine_graphs", r"RAM in use", 60)
     assert not visit.outside
@@ -138,7 +155,7 @@ def export(visit: Visit, folder: Path) -> None:
     assert list((folder / "final_model" / "tiny-embedded-step-40").glob("*.safetensors"))
 
 
-def chat(visit: Visit, folder: Path) -> None:
+def chat(visit: Visit, panels: Panels) -> None:
     """An answer, one that is stopped, a question that is changed, and the conversation as a file."""
     page = visit.page
     page.get_by_role("tab", name="Runs", exact=True).first.focus()  # from here without the mouse
@@ -157,7 +174,8 @@ def chat(visit: Visit, folder: Path) -> None:
     page.get_by_label("Temperature").first.fill("0")
     page.locator("#message textarea").fill("def add(a, b):")
     page.keyboard.press("Enter")
-    page.locator("#stop_answer").click(timeout=PATIENCE * 60_000, force=True)  # a busy machine's page is never still
+    with held_once(panels, page.locator("#chat .assistant .md > :not(.dim)").count):  # it has begun
+        page.locator("#stop_answer").click()
     visit.waits("#timings", r"stopped", 60)
     page.get_by_label("Longest answer, tokens").first.fill("24")
     page.locator("#again").click()
@@ -166,7 +184,7 @@ def chat(visit: Visit, folder: Path) -> None:
     page.locator("#chat .text").first.fill("class Stack:")
     page.keyboard.press("Enter")
     visit.waits("#chat", r"class Stack:", 60)
-    kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
+    kept = list((panels.folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
     until(lambda: roles_of(kept[0], "class Stack:") == ["user", "assistant"], 180)
     assert len(kept) == 1 and "def add" not in visit.download(page.get_by_role("link", name="Markdown"))
     messages = json.loads(visit.download(page.get_by_role("link", name="JSON", exact=True)))["messages"]
@@ -180,7 +198,7 @@ def roles_of(conversation: Path, question: str) -> list[str]:
     return [message["role"] for message in messages] if is_whole else []
 
 
-def evaluate(visit: Visit) -> None:
+def evaluate(visit: Visit, panels: Panels) -> None:
     """An evaluation is cancelled, goes on, and is kept as files."""
     page = visit.page
     visit.tab("Evaluate")
@@ -188,8 +206,12 @@ def evaluate(visit: Visit) -> None:
     page.keyboard.press("Escape")
     page.locator("#limit input, #limit textarea").first.fill("300")
     page.locator("#start_evaluation").click()
-    visit.waits("#evaluation_progress", r"\d+ of 300", 120)
-    page.locator("#cancel_evaluation").click()
+    progress = panels.folder / "logs" / "evaluations"
+    with held_once(
+        panels, lambda: [one for one in progress.glob("*/progress.json") if '"documents": 300' in one.read_text()]
+    ):
+        visit.waits("#evaluation_progress", r"\d+ of 300", 60)
+        page.locator("#cancel_evaluation").click()
     visit.waits("#history", r"outcore_endings.*cancelled", 60)
     visit.pick("#evaluations", "outcore_endings")
     page.keyboard.press("Escape")

@@ -1,5 +1,6 @@
 """The panels in a browser over a model that pretends: quick enough to look at every corner of a page."""
 
+import re
 import socket
 import sys
 import threading
@@ -258,6 +259,8 @@ def test_the_message_box_is_always_in_view(chromium, here, size):
         for place in ("#message textarea", "#send"):
             box = page.locator(place).bounding_box()
             assert box and box["y"] >= 0 and box["y"] + box["height"] <= size[1], (place, box)
+    chosen = page.locator("#model").bounding_box()
+    assert chosen and chosen["width"] > min(size[0] - 40, 400), "a model's name has room"
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     context.close()
 
@@ -391,6 +394,9 @@ def test_forecast_and_start_are_in_view_on_a_phone_and_recipes_fill_the_form(chr
     opened(page, here)
     tab(page, "Train")
     page.locator("#headline", has_text="tokens/s").wait_for()
+    page.locator(
+        "#field_model_name_or_path", has_text=re.compile("Model to teach.*model_name_or_path", re.S)
+    ).wait_for()
     for scrolled in (0, 10_000):
         page.mouse.wheel(0, scrolled)
         page.wait_for_timeout(300)
@@ -469,6 +475,8 @@ def test_every_text_has_contrast_and_every_part_a_name(chromium, here, scheme):
     for name in PANELS:
         tab(page, name)
         unfold(page)
+        for red in page.locator("#delete_run:visible, #delete_conversation:visible").all():
+            assert red.evaluate("(e) => getComputedStyle(e).backgroundColor") == "rgb(185, 28, 28)"
         found = axe.Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa"]}).response["violations"]
         assert not found, [(one["id"], one["nodes"][0]["html"]) for one in found]
     context.close()

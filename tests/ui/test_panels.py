@@ -320,6 +320,7 @@ def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
     stages = [{"gpus": [0, 1], "layers": 20}, {"gpus": [2, 3], "layers": None}]
     drawn = serving_of({"samples": samples, "launch": {"stages": stages}, "alerts": alerts})
     assert "Stages idle, at least: 75 % now" in drawn and "shared out evenly" in drawn
+    assert "seconds before now" in drawn, "an axis says what it counts"
     assert serving_of({"samples": [], "launch": {}, "alerts": []}) == ""
 
 
@@ -382,7 +383,8 @@ def test_reports_of_setup_and_probe_are_told(client, tmp_path):
     assert "never probed" in probe_of(client.get("/v1/machine").json()["probe"])
     (tmp_path / "logs").mkdir(exist_ok=True)
     report = {
-        "verdict": "pinned", "headline": "Data goes through pinned RAM.", "why_not": ["No nvidia-fs here."],
+        "verdict": "pinned", "headline": "Data goes through pinned RAM.",
+        "why_not": {"gds-nvfs": ["no nvidia-fs here"]},
         "settings": {"aio": {"block_size": 1048576}, "outcore": {"why": {}}},
     }  # fmt: skip
     (tmp_path / "logs" / "gds_report.json").write_text(json.dumps(report))
@@ -391,4 +393,7 @@ def test_reports_of_setup_and_probe_are_told(client, tmp_path):
     (user_folder() / "setup_report.json").write_text(json.dumps(setup))
     found = client.get("/v1/machine").json()
     drawn = setup_of(found) + probe_of(found["probe"])
-    assert all(words in drawn for words in ("kvikio", "pinned: Data goes", "No nvidia-fs", "aio.block_size", "1048576"))
+    assert all(
+        words in drawn
+        for words in ("kvikio", "pinned: Data goes", "gds-nvfs: no nvidia-fs", "aio.block_size", "1048576")
+    )

@@ -84,7 +84,7 @@ class ModelPlace:
             return False
         try:
             kind = PreTrainedConfig.get_config_dict(self.weights)[0].get("model_type")
-        except (OSError, ValueError):  # what opens it says why
+        except (OSError, ValueError, RecursionError):  # what opens it says why
             return False
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -161,8 +161,7 @@ class Forwarder:
                 held.callback(answered.note, self.metrics, self.records)
                 held.push_async_callback(response.aclose)
                 held.callback(self._leave)
-                events = self._events(response, answered, held)
-                return ClosedEvents(events, held)
+                return ClosedEvents(self._events(response, answered), held)
             content = await while_connected(http, self.read(response), self._stopping.is_set)
             if response.status_code == 200:
                 answered.heard(content)
@@ -176,12 +175,10 @@ class Forwarder:
     def _leave(self) -> None:
         self.num_under_way -= 1
 
-    async def _events(
-        self, response: httpx.Response, answered: Answered, held: AsyncExitStack
-    ) -> AsyncGenerator[dict[str, str], None]:
+    async def _events(self, response: httpx.Response, answered: Answered) -> AsyncGenerator[dict[str, str], None]:
         """Events as they come, but for a count of tokens that only we asked for."""
         event: dict[str, str] = {}
-        async with held, aclosing(self._lines(response)) as lines:
+        async with aclosing(self._lines(response)) as lines:
             try:
                 async for line in lines:
                     name, _, value = line.partition(":")

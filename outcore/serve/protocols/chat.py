@@ -14,7 +14,7 @@ from outcore.infer.commands import of_chat
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import ApiError, bad
-from outcore.serve.prompt_scores import PROMPT_LOGPROBS, prompt_logprobs, prompt_top
+from outcore.serve.prompt_scores import PROMPT_LOGPROBS, places_of, prompt_top, scores_of, written
 from outcore.serve.service import Service, failure_of, reason_of
 
 FIELDS = CHAT_FIELDS | {"response_format", PROMPT_LOGPROBS}
@@ -56,9 +56,10 @@ class ChatCall:
 
     @property
     def places(self) -> int:
-        """Places that it takes: pictures wait in RAM. At most all, so that it runs when it is alone."""
-        pictures = sum(value.nbytes for value in self.request.seen.values())
-        return min(1 + pictures // PLACE_BYTES, self.service.settings.max_queue)
+        """Places that it takes: pictures and scores wait in RAM. At most all, so that it runs when it is alone."""
+        places = places_of(self.service, [self.request], self.prompt_top)
+        places += sum(value.nbytes for value in self.request.seen.values()) // PLACE_BYTES
+        return min(places, self.service.settings.max_queue)
 
     def name_of(self, choice: int) -> str:
         """Name of an answer, by which its calls of tools are told apart from others'."""
@@ -93,7 +94,8 @@ async def whole(call: ChatCall) -> dict[str, Any]:
     usage = usage_of(len(call.request.prompt), sum(len(a.tokens) for a in answers), answers[0].timings.cached_tokens)
     told = call.service.frame(call.request.name, "chat.completion") | {"choices": choices, "usage": usage}
     if call.prompt_top is not None:
-        [told[PROMPT_LOGPROBS]] = await prompt_logprobs(call.service, [call.request.prompt], call.prompt_top)
+        scores = await scores_of(call.service, [call.request.prompt], call.prompt_top)
+        [told[PROMPT_LOGPROBS]] = await written(call.service, [call.request.prompt], scores, call.prompt_top)
     return told
 
 

@@ -141,8 +141,8 @@ def history_of(records: list[dict[str, Any]]) -> str:
     rows = []
     for one in records[:40]:
         scores = ", ".join(f"{s['metric']} {draw.number(float(s['value']), 4)}" for s in one["scores"][:4])
-        rows.append((one["id"][-6:], one["model"], ", ".join(one["tasks"]), scores or one["status"], _when(one)))
-    return draw.page(draw.heading("History"), draw.table(("id", "model", "tasks", "scores", "when"), rows))
+        rows.append((one["id"][-6:], ", ".join(one["tasks"]), scores or one["status"], one["model"], _when(one)))
+    return draw.page(draw.heading("History"), draw.table(("id", "tasks", "scores", "model", "when"), rows))
 
 
 def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:

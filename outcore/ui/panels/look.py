@@ -115,6 +115,7 @@ html { scroll-padding-bottom: 140px; }
   .gradio-container .main.fillable { padding: 6px !important; }
   .gradio-container .tab-container button { padding: 0 6px !important; font-size: 12.5px !important; }
   .oc th, .oc td { padding-right: 8px; }
+  .oc td:last-child { overflow-wrap: anywhere; white-space: normal; }
   .oc .chart svg { height: 96px; }
   #conversation { overflow: visible !important; }
 #conversation .wrap { max-height: 92px; }
@@ -123,6 +124,7 @@ html { scroll-padding-bottom: 140px; }
   #train_bar { flex-wrap: nowrap; } #train_bar .big { font-size: 15px; }
   .gradio-container .tabitem { padding-bottom: 130px; }
   #chat { height: calc(100dvh - 320px); }
+  .oc-line { flex-wrap: wrap !important; } .oc-line > :first-child { flex-basis: 100% !important; }
 }
 """
 HEAD = (

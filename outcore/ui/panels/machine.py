@@ -191,7 +191,9 @@ def probe_of(probe: dict[str, Any] | None) -> str:
         for key, value in (settings.get(section) or {}).items()
         if not isinstance(value, dict)
     ]
-    notes = [*(probe.get("why_not") or []), *(probe.get("would_change") or []), *(probe.get("warnings") or [])]
+    notes = [f"not {path}: {'; '.join(reasons)}" for path, reasons in (probe.get("why_not") or {}).items()]
+    notes += [f"what would change it: {change}" for change in probe.get("would_change") or ()]
+    notes += probe.get("warnings") or []
     return draw.page(
         draw.heading("Drive to GPU, as probed"),
         draw.paragraph(f"{probe.get('verdict')}: {probe.get('headline')}"),

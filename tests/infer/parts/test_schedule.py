@@ -155,3 +155,20 @@ def test_calls_of_fixed_sizes_hold_prompts_or_answers():
         )
     finally:
         tiny.close()
+
+
+def test_who_is_being_read_is_not_starved_by_who_came_later(monkeypatch):
+    """Brief prompts keep coming, and all that is left of the pages is what two passes of them take."""
+    monkeypatch.setattr(scheduler, "AHEAD_S", 0.0)
+    tiny = TinyEngine("llama", limits=ScheduleLimits(8, 32, 16, 0), speculates=False, tiny={"num_pages": 34})
+    sampling, told = Sampling(temperature=0, max_tokens=2), []
+    try:
+        tiny.engine.submit(Request("long", tuple(range(2, 122)), sampling), on_answer=told.append)
+        for number in range(20):
+            for part in range(2):
+                prompt = tuple((7 * number + 31 * part + at) % 120 + 2 for at in range(6))
+                tiny.engine.submit(Request(f"{number} {part}", prompt, sampling))
+            tiny.engine.step()
+        assert [answer.request for answer in told] == ["long"]
+    finally:
+        tiny.close()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 
 from outcore.serve import prompt_scores
 from tests.infer.models import save_tiny_model
+from tests.waiting import until
+
+CHAT = [{"role": "user", "content": "The quick brown fox. " * 40}]
 
 
 def wanted(model: Any, ids: list[int]) -> torch.Tensor:
@@ -81,8 +85,9 @@ def test_what_cannot_be_is_refused(
     assert found.json()["error"]["param"] == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_large_answer_is_written_once_its_tokens_are_there_piece_by_piece_and_beside_the_loop(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """A million numbers took the loop 1.8 s, and 400 MiB for as long as the answers waited in the queue."""
     counts, seen, sizes = server.service.opened.engine.counts, set(), []
@@ -99,10 +104,28 @@ def test_a_large_answer_is_written_once_its_tokens_are_there_piece_by_piece_and_
     monkeypatch.setattr(prompt_scores, "text_of", noted_text)
     monkeypatch.setattr(prompt_scores, "ENTRIES_A_PLACE", 500)
     monkeypatch.setattr(json, "dumps", noted_dumps)
-    body = {"prompt": [[5, 6, 7] * 20] * 4, "max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 50}
-    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    asked = {"prompt": [[5, 6, 7] * 20] * 4} if path == "completions" else {"messages": CHAT}
+    body = asked | {"max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 50}
+    found = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
+    usage = found.json()["usage"]
     assert len(found.content) > 500_000 and max(sizes) < 10_000
-    assert seen == {("writer_0", 8, 60 * 4 * 51 // 500)}
+    assert seen == {("writer_0", usage["completion_tokens"], usage["prompt_tokens"] * 51 // 500)}
+
+
+def test_an_answer_keeps_its_places_until_its_client_has_read_it(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for 30 MB and read none of it held them, with all places free for the next such request."""
+    monkeypatch.setattr(prompt_scores, "text_of", lambda *given: "x" * 1000)
+    body = json.dumps({"prompt": [[5, 6, 7] * 20] * 4, "max_tokens": 1, "prompt_logprobs": 100}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        said = client.recv(100)
+        assert said.startswith(b"HTTP/1.1 200")
+        assert server.service.num_under_way == 4
+        while more := client.recv(1 << 20):
+            said += more
+    until(lambda: not server.service.num_under_way)
+    assert len(json.loads(said.partition(b"\r\n\r\n")[2])["choices"]) == 4
 
 
 @pytest.mark.more

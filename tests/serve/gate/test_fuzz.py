@@ -94,7 +94,9 @@ def fuzz(client, schema: dict, names: tuple[str, ...], count: int, seed: int) ->
     return failed
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(20, marks=pytest.mark.more), pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_the_panels_answer_nonsense_in_words(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     index_in(tmp_path / "logs")
@@ -104,7 +106,9 @@ def test_the_panels_answer_nonsense_in_words(tmp_path, monkeypatch, count):
         assert not fuzz(client, app.openapi(), (*OF_PANELS, *OF_EVALUATIONS), count, seed=count)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(16, marks=pytest.mark.more), pytest.param(52, marks=pytest.mark.slow)]
+)
 def test_the_server_answers_nonsense_in_words(tiny_folder, tmp_path, count):
     settings = ServeSettings(logs=tmp_path / "logs" / "serve", name="tiny", max_answer_tokens=8)
     index_in(tmp_path / "logs")
