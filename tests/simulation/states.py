@@ -39,7 +39,7 @@ from outcore.optim import (
 )
 from outcore.staging.lanes import DownloadLane, LaneSettings
 from outcore.staging.pool import HostMemory, PinnedPool
-from outcore.states import GradPlace, Homes, SecondHomes, StateChunk, StateRing, cut_states, open_store, spill
+from outcore.states import GradPlace, Homes, RingSize, SecondHomes, StateChunk, StateRing, cut_states, open_store, spill
 from outcore.storage import DigestRule, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from tests.simulation.drive import Drive, Faults
 from tests.simulation.lanes import GARBAGE, copy, digest
@@ -132,15 +132,15 @@ class States:
         self.ring: StateRing | None = None
         if any(flowing):
             self.ring = StateRing(
-                self.homes, flowing, self.pool, memory, ring_bytes=pick.choice([32, 64, 256]) * KIB,
-                max_slots=pick.choice([2, 3, 5, 24]), descending=not self.is_deferred,
+                self.homes, flowing if self.is_deferred else flowing[::-1], self.pool, memory,
+                RingSize(pick.choice([32, 64, 256]) * KIB, pick.choice([2, 3, 5, 24])),
                 keep_param=None if self.turns else self.arena.keep_weights, turns=self.turns,
             )  # fmt: skip
         drive.is_quiet = False
         early = [] if self.ring is not None else [part for part in self.parts if pick.random() < 0.7]
-        ram = RamUpdater(self.homes, self.pool)
+        ahead = AheadUpdater(RamUpdater(self.homes, self.pool), SecondHomes(self.homes, early, memory))
         self.updates = PartUpdates(
-            self.homes, self.arena, AheadUpdater(ram, SecondHomes(self.homes, early, memory)), ram,
+            self.homes, self.arena, ahead,
             residents=cast(Any, SimpleNamespace(slab=lambda part: None, update=lambda part, hyper, guard: False)),
             drive=None if self.ring is None else DriveUpdater(self.homes, self.ring, self.pool),
         )  # fmt: skip
