@@ -155,6 +155,8 @@ CASES: list[Case] = [
          "empty folders", file("photos/a.jpg", b"\xff\xd8")),
     Case("data-extension", "a kind of file that is not read", "--dataset {here}/a.docx", 2, (".docx", ".jsonl"),
          "empty folders", file("a.docx", b"PK")),
+    Case("data-long-name", "a name that is longer than names of files", f"--dataset {'x' * 300}", 2,
+         ("cannot be looked at", "too long"), "empty folders"),
     Case("data-offline", "a hub data set without a network", "--dataset someone/some-data", 2,
          ("hub cannot be reached", "embedded"), "empty folders", offline),
     *(Case(f"data-here-{flag}", "a choice within a hub data set, of a file here",

@@ -32,7 +32,7 @@ a copy can set the time of modification back (cp -p, rsync -t), but never the ti
 
 def check_hub_settings(settings: DataSettings, names: Sequence[str]) -> None:
     """DataError for a choice within hub data sets where all sources, `names`, lie here and none would follow it."""
-    if not all(name == EMBEDDED or translate(name).exists() for name in names):
+    if not all(name == EMBEDDED or os.path.exists(translate(name)) for name in names):
         return
     has_splits = any((translate(name) / "dataset_dict.json").is_file() for name in names)
     for field in ("dataset_config", "streaming", *(("dataset_split",) * (not has_splits))):
