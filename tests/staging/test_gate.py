@@ -110,14 +110,17 @@ def test_a_failed_read_behind_a_gate_reaches_the_one_who_waits(pool, drive, tmp_
         lane.submit(file, 0, out).wait(30)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["read", "being read"])
-def test_closing_a_lane_ends_what_waits_behind_a_gate(pool, drive, tmp_path: Path, delay_s: float) -> None:
+@pytest.mark.parametrize("kind", ["read", "being read", "direct"])
+def test_closing_a_lane_ends_what_waits_behind_a_gate(pool, drive, tmp_path: Path, kind: str) -> None:
+    drive.moves_device_memory = kind == "direct"
     with file_with(tmp_path / "f", random_bytes(4 * SLOT)) as file:
-        lane = UploadLane(pool, drive, CPU, LaneSettings(SLOT, 2))
+        lane = UploadLane(pool, drive, CPU, LaneSettings(SLOT, 2, direct=kind == "direct"))
         outs = [torch.zeros(2 * SLOT, dtype=torch.uint8) for _ in range(2)]
-        reads = drive.delay(delay_s, "read")
+        reads = drive.delay(0.2 * (kind == "being read"), "read")
         transfers = [lane.submit(file, 0, out, after=Gate()) for out in outs]
-        until(lambda: reads.fired == 2 and (delay_s or len(lane._driver._parked.get(transfers[0], [])) == 2))
+        waiting = 0 if kind == "direct" else 2
+        until(lambda: reads.fired == waiting)
+        until(lambda: kind != "read" or len(lane._driver._parked.get(transfers[0], [])) == 2)
         lane.close(cancel=True, timeout_s=5)
         for transfer in transfers:
             with pytest.raises(LaneClosed):

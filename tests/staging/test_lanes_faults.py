@@ -222,7 +222,7 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
         for call, message in (
             (lambda: up.submit(file, -1, out), "negative"),
             (lambda: up.submit(file, 0, out.t()), "contiguous"),
-            (lambda: up.submit(file, 0, out.to("meta")), "serves cpu, the tensor is on meta"),
+            (lambda: up.submit(file, 0, out.to("meta")), "serves cpu, not meta"),
             (lambda: up.submit_host(out.t(), out), "not contiguous"),
             (lambda: up.submit_host(out[:3], out), "differ in size: 768 bytes in RAM, 16384 on cpu"),
             (lambda: up.submit(file, 0, out, after="never"), "AT_ONCE"),

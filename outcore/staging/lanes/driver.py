@@ -71,7 +71,7 @@ class LaneDriver:
         self._broke = broke
         self._pending: deque[LaneTransfer] = deque()
         self._parked: dict[LaneTransfer, list[Chunk]] = {}
-        """Chunks whose reads have ended and whose gate is still shut."""
+        """Chunks whose reads have ended and whose gate is still shut; none of a direct transfer, which begins after."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiters = [CopyWaiter(f"{name}-copies-{i}") for i in range(streams.count + 1)]
         self._cancelled: Callable[[LaneTransfer], BaseException] | None = None
@@ -144,6 +144,8 @@ class LaneDriver:
             self._pending.append(transfer)
         elif gate is None:
             self._begin_direct(transfer)
+        else:
+            self._parked[transfer] = []
 
     def _gate_settled(self, transfer: LaneTransfer, direct: bool) -> None:
         if transfer.done():
@@ -253,14 +255,13 @@ class LaneDriver:
 
     def _cancel(self, make_error: Callable[[LaneTransfer], BaseException]) -> None:
         self._cancelled = make_error
-        while self._pending:
-            transfer = self._pending.popleft()
-            if not transfer.is_begun and transfer.fail(make_error(transfer)):
-                self._settle(transfer)
-        for transfer, chunks in list(self._parked.items()):
-            del self._parked[transfer]
+        waiting = {one: list[Chunk]() for one in self._pending if not one.is_begun} | self._parked
+        self._pending, self._parked = deque(), {}
+        for transfer, chunks in waiting.items():
             for chunk in chunks:
                 self._leave(chunk, make_error(transfer))
+            if not chunks and transfer.fail(make_error(transfer)):
+                self._settle(transfer)
 
     # ------------------------------------------------------------------ device-direct
 

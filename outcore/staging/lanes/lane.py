@@ -272,9 +272,7 @@ class Lane:
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self.device:
-            raise ValueError(
-                f"{self.direction} lane {self.owner!r} serves {self.device}, the tensor is on {tensor.device}"
-            )
+            raise ValueError(f"{self.direction} lane {self.owner!r} serves {self.device}, not {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a lane moves contiguous tensors; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
