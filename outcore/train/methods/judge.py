@@ -75,6 +75,8 @@ def load(name: str) -> Judge:
     module = importlib.util.module_from_spec(spec)
     sys.modules["rewards_of_user"] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise AttributeError(f"{Path(file).name} has no function {function}")
     return getattr(module, function)
 
 
