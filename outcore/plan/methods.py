@@ -173,6 +173,5 @@ def _rollout_words(rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, t
     return (
         f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of "
         f"{counted(answers // rolled.answers, 'prompt')} of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the "
-        f"step, {format_gib(kv_bytes)} of keys and values{waits}, which are gone before the update; judging is not "
-        "counted"
+        f"step, {format_gib(kv_bytes)} of keys and values{waits}, freed before the update; judging is not counted"
     )

@@ -54,7 +54,7 @@ def test_rollouts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     code, many = planned(capsys, *flags, *batch, "--max_completion_length", "512")
     words = "".join(many["words"])
     assert code == 0 and "8 answers of 512 tokens to each of 8 prompts of 512" in words
-    assert "4.50 GiB of keys and values in " in words and "gone before the update" in words
+    assert "4.50 GiB of keys and values in " in words and "freed before the update" in words
 
 
 @pytest.mark.parametrize(
