@@ -64,8 +64,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
     if not is_local:
         ask_hub_once(tell)
     try:
-        if is_local and path.suffix.lower() == ".gguf":  # AutoTokenizer gives the same, after 18 s in the file's header
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        if is_local and path.suffix.lower() == ".gguf":  # from_pretrained would take a tokenizer.json beside it
+            tokenizer = PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name)
         else:
             where = str(path) if is_local else name_or_path
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outcore.common.quantities import GB, format_gib, format_s
+from outcore.common.quantities import GB, counted, format_gib, format_s
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, state_bytes_of
@@ -171,7 +171,7 @@ def _rollouts(
 def _rollout_words(rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, turns: int, rollout_s: float) -> str:
     waits = f" in {turns} turns, for which there is room" if turns > 1 else ""
     return (
-        f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of {answers // rolled.answers} "
-        f"prompt(s) of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the step, {format_gib(kv_bytes)} of keys "
-        f"and values{waits}, which are gone before the update; judging is not counted"
+        f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of "
+        f"{counted(answers // rolled.answers, 'prompt')} of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the "
+        f"step, {format_gib(kv_bytes)} of keys and values{waits}, freed before the update; judging is not counted"
     )

@@ -120,6 +120,8 @@ def test_config_and_tokenizer_are_those_of_transformers_without_its_slow_reader(
     text = "the cat  sat 12 on\n the mat"
     mine = load_tokenizer(str(file))
     assert mine(text).input_ids == tokenizer(text).input_ids and mine.eos_token == tokenizer.eos_token == "</s>"
+    beside = load_tokenizer(str(write_gguf(tmp_path / model_type, tmp_path / model_type / "x.gguf", "q8_0")))
+    assert beside.eos_token == "</s>" and beside(text).input_ids == mine(text).input_ids
 
 
 def test_a_file_that_is_cut_off_is_said_so(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_rate, format_s
+from outcore.common.quantities import GB, GIB, counted, format_count, format_gb, format_gib, format_rate, format_s
 from outcore.config import TrainConfig
 from outcore.plan.answer.advice import Advice, shortage_words
 from outcore.plan.choose import PlanAnswer
@@ -47,7 +47,7 @@ class WholeRun:
             )
         about = f" (about: {self.basis})" if self.basis else ""
         return (
-            f"The whole run: {self.steps:,} steps{about}, {format_s(self.seconds)}; begun now it ends on "
+            f"The whole run: {counted(self.steps, 'step')}{about}, {format_s(self.seconds)}; begun now it ends on "
             f"{self._end(now):%a %d %b %Y at %H:%M}. Evaluations, samples and checkpoints come on top."
         )
 

@@ -64,17 +64,17 @@ BUILT_IN: dict[str, tuple[Judge, str]] = {
 def load(name: str) -> Judge:
     """Find the function."""
     if name in BUILT_IN:
-        judge, needs = BUILT_IN[name]
-        importlib.import_module(needs)
-        return judge
+        importlib.import_module(BUILT_IN[name][1])
+        return BUILT_IN[name][0]
     file, _, function = name.rpartition(":")
-    file = str(Path(file).expanduser().resolve())
-    sys.path.insert(0, str(Path(file).parent))
-    spec = importlib.util.spec_from_file_location("rewards_of_user", file)
+    path = Path(file).expanduser().resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("rewards_of_user", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rewards_of_user"] = module
+    sys.modules["rewards_of_user"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise AttributeError(f"{path.name} has no function {function}")
     return getattr(module, function)
 
 

@@ -53,8 +53,8 @@ def test_rollouts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert refers["step_s"] > short["step_s"] and refers["rollout_s"] == short["rollout_s"]
     code, many = planned(capsys, *flags, *batch, "--max_completion_length", "512")
     words = "".join(many["words"])
-    assert code == 0 and "8 answers of 512 tokens to each of 8 prompt(s) of 512" in words
-    assert "4.50 GiB of keys and values in " in words and "gone before the update" in words
+    assert code == 0 and "8 answers of 512 tokens to each of 8 prompts of 512" in words
+    assert "4.50 GiB of keys and values in " in words and "freed before the update" in words
 
 
 @pytest.mark.parametrize(
