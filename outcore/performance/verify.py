@@ -116,7 +116,7 @@ def prepare(run: Path, checkpoint_dir: Path, log_dir: Path, step: int | None) ->
     if (ranks := found.start.trainer_state()["world_size"]) > 1:
         raise ConfigError(f"{folder} was trained by {ranks} processes: one cannot take its steps again.")
     config = checked(TrainConfig, metrics.header["config"], named_model)
-    _say_what_changed(metrics.header.get("versions", {}), config)
+    _say_what_changed(metrics.header, config)
     return config, found
 
 
@@ -124,15 +124,16 @@ def _words(steps: list[int]) -> str:
     return f"those of {', '.join(map(str, steps))}" if steps else "none"
 
 
-def _say_what_changed(versions: Mapping[str, str], config: TrainConfig) -> None:
+def _say_what_changed(header: Mapping[str, Any], config: TrainConfig) -> None:
     """Facts that may give other bits with nothing damaged."""
     from importlib.metadata import version
 
     from outcore import __version__
 
-    for name, was in versions.items():
-        now = __version__ if name == "outcore" else version(name) if name in ("torch", "transformers") else was
-        if now != was:
+    facts = {"outcore": __version__, "threads": torch.get_num_threads()}
+    for name, was in {**header.get("versions", {}), "threads": header.get("machine", {}).get("threads")}.items():
+        now = facts[name] if name in facts else version(name) if name in ("torch", "transformers") else was
+        if now != was is not None:
             print(f"note: the run was made with {name} {was}, this is {now}: other bits need not be damage")
     if torch.cuda.is_available() and not config.deterministic:
         print("note: the run was not --deterministic: on a GPU last bits differ from one time to the next")

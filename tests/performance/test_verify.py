@@ -85,9 +85,11 @@ def test_another_loss_in_the_log(run: Path, capsys: pytest.CaptureFixture[str]) 
     for line in lines:
         if line.get("step") == 5 and "loss" in line:
             line["loss"] += 1e-9
+    lines[0]["machine"]["threads"] += 1
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert verify(run) == 1
-    assert "loss of step 5 was" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "loss of step 5 was" in said.err and f"made with threads {lines[0]['machine']['threads']}, this" in said.out
 
 
 def other_text(run: Path, corpus: Path) -> tuple[str, ...]:

@@ -219,6 +219,7 @@ class RunContext:
             "machine": {
                 "host": platform.node(),
                 "device": self.device.reason,
+                "threads": torch.get_num_threads(),
                 **sampler.describe(),
                 "links": self._links(),
             },
