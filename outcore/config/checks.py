@@ -34,7 +34,7 @@ OF_ROLLOUTS = (
 )  # fmt: skip
 OF_EVALUATION = (
     "eval_dataset", "eval_fraction", "eval_steps", "per_device_eval_batch_size", "max_eval_samples", "text_column",
-    "completion_column",
+    "completion_column", "eval_strategy",
 )  # fmt: skip
 """Settings of evaluations and of answers in the data, which methods that roll out have not."""
 OF_METHODS = ("beta", "teacher", *OF_EMBED, *OF_ROLLOUTS)
@@ -156,7 +156,7 @@ def _check_method(config: TrainConfig) -> None:
     refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ()), *(OF_EVALUATION if rolls_out else ())}
     refused -= {*SHARED}
     if given := next(
-        (name for name in FIELDS if name in refused and getattr(config, name) != FIELDS[name].default), None
+        (name for name in FIELDS if name in refused and getattr(config, name) not in (FIELDS[name].default, "no")), None
     ):
         raise ConfigError(f"{given}: method {method} has no such setting; it is of --method sft. Leave it out.")
     if given := next((name for name in OF_EMBED if getattr(config, name) is not None and method != "embed"), None):
@@ -188,8 +188,8 @@ def _check_rollouts(config: TrainConfig, rolls_out: bool) -> None:
             f"beta: method {method} compares with the model as it was, which is there with adapters only, switched "
             "off. Add --lora_r 16 (or another rank), or leave beta out."
         )
-    file, _, name = (reward or "").rpartition(":")
-    if reward not in (None, "math_verify") and not (name.isidentifier() and Path(file).expanduser().is_file()):
+    file, _, name = (reward or "").rpartition(".py:")
+    if reward not in (None, "math_verify") and not (name.isidentifier() and Path(f"{file}.py").expanduser().is_file()):
         raise ConfigError(f"reward_function: {reward!r} is no FILE.py:NAME with a file that is here, nor math_verify.")
 
 

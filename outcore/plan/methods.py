@@ -92,7 +92,7 @@ def plan_method(
     if rolled is not None:
         kv_bytes, rollout_s = _rollouts(shape, request, hardware, rolled, layer_bytes)
         room_bytes = (hardware.ram_bytes if hardware.is_cpu else max(2, hardware.vram_bytes - fixed)) // 2
-        turns = -(-kv_bytes // room_bytes)  # more answers wait for others (outcore.train.methods.rollouts)
+        turns = min(micro * accumulation, -(-kv_bytes // room_bytes))  # others wait (outcore.train.methods.rollouts)
         rollout_s *= turns
     vram = fixed + max(text_bytes + logits_bytes + trained_layer, kv_bytes // turns)
     hidden_bytes = tokens * shape.hidden_size * e * layers

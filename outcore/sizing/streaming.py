@@ -35,7 +35,7 @@ RANK_SLOTS_BYTES = 256 * MIB
 SUM_GROUP_BYTES = 32 * MIB
 """Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
 ROLLOUT_ANSWERS, ROLLOUT_TOKENS, ROLLOUT_PASS_TOKENS = 8, 256, 2048
-"""Answers to a prompt and tokens of one, where nobody says (TRL's), and tokens of a pass over them: a micro-batch's."""
+"""Answers to a prompt (TRL's) and tokens of one, where nobody says, and tokens of a pass over them: a micro-batch's."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
 EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16

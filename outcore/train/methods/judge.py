@@ -3,8 +3,8 @@
     python judge.py FILE.py:NAME
 
 A line of JSON in holds the function's arguments; a line out is {"rewards": [...]} or {"error": "..."}. What the
-function prints goes to stderr. It imports nothing of ours: it starts in milliseconds and takes little memory. There is
-no sandbox: the function may do whatever its user may."""
+function prints goes to stderr, and its stdin is empty. It imports nothing of ours: it starts in milliseconds and takes
+little memory. There is no sandbox: the function may do whatever its user may."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import importlib
 import importlib.util
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Judge = Callable[..., Sequence[Any]]
 
@@ -79,10 +81,12 @@ def load(name: str) -> Judge:
 
 
 def main(name: str) -> int:
-    """Judge what comes until there is no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run, which ends this process behind its last step
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Judge what comes. There is no end but the run's."""
+    asked, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    lines = queue.SimpleQueue[str]()
+    threading.Thread(target=_listen, args=(asked, lines), daemon=True).start()
     with contextlib.suppress(ValueError):
         sys.path.remove(str(Path(__file__).parent))  # its files are no modules of the function's
 
@@ -95,22 +99,31 @@ def main(name: str) -> int:
         reply(error=_words(error))
         return 1
     reply(rewards=[])
-    for line in sys.stdin:
+    while True:
         try:
-            found = judge(**json.loads(line))
+            found = judge(**json.loads(lines.get()))
             rewards = [None if one is None else float(one) for one in found]
         except Exception as error:
             reply(error=_words(error))
         else:
             reply(rewards=rewards)
-    return 0
+
+
+def _listen(asked: TextIO, lines: queue.SimpleQueue[str]) -> None:
+    for line in asked:
+        lines.put(line)
+    # The run is gone, perhaps killed: a function that hangs must not outlive it.
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _words(error: BaseException) -> str:
-    """Name the error and the line where it was raised."""
+    """Name the error and the line where it was raised, so short that it can be read."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in last)
-    return f"{type(error).__name__}: {error}{where}"
+    words = " ".join(str(error).encode(errors="replace").decode().split())
+    return f"{type(error).__name__}: {words[:500]}{'...' * (len(words) > 500)}{where}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import queue
 import subprocess
 import sys
@@ -16,15 +15,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outcore.common.os_layer import apart_options, kill_with_children
 from outcore.common.quantities import counted
 from outcore.config import ConfigError, TrainConfig
 from outcore.sizing.streaming import ROLLOUT_ANSWERS
-from outcore.train.methods.rows import TASK
+from outcore.train.methods.rows import TASK, without_gaps
 
 TIMEOUT_S = 60.0
 """Seconds to judge the answers to a prompt, where nobody says."""
 START_S = 120.0
 """Seconds for the function's imports at least."""
+MOST = 1e18
+"""Rewards are less: TRL squares them in fp32."""
 
 
 class RewardError(ValueError):
@@ -44,7 +46,7 @@ class RewardProcess:
         judge = str(Path(__file__).with_name("judge.py"))
         self._child = subprocess.Popen(
             [sys.executable, judge, self._name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            encoding="utf-8",
+            encoding="utf-8", **apart_options(),
         )  # fmt: skip
         self._replies = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._child, self._replies), name="rewards", daemon=True).start()
@@ -61,12 +63,13 @@ class RewardProcess:
         return self._reply(self._timeout_s)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and what it started."""
         if self._child is not None:
-            self._child.kill()
+            assert self._child.stdin is not None
+            kill_with_children(self._child)
             self._child.wait()
             with contextlib.suppress(BrokenPipeError):
-                self._child.__exit__(None, None, None)  # closes its pipes
+                self._child.stdin.close()
             self._child = None
 
     def _reply(self, timeout_s: float) -> list[float | None]:
@@ -90,7 +93,7 @@ class RewardProcess:
 
 def _listen(child: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
     assert child.stdout is not None
-    with contextlib.suppress(ValueError):  # its pipe was closed
+    with child.stdout:  # which ends with the last process that holds it
         for line in child.stdout:
             replies.put(line)
     replies.put(None)
@@ -140,7 +143,7 @@ class Rewards:
             these = slice(at, at + self._answers)
             rows = [json.loads(row) for row in columns[these]]
             asked = {name: [row[name] for row in rows] for name in rows[0]}
-            asked |= {"prompts": prompts[these], "completions": completions[these]}
+            asked |= {"prompts": list(map(without_gaps, prompts[these])), "completions": completions[these]}
             asked["completion_ids"] = given["completion_ids"][these]
             try:
                 rewards = self._checked(self._process.ask(asked))
@@ -172,6 +175,6 @@ class Rewards:
                 f"{self.__name__} returned {counted(len(rewards), 'reward')} for {counted(self._answers, 'answer')}."
             )
         for place, reward in enumerate(rewards):
-            if reward is not None and not math.isfinite(reward):
+            if reward is not None and not abs(reward) < MOST:
                 raise RewardError(f"{self.__name__} returned {reward} for answer {place + 1}, which is no reward.")
         return rewards

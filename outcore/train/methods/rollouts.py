@@ -13,7 +13,10 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+import torch
 
 import outcore.hf
 from outcore.common.quantities import counted, format_gib
@@ -29,6 +32,7 @@ from outcore.model.facts import model_facts
 from outcore.model.forward import unwrap
 from outcore.sizing.streaming import ROLLOUT_ANSWERS, ROLLOUT_TOKENS
 from outcore.train.methods.rewards import TIMEOUT_S, RewardProcess, Rewards, judge_of
+from outcore.train.methods.rows import without_gaps
 
 RAM_SHARE = 0.5
 """Share of the free RAM that keys and values may take on a CPU: the backward pass wants the rest."""
@@ -48,6 +52,8 @@ class Rollouts:
         self._paged: PagedLayers
         self.tokens_before = 0
         """Tokens that the trainer had seen before the last call."""
+        self.random_before: torch.Tensor
+        """State of torch's random numbers before the epoch, whose first step draws some for its rows."""
 
     def open(self, opened: ExitStack) -> None:
         """Start the process that judges, which `opened` ends. RewardError where the function cannot be had."""
@@ -69,11 +75,19 @@ class Rollouts:
         """Tokens of a prompt, a text or messages, behind which the answer begins."""
         if isinstance(prompt, str):
             return self._tokenizer(text=prompt)["input_ids"]
-        return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        talk = without_gaps(prompt)
+        return self._tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     def trainer_of(self, base: Any) -> Any:
         """TRL's trainer, with what is measured and stepped over."""
-        return _rollout_trainer(base, self.rewards)
+        return _rollout_trainer(base, self)
+
+    def begin_epoch(self, sampler: Any, epoch: int) -> None:
+        """Have TRL's sampler draw the order of this epoch's prompts, also where a resumed run draws no earlier one."""
+        self.random_before = torch.get_rng_state()
+        sampler.generator.manual_seed(self._seed)
+        for _ in range(epoch):
+            next(iter(sampler))
 
     def fitting(self, rows: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
         """Rows that leave room for an answer; the others are said by number. DataError where none does, or where a
@@ -112,7 +126,7 @@ class Rollouts:
             self._tokenizer, frozenset(trainer.eos_token_ids), model_facts(causal).vocab_size, most, scores=False
         )
         sampling = Sampling(max_tokens=self._answer_tokens, logprobs=0, length_name="max_completion_length")
-        pages = self._pages(model, sum(group_pages(len(ids), answers, self._answer_tokens) for ids in texts))
+        pages = self._pages(model, [group_pages(len(ids), answers, self._answer_tokens) for ids in texts], most)
         with streamed_engine(model, self._paged, speech, pages) as engine:
             groups = groups_of_answers(engine, named, answers, sampling)
         found = [answer for group in groups for answer in group]
@@ -122,13 +136,20 @@ class Rollouts:
             "logprobs": [[chosen.logprob for chosen in answer.tokens] for answer in found],
         }
 
-    def _pages(self, model: Any, wanted: int) -> int:
-        """Pages that there is room for; with fewer than are wanted some answers wait for others."""
+    def _pages(self, model: Any, groups: Sequence[int], most_tokens: int) -> int:
+        """Pages that there is room for; with fewer than `groups` take some answers wait for others. RuntimeError where
+        there are too few for the longest answer."""
         page_bytes = PAGE_TOKENS * self._paged.token_bytes(model.dtype)
         room_bytes = outcore.hf.room_bytes(model)
         if room_bytes is None:
             room_bytes = int(RAM_SHARE * available_ram_bytes())
-        pages = min(wanted, room_bytes // page_bytes)
+        wanted, least = sum(groups), -(-most_tokens // PAGE_TOKENS)
+        pages = min(wanted, max(0, room_bytes) // page_bytes)
+        if pages < least:
+            raise RuntimeError(
+                f"rollouts: keys and values of one answer take {format_gib(least * page_bytes)}, and there is room for "
+                f"{format_gib(pages * page_bytes)}. Lower --seq_length and --max_completion_length, or free memory."
+            )
         if pages < wanted and not self._has_said_room:
             self._has_said_room = True
             self._say(
@@ -139,10 +160,19 @@ class Rollouts:
         return pages
 
 
-def _rollout_trainer(base: Any, rewards: Rewards) -> Any:
+def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
     """TRL's GRPOTrainer `base` that measures how far rollouts lie from it, and steps over a batch without rewards."""
+    rewards = rollouts.rewards
+    own = ("_get_train_sampler", "_get_per_token_logps_and_entropies", "_compute_loss")
+    if missing := [name for name in own if not hasattr(base, name)]:
+        raise ConfigError(f"method: this TRL's GRPOTrainer has no {', '.join(missing)}. pip install trl==1.16")
 
     class RolloutTrainer(base):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            sampler = super()._get_train_sampler(*args, **kwargs)
+            sampler.set_epoch = partial(rollouts.begin_epoch, sampler)
+            return sampler
+
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             self._computed = found[0].detach()

@@ -181,6 +181,13 @@ def asked(config: TrainConfig, is_evaluation: bool, say: Say) -> list[Row]:
     ]
 
 
+def without_gaps(prompt: Any) -> Any:
+    """Give a prompt as its row has it: a table of rows gives each message the keys of all others, with None."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]
+
+
 def _task_records(config: TrainConfig, task: str) -> Iterator[tuple[Record | BadRow, Shape]]:
     """Rows of one of reasoning-gym's tasks, made from the run's seed. DataError where it is not to be had."""
     try:

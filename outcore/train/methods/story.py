@@ -395,6 +395,8 @@ class _Story:
             self.checkpoint is None or self.checkpoint.step != step
         ):
             trainer.state.num_input_tokens_seen = self.rollouts.tokens_before
+            if trainer.state.epoch.is_integer():  # a resumed run begins this epoch again
+                torch.set_rng_state(self.rollouts.random_before)
             trainer._save_checkpoint(trainer.model, None)
         return (
             f"The {counted(step, 'step')} before are saved. Mend it, or add --on_bad_reward skip, and go on with the "

@@ -55,6 +55,8 @@ def test_rollouts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     words = "".join(many["words"])
     assert code == 0 and "8 answers of 512 tokens to each of 8 prompts of 512" in words
     assert "4.50 GiB of keys and values in " in words and "freed before the update" in words
+    assert main(["plan", "llama-70b", *MACHINE, "--json", "--method", "grpo", "--lora_r", "16"]) == 1
+    assert json.loads(capsys.readouterr().out)["rollout_s"] < 24 * 3600, "answers one after the other at most"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Methods that learn from the model's own answers: rollouts by our engine, rewards, faults, kills."""
 
 import copy
+import fcntl
 import json
 import os
 import shutil
@@ -214,6 +215,60 @@ def test_a_bad_reward_stops_the_run_and_loses_nothing(
     ]
 
 
+HELD = """
+import fcntl, os, time
+def hangs(**_):
+    global held
+    held = open("held", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.fork()
+    time.sleep(120)
+"""
+
+
+def _is_held() -> bool:
+    """Whether a process of the reward's lives."""
+    with open("held", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_nothing_that_a_reward_started_outlives_its_run(is_killed: bool) -> None:
+    Path("judges.py").write_text(HELD)
+    began_s, wait_s = time.monotonic(), "100" if is_killed else "1"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "outcore.cli", *command("--reward_timeout_s", wait_s, judge="hangs")],
+        env=fresh_env(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while child.poll() is None and not (is_killed and _is_held()):
+            time.sleep(0.05)
+    finally:
+        child.kill()
+    assert child.wait() in (1, 2, -signal.SIGKILL)
+    while _is_held():
+        assert time.monotonic() - began_s < 80
+        time.sleep(0.05)
+
+
+def test_a_fault_at_the_beginning_of_an_epoch_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text("\n".join(Path("rows.jsonl").read_text().splitlines()[:4]))
+    seldom = ["--save_steps", "100"]
+    assert main(command("--run_name", "whole", *seldom, steps=4)) == 0
+    calls = "    with open('calls', 'a') as file:\n        file.write('.')\n    if os.stat('calls').st_size == 5:\n"
+    raises = "        raise ValueError('x' * 10**6 + chr(0xD800))\n    return ["
+    Path("judges.py").write_text(JUDGES.replace("    return [", calls + raises, 1))
+    assert main(command(*seldom, steps=4)) == 2
+    assert "x" * 500 + "... (judges.py, line 7)" in (said := capsys.readouterr().err) and len(said) < 9999
+    assert len(steps_of()) == 2, "an epoch"
+    assert main(command(*seldom, "--resume_from_checkpoint", "auto", steps=4)) == 0
+    assert steps_of() == steps_of("whole")
+
+
 def test_a_bad_prompt_is_left_out_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """A step that has no other prompt changes nothing."""
     Path("judges.py").write_text(JUDGES.replace("KIND", "raise ValueError('no')"))
@@ -256,6 +311,11 @@ def test_prompts_without_room_are_named(capsys: pytest.CaptureFixture[str]) -> N
 REFUSED = {
     "nobody judges": (["--method", "grpo"], "say who judges"),
     "no such file": (["--method", "grpo", "--reward_function", "none.py:judge"], "with a file that is here"),
+    "no Python": (["--method", "grpo", "--reward_function", "rows.jsonl:judge"], "is no FILE.py:NAME"),
+    "no evaluations": (
+        ["--method", "grpo", "--reward_function", "judges.py:length", "--eval_strategy", "epoch"],
+        "eval_strategy: method grpo has no such setting",
+    ),
     "another method": (["--method", "dpo", "--num_generations", "4"], "it is of --method grpo"),
     "a reference": (["--method", "grpo", "--reward_function", "judges.py:length", "--beta", "0.1"], "Add --lora_r 16"),
     "half a prompt": (
@@ -272,6 +332,27 @@ def test_what_cannot_be_is_refused(what: str, capsys: pytest.CaptureFixture[str]
     assert main(["train", "model", "--dataset", "rows.jsonl", "--seq_length", "32", *flags]) == 2
     assert words in capsys.readouterr().err
     assert not Path("checkpoints").exists()
+
+
+def test_messages_have_their_own_keys_and_rewards_are_of_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of rows would give each message the keys of all others."""
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = "{% for m in messages %}{% if 'name' in m %}{{ m.name | length }}{% endif %}{{ m.content }}\n"
+    words.chat_template += "{% endfor %}{% if messages[0].name is none %}{{ raise_exception('no name') }}{% endif %}"
+    words.save_pretrained("model")
+    named, other = {"role": "user", "content": "x", "name": "bob"}, {"role": "user", "content": "hello"}
+    rows = [{"prompt": [*[named] * (number % 2), other]} for number in range(8)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    judge = "def f(prompts, completions, **_):\n    assert all(None not in m.values() for p in prompts for m in p)\n"
+    Path("judges.py").write_text(f"{judge}    return [1e30 * len(text) for text in completions]")
+    assert main(command("--lora_r", "4", judge="f", steps=2)) == 2
+    assert "e+30 for answer 1, which is no reward" in capsys.readouterr().err
+
+
+def test_no_room_for_an_answer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("outcore.train.methods.rollouts.available_ram_bytes", lambda: 0)
+    assert main(command(steps=1)) == 1
+    assert "of one answer take 16.00 KiB, and there is room for 0 B" in capsys.readouterr().err
 
 
 def test_a_function_that_is_not_there_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +374,8 @@ def test_tasks_of_reasoning_gym_judge_to_themselves(capsys: pytest.CaptureFixtur
 @pytest.mark.more
 @pytest.mark.parametrize("flags", [["--lora_r", "4", "--beta", "0.1"], []])
 def test_a_killed_run_goes_on_to_the_same_bits(flags: list[str]) -> None:
-    """SIGKILL in the middle of a step: the same answers, metrics and weights."""
+    """SIGKILL in the middle of a step, in the second epoch: the same answers, metrics and weights."""
+    Path("rows.jsonl").write_text("\n".join(Path("rows.jsonl").read_text().splitlines()[:5]))
     assert main(command(*flags, "--run_name", "whole", steps=5)) == 0
     child = subprocess.Popen(
         [sys.executable, "-m", "outcore.cli", *command(*flags, steps=5)],
