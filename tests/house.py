@@ -65,7 +65,7 @@ LINES = {
     "api": 892,
     "checkpoint": 2066,
     "cli": 95,
-    "common": 1328,
+    "common": 1330,
     "config": 2993,
     "data": 6576,
     "engine.base": 282,

@@ -86,10 +86,10 @@ def newest(path: Path) -> Path:
 
 def make_folder(path: Path) -> None:
     """Create a folder and those above it that are missing; each new name is brought to the drive. Raises OSError."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+    # Also of one that is there: who made it may have been killed, or refused, before its name was on the drive.
     with contextlib.suppress(PermissionError):  # a folder in which one may write and not read
         fsync_folder(path.parent)
 

@@ -44,6 +44,10 @@ class LineJournal:
         try:
             lock_file(self._file.fileno())
             self._read(json.dumps({**header, "format": FORMAT}, sort_keys=True), take)
+            # At each start: the one before may have been killed, or refused, before header and name were on the drive,
+            # without which a power cut takes every line that is synced later.
+            self.sync()
+            fsync_folder(path.parent)
         except BlockingIOError:
             self._file.close()
             raise JournalHeld(f"{path} is in use") from None
@@ -91,8 +95,6 @@ class LineJournal:
         if not first.endswith(b"\n"):  # new, or torn in its first line
             self._file.truncate(0)
             self._file.write((header + "\n").encode())
-            self.sync()
-            fsync_folder(self.path.parent)  # else a power cut takes the name, and every synced line with it
             return
         if first.decode(errors="replace").strip() != header:
             raise JournalOfAnother(_differences(first, header))

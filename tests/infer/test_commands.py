@@ -330,6 +330,19 @@ def test_a_full_drive_is_named_and_loses_no_answer(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out.jsonl").read_text()) == {"text": "a"}
 
 
+@pytest.mark.parametrize("broken, output", [("", "out"), ("", "new/out"), ("out.journal", "out")])
+def test_no_answer_is_noted_where_it_cannot_be_synced(tmp_path, monkeypatch, broken, output):
+    from outcore.infer.commands.journal import Journal
+
+    def sync(file):
+        if os.readlink(f"/proc/self/fd/{file}") == str(tmp_path / broken):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", sync)
+    for _ in range(2):  # what the first start left there is no sign that it is on the drive
+        refused(OSError, "Input/output", lambda: Journal(tmp_path / output, {"model": "m"}))
+
+
 def test_a_journal_whose_last_line_is_torn_goes_on_behind_the_line_before(tmp_path):
     from outcore.infer.commands.journal import Journal
 

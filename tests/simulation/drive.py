@@ -206,7 +206,7 @@ class Drive:
             number = errno.ENOSPC if grows and (self.is_full or simulation.chance(0.5)) else errno.EIO
             if self.is_full and not grows and not is_broken:
                 return
-            if number == errno.EIO and call in ("read", "write") and simulation.chance(0.3):
+            if number == errno.EIO and simulation.chance(0.3):
                 self.broken.add(path)
             self.is_full = self.is_full or (number == errno.ENOSPC and simulation.chance(0.5))
             self.struck.append(f"{errno.errorcode[number]} at {call} of {os.path.basename(path)}")

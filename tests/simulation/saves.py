@@ -46,10 +46,13 @@ class Saves:
 
     def __init__(self, simulation: Simulation, drive: Drive) -> None:
         self.simulation, self.drive, self.root = simulation, drive, drive.root / "a"
-        self.step, self.best = 0, 0
+        self.step = 0
         """The newest step that was announced."""
         self.may_be = {0}
         """Steps at which the next process may find the run."""
+        self.before: set[int] = set()
+        """Those to which a power cut may lead back until a save is announced: what a start finds may be a save that was
+        killed before it had synced its name."""
         self.lines: list[int] = []
         """Lines of the journal, in order, of which the first `safe` are announced as being on the drive."""
         self.safe = 0
@@ -80,6 +83,7 @@ class Saves:
             self.inside = None
             if self.drive.is_cut:
                 self.drive.cut_power()
+                self.may_be |= self.before
                 self.answered = set(self.safe_answers)
                 self.lines = self._left_of_lines()
             self._raise_failures()
@@ -193,7 +197,7 @@ class Saves:
                     read = ShardReader(path, "model").read(name)
                     assert torch.equal(read, value), f"{path.name} holds other numbers than were saved"
                 assert checkpoint.trainer_state()["engine"] == {"at": checkpoint.step}
-        self.step, self.may_be = step, {step}
+        self.step, self.may_be, self.before = step, {step}, self.before | self.may_be
 
     def _halves(self) -> list[str]:
         """Checkpoints that a save put aside, and that have not their names."""
@@ -209,7 +213,7 @@ class Saves:
                 target = open_checkpoint(older[-1])
                 self.may_be |= {target.step}
                 go_back_to(target)
-                self.step, self.may_be = target.step, {target.step}
+                self.step, self.may_be, self.before = target.step, {target.step}, set()
                 self._announced()
                 with self._in_peace():
                     newest = list_checkpoints(self.run_folder)[-1].name
@@ -227,7 +231,7 @@ class Saves:
                     with self._in_peace():
                         assert not self._halves(), f"a save that failed leaves {self._halves()}"
                 raise
-            self.step, self.may_be = step, {step}
+            self.step, self.may_be, self.before = step, {step}, set()
             self._announced()
             with self._in_peace():
                 if not said:

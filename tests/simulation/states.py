@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 
@@ -36,6 +37,7 @@ from outcore.optim import (
     OptimizerPool,
     UpdateFailed,
     open_backend,
+    reference,
 )
 from outcore.staging.lanes import DownloadLane, LaneSettings
 from outcore.staging.pool import HostMemory, PinnedPool
@@ -49,6 +51,7 @@ from tests.simulation.threads import Simulation
 CPU = torch.device("cpu")
 FAMILIES = ("master", "exp_avg", "exp_avg_sq")
 BAD = float("inf")
+UPDATE_CHUNK = reference.update_chunk
 
 
 class Plain:
@@ -118,6 +121,7 @@ class States:
             self.homes.gradients = self.store(
                 "gradients", [TensorSpec(p.name, torch.uint8, (2 * p.layout.numel + 4 * KIB,)) for p in self.parts]
             )
+        self.fails, self.has_failed = pick.choice([0, 0, 0, 0.05]), False
         self.pool = OptimizerPool(pick.randint(1, 3), backend=backend)
         self.errors = pick.choice([0, 0, 0, 10])
         self.device = Device(simulation, 1, self.errors, lambda host: True)
@@ -168,6 +172,13 @@ class States:
         """The part's chunks that go through the ring: all, where gradients lie on the drive."""
         return self.homes[part].chunks if self.homes.gradients is not None else self.homes.flowing(part)
 
+    def update_chunk(self, *args: Any) -> None:
+        """A chunk's update, which fails now and then where the optimizer's threads make it."""
+        if self.simulation.current.name.startswith("optimizer") and self.simulation.chance(self.fails):
+            self.has_failed = True
+            raise RuntimeError("this update fails")
+        UPDATE_CHUNK(*args)
+
     # --- steps
 
     def run(self) -> None:
@@ -186,7 +197,8 @@ class States:
         except NonFiniteLossError:
             assert self.spoiled is not None, "a gradient is called bad and is not"
         except (EngineError, StorageError, UpdateFailed, RuntimeError) as raised:
-            assert self.drive.struck or self.device.failed, f"an error that nothing gave: {raised!r}"
+            is_given = self.drive.struck or self.device.failed or self.has_failed
+            assert is_given, f"an error that nothing gave: {raised!r}"
             error = raised
         self._close(error)
 
@@ -333,4 +345,6 @@ class States:
 
 def world(simulation: Simulation, drive: Drive) -> None:
     """Run it."""
-    States(simulation, drive).run()
+    states = States(simulation, drive)
+    with mock.patch.object(reference, "update_chunk", states.update_chunk):
+        states.run()
