@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 import outcore.hf
 from outcore.common.quantities import GIB
 from outcore.flow import StreamUnsupported
+from outcore.hf import ground
 from outcore.hf.homes import LastingMemory
 from outcore.hf.stack import LayerStack
 from tests.forked import ROOT
@@ -27,6 +29,12 @@ from tests.hf.callers import assert_same, tiny, trained, with_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(48).view(4, 12) % 40 + 4
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed models of earlier tests of this process, which share the device's budget, are not counted."""
+    monkeypatch.setattr(ground, "_ALIVE", weakref.WeakSet())
 
 
 def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
@@ -286,7 +294,7 @@ def test_a_batch_cut_into_rows_gives_the_same_gradients_with_less_room() -> None
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_of_full_training_take_room_of_their_own() -> None:
+def test_gradients_of_full_training_take_room_of_their_own(alone: None) -> None:
     """The same bound that holds a whole batch of a frozen model cuts it where all of it is trained."""
     widths: list[int] = []
     model = tiny(num_hidden_layers=5).train().requires_grad_(False)
@@ -302,7 +310,7 @@ def test_gradients_of_full_training_take_room_of_their_own() -> None:
     assert widths == [4, *[1] * 8, 4], "only where all is trained: row by row, forward and again in the backward"
 
 
-def test_models_of_one_process_share_the_budget() -> None:
+def test_models_of_one_process_share_the_budget(alone: None) -> None:
     """What another one holds on the device, the first has no room for: its batches are cut as if it had been told so
     much less."""
     widths: list[int] = []
