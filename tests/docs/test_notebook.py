@@ -13,7 +13,7 @@ from tests.docs.notebook import NOTEBOOK, notebook
 from tests.engine.stream.runs.job import SMALL_MODEL
 
 SMALL = {"train": ["--config_overrides", SMALL_MODEL, "--seq_length", "64"]}
-"""What makes the model a tenth as large."""
+"""Settings by which the model is a tenth as large."""
 
 
 def test_the_notebook_is_its_page() -> None:

@@ -17,9 +17,9 @@ FAULTS = [
     pytest.param("staging/lanes/driver.py", "self._cancelled is not None", marks=pytest.mark.more),
     pytest.param("infer/cache/kept.py", "except OSError", marks=pytest.mark.more),
 ]
-"""What is put back: a copy that the device is not asked about, so that its slot is filled again while it is read; and
-faults that the simulator has found: a lane that was closed waited for a gate that nobody opens any more; a full drive
-ended every answer where it was to end keeping prompts only."""
+"""Faults that are put back. A copy whose end nobody asks the device about, so that its slot is filled while it is
+read; and faults that the simulator has found: a lane that was closed waited for a gate that nobody opens any more; a
+full drive ended every answer where it was to end keeping prompts only."""
 
 
 @pytest.mark.parametrize("seed", range(2 * len(WORLDS)))

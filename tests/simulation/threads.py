@@ -308,7 +308,8 @@ class Condition:
         return told[0]
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        """What holds when the limit comes, and nobody has told, is a wake-up that was lost: a failure."""
+        """Wait as threading does. A condition that is true at the time limit although nobody told is a lost wake-up: a
+        failure."""
         simulation = self._simulation
         until_s = None if timeout is None else simulation.now_s + timeout
         was_told = True

@@ -83,8 +83,7 @@ class Visit:
 
 @contextmanager
 def held_once(panels: Panels, truth: Callable[[], Any]) -> Iterator[None]:
-    """As soon as this is true, let the model's server stand still: what it does cannot end before a busy page is
-    clicked."""
+    """Stop the model's server as soon as `truth` holds, so that its answer cannot end before the click arrives."""
     (server,) = [one for one in psutil.Process(panels.process.pid).children() if "serve" in one.cmdline()]
     until(truth, PATIENCE * 120)
     server.send_signal(signal.SIGSTOP)

@@ -104,8 +104,8 @@ class Rollouts:
             return list(rows)
         numbers = ", ".join(f"{number} ({tokens} tokens)" for number, tokens in list(long.items())[:8])
         words = (
-            f"{counted(len(long), 'prompt')} leave no room within seq_length {length} for answers of "
-            f"{self._answer_tokens} tokens: {numbers}{', ...' * (len(long) > 8)}"
+            f"{counted(len(long), 'prompt')} leave{'s' * (len(long) == 1)} no room within seq_length {length} for "
+            f"answers of {self._answer_tokens} tokens: {numbers}{', ...' * (len(long) > 8)}"
         )
         if len(long) == len(rows):
             raise DataError(f"All {words}. Raise --seq_length, or lower --max_completion_length.")

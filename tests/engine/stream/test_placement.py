@@ -84,7 +84,7 @@ def decided(
 
 
 def settled(placed: TrainingPlacement) -> dict[str, Any]:
-    """What a decision settles of a run; layers that stay and optimistic updates are found out later."""
+    """Fields that are settled before the engine is built: layers that stay and optimistic updates are found later."""
     later = ("stays", "stay_bytes", "ahead", "weight_budget")
     names = [field.name for field in dataclasses.fields(placed) if field.name not in later]
     return {name: getattr(placed, name) for name in (*names, "waits")}

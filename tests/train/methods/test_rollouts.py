@@ -301,7 +301,7 @@ def test_prompts_without_room_are_named(capsys: pytest.CaptureFixture[str]) -> N
     Path("rows.jsonl").write_text("\n".join([*rows[:3], long, *rows[3:]]))
     assert main(command(steps=1)) == 0
     said = "".join(capsys.readouterr())
-    assert "1 prompt leave no room within seq_length 32 for answers of 8 tokens: 4 (" in said
+    assert "1 prompt leaves no room within seq_length 32 for answers of 8 tokens: 4 (" in said
     assert "data: 24 rows" in said
     Path("rows.jsonl").write_text("\n".join([long] * 3))
     assert main(command("--run_name", "s", steps=1)) == 2
