@@ -32,7 +32,7 @@ IDS = torch.arange(48).view(4, 12) % 40 + 4
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_own_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed models of earlier tests of this process, which share the device's budget, are not counted."""
     monkeypatch.setattr(ground, "_ALIVE", weakref.WeakSet())
 
@@ -294,7 +294,7 @@ def test_a_batch_cut_into_rows_gives_the_same_gradients_with_less_room() -> None
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_of_full_training_take_room_of_their_own(alone: None) -> None:
+def test_gradients_of_full_training_take_room_of_their_own(only_own_models: None) -> None:
     """The same bound that holds a whole batch of a frozen model cuts it where all of it is trained."""
     widths: list[int] = []
     model = tiny(num_hidden_layers=5).train().requires_grad_(False)
@@ -310,7 +310,7 @@ def test_gradients_of_full_training_take_room_of_their_own(alone: None) -> None:
     assert widths == [4, *[1] * 8, 4], "only where all is trained: row by row, forward and again in the backward"
 
 
-def test_models_of_one_process_share_the_budget(alone: None) -> None:
+def test_models_of_one_process_share_the_budget(only_own_models: None) -> None:
     """What another one holds on the device, the first has no room for: its batches are cut as if it had been told so
     much less."""
     widths: list[int] = []
