@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.formats import PackedSpec, packed_format
+from outcore.formats import QUANTIZE_CHOICES, PackedSpec, packed_format
 from outcore.formats.packed import GpuForm
 from tests.formats.bitsandbytes import recorded
 from tests.refused import failing
@@ -163,3 +163,14 @@ def test_a_gpu_expands_to_the_same_bits(name: str) -> None:
     spec = PackedSpec(packed_format(name), (2, 192, 512))
     data = spec.assemble(random_planes(name, spec.num_blocks))
     assert torch.equal(spec.unpack(data.cuda(), torch.bfloat16).cpu(), spec.unpack(data, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUANTIZE_CHOICES)
+def test_a_gpu_packs_to_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = PackedSpec(packed_format(name), (2, 192, 512))
+    values = torch.randn(2, 192, 512).to(torch.bfloat16)
+    torch.cuda.init()
+    found = spec.pack(values)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert found.device.type == "cpu" and torch.equal(found, spec.pack(values))

@@ -30,6 +30,11 @@ class PictureTalk(NamedTuple):
     said: list[str]
     """Changes to single pictures that a person should know of."""
 
+    def shown_before(self, stop: int) -> list[Image.Image]:
+        """Pictures of the messages before this one."""
+        parts = [part for message in self.messages[:stop] for part in message["content"]]
+        return self.pictures[: sum(part["type"] == "image" for part in parts)]
+
 
 def marked(messages: Any, own: list[Any], mark: str = MARK) -> Any:
     """Messages with `mark` in the place of each content part that is a picture; `own` gets the part's picture, or None

@@ -41,6 +41,10 @@ def load_processor(name: str, *, chat_template: str | None = None, trust_remote_
     return processor
 
 
+Cut = tuple[int, bool]
+"""Messages before this one, and whether the words that open an answer follow them."""
+
+
 class PictureEncoder:
     """Batches for one model."""
 
@@ -80,17 +84,24 @@ class PictureEncoder:
         texts = [self._text(one.messages) for one in conversations]
         inputs = self._inputs(texts, [one.pictures for one in conversations])
         inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
-        for row, (conversation, left_out) in enumerate(zip(conversations, untrained, strict=True)):
-            ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+        rows = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+        for ids, conversation, place in zip(rows, conversations, where, strict=True):
             if self._max_tokens is not None and len(ids) > self._max_tokens:
                 raise DataError(
-                    f"{where[row]}: {len(ids):,} tokens with pictures, more than --seq_length {self._max_tokens:,}: "
+                    f"{place}: {len(ids):,} tokens with pictures, more than --seq_length {self._max_tokens:,}: "
                     "a picture cannot be cut: raise it, or make the pictures smaller"
                 )
             if torch.isin(ids, self._image_tokens).any() != bool(conversation.pictures):
-                raise DataError(f"{where[row]}: pictures and placeholders do not go together after encoding")
-            for begin, end in self._answers(conversation, left_out, ids, where[row]):
-                inputs["labels"][row, begin:end] = ids[begin:end]
+                raise DataError(f"{place}: pictures and placeholders do not go together after encoding")
+        answers = [_answers(*one) for one in zip(conversations, untrained, where, strict=True)]
+        asked = {(row, *cut): None for row, cuts in enumerate(answers) for both in cuts for cut in both if cut}
+        lengths = self._lengths([*asked], conversations, rows, where)
+        for row, cuts in enumerate(answers):
+            for first, last in cuts:
+                begin, end = lengths[row, *first], lengths[row, *last] if last else len(rows[row])
+                while end > begin and not self._processor.tokenizer.decode(rows[row][end - 1 : end]).strip():
+                    end -= 1  # line breaks that a template writes behind a turn
+                inputs["labels"][row, begin:end] = rows[row][begin:end]
         inputs["labels"][torch.isin(inputs["input_ids"], self._image_tokens)] = IGNORE_INDEX
         return inputs
 
@@ -103,40 +114,31 @@ class PictureEncoder:
         """The processor's."""
         return self._processor.tokenizer
 
-    def _answers(
-        self, conversation: PictureTalk, untrained: Collection[int], ids: torch.Tensor, where: Any
-    ) -> list[tuple[int, int]]:
-        """Spans of the trained answers among the tokens of a whole conversation."""
-        found = []
-        for at, message in enumerate(conversation.messages):
-            if message["role"] != "assistant" or at in untrained:
-                continue
-            last = at + 1 == len(conversation.messages)
-            begin = self._length(conversation, at, ids, where, opens=True)
-            end = len(ids) if last else self._length(conversation, at + 1, ids, where, opens=False)
-            while end > begin and not self._processor.tokenizer.decode(ids[end - 1 : end]).strip():
-                end -= 1  # line breaks that a template writes behind a turn
-            found.append((begin, end))
-        if not found:
-            raise DataError(f"{where}: no answer to learn from")
-        return found
-
-    def _length(self, conversation: PictureTalk, stop: int, ids: torch.Tensor, where: Any, *, opens: bool) -> int:
-        """Tokens of the messages before `stop`, which begin the whole conversation."""
-        messages = conversation.messages[:stop]
-        num = sum(part["type"] == "image" for message in messages for part in message["content"])
-        text = self._text(messages, add_generation_prompt=opens)
-        before = self._inputs([text], [conversation.pictures[:num]])["input_ids"][0]
-        fewer = min(len(before), len(ids))
-        differs = (before[:fewer] != ids[:fewer]).nonzero()
-        same = int(differs[0]) if len(differs) else fewer
+    def _lengths(
+        self, cuts: Sequence[tuple[int, *Cut]], conversations: Sequence[PictureTalk], rows: Sequence[Any], where: Any
+    ) -> dict[tuple[int, *Cut], int]:
+        """Tokens of a row's messages before each cut, which begin the whole conversation. All are encoded in one call:
+        a processor takes milliseconds for each."""
+        found = dict[tuple[int, *Cut], int]()
         decode = self._processor.tokenizer.decode  # an answer's first letters may join the blank before it in one token
-        if not decode(ids[same:]).startswith(decode(before[same:])):
-            raise TemplateError(
-                f"{where}: the chat template writes the beginning of a conversation otherwise once an answer follows, "
-                "so that it cannot be told which tokens are the answer"
-            )
-        return same
+        shown = {cut: conversations[cut[0]].shown_before(cut[1]) for cut in cuts}
+        for some in ([cut for cut in cuts if shown[cut]], [cut for cut in cuts if not shown[cut]]):
+            if not some:
+                continue
+            told = [(conversations[row].messages[:stop], opens) for row, stop, opens in some]
+            texts = [self._text(messages, add_generation_prompt=opens) for messages, opens in told]
+            inputs = self._inputs(texts, [shown[cut] for cut in some])
+            for cut, padded, mask in zip(some, inputs["input_ids"], inputs["attention_mask"], strict=True):
+                before, ids = padded[mask.bool()], rows[cut[0]]
+                fewer = min(len(before), len(ids))
+                differs = (before[:fewer] != ids[:fewer]).nonzero()
+                found[cut] = same = int(differs[0]) if len(differs) else fewer
+                if not decode(ids[same:]).startswith(decode(before[same:])):
+                    raise TemplateError(
+                        f"{where[cut[0]]}: the chat template writes the beginning of a conversation otherwise once an "
+                        "answer follows, so that it cannot be told which tokens are the answer"
+                    )
+        return found
 
     def _text(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
         for message in messages:
@@ -161,3 +163,14 @@ def _refuse(text: str, words: Sequence[str]) -> None:
     if (word := next((word for word in words if word in text), None)) is not None:
         kind = next((kind for kind in ("video", "audio") if kind in word), "picture")
         raise DataError(f"a text holds {word}, which stands for a {kind} in this model, and brings none")
+
+
+def _answers(conversation: PictureTalk, untrained: Collection[int], where: Any) -> list[tuple[Cut, Cut | None]]:
+    """Cuts around each trained answer; None: it ends with the conversation."""
+    found, count = list[tuple[Cut, Cut | None]](), len(conversation.messages)
+    for at, message in enumerate(conversation.messages):
+        if message["role"] == "assistant" and at not in untrained:
+            found.append(((at, True), (at + 1, False) if at + 1 < count else None))
+    if not found:
+        raise DataError(f"{where}: no answer to learn from")
+    return found

@@ -194,7 +194,7 @@ def folder(tmp_path_factory):
     return tiny_vision.save(tmp_path_factory.mktemp("model"))
 
 
-def test_answers_alone_bear_loss_and_no_placeholder_does(folder, tmp_path):
+def test_answers_alone_bear_loss_and_no_placeholder_does(folder, monkeypatch, tmp_path):
     processor = load_processor(str(folder))
     place = processor.tokenizer.convert_tokens_to_ids("<picture>")
     talk = [
@@ -203,8 +203,10 @@ def test_answers_alone_bear_loss_and_no_placeholder_does(folder, tmp_path):
     ]  # fmt: skip
     both, one = {"messages": talk, "images": ["red.png", "blue.png"]}, {"messages": talk[:2], "image": "red.png"}
     rows = rows_of(tmp_path, both, one)
-    encoder = PictureEncoder(processor, [place])
+    encoder, call, calls = PictureEncoder(processor, [place]), type(processor).__call__, list[int]()
+    monkeypatch.setattr(type(processor), "__call__", lambda *a, **k: calls.append(len(k["text"])) or call(*a, **k))
     batch = encoder.batch([row.conversation() for row in rows], [(), ()], [row.where for row in rows])
+    assert calls == [2, 4], "one call for the rows, one for all that stands before their answers and behind the first"
     assert [(ids == place).sum().item() for ids in batch["input_ids"]] == [2 * TOKENS, TOKENS]
     assert batch["pixel_values"].shape[0] == 3
     told = [processor.tokenizer.decode(ids[labels >= 0]) for ids, labels in zip(batch["input_ids"], batch["labels"])]
