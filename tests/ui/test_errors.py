@@ -373,6 +373,7 @@ def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, ca
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/v1/runs", {"fields": {"trust_remote_code": True}}, "trust_remote_code"),
     ("/v1/estimate", {"fields": {"model_name_or_path": "x", "trust_remote_code": "true"}}, "trust_remote_code"),
+    ("/v1/runs", {"fields": {"reward_function": "own.py:judge"}}, "reward_function"),
     ("/v1/estimate", {"fields": {"model_module": "own.py:build"}}, "model_module"),
     ("/v1/runs", {"fields": {"dataset": ["a.txt", "/etc"]}}, "dataset"),
     ("/v1/data/preview", {"fields": {"dataset": ["..:0.3"]}}, "dataset"),

@@ -60,7 +60,7 @@ def served():
 
     app.state.tell_clients = told
     app.add_middleware(Guard)
-    server = Server(app, host="127.0.0.1", port=0, log_level="critical")
+    server = Server(app, host="127.0.0.1", port=0, log_level="critical", timeout_keep_alive=2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -116,6 +116,11 @@ def test_what_is_begun_and_does_not_go_on_is_ended(served, short, words):
     assert 90 not in served[1]
 
 
+def test_a_connection_on_which_nothing_more_is_asked_is_ended(served):
+    with begun(served[0], HEAD + b"Content-Length: 2\r\n\r\n{}") as client:
+        assert rest_of(client).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_that_comes_steadily_may_take_its_time(served, short, monkeypatch):
     monkeypatch.setattr(connections, "BYTES_PER_S", 100)
     with begun(served[0], HEAD + b"Content-Length: 300\r\n\r\n", *[b" " * 30] * 10, every_s=0.1) as client:
@@ -163,9 +168,12 @@ def test_an_answer_that_nobody_reads_is_given_up_and_one_that_is_read_slowly_is_
         assert len(rest_of(client)) < len(LARGE)
     with begun(served[0], ASK) as client:
         found = 0
-        while found < len(LARGE):
-            found += len(client.recv(4 << 20))
+        while data := client.recv(4 << 20):
+            found += len(data)
+            if found >= len(LARGE):
+                break
             time.sleep(0.05)
+    assert found >= len(LARGE)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +205,11 @@ def test_three_hundred_slow_clients_leave_room_for_honest_ones(served, monkeypat
             assert [honest.post("/length", json={}).text for _ in range(20)] == ["2"] * 20
 
 
-def test_an_address_has_so_many_connections_and_those_that_work_are_kept(served, short, monkeypatch):
+@pytest.mark.parametrize("most", [(2, 9), (9, 2)], ids=["of an address", "of all"])
+def test_there_are_so_many_connections_and_those_that_work_are_kept(served, monkeypatch, most):
     port, ends = served
-    monkeypatch.setattr(connections, "most_connections", lambda: (2, 3))
+    monkeypatch.setattr(connections, "HEAD_S", 60)
+    monkeypatch.setattr(connections, "most_connections", lambda: most)
     with begun(port, WAIT) as first, begun(port, WAIT) as second:
         with begun(port) as third:
             assert rest_of(third).startswith(b"HTTP/1.1 429")
