@@ -45,8 +45,10 @@ class SplicedJSON(JSONResponse):
     """JSON in which what is `Written` stands as it is: large parts are written before, on a thread, piece by piece.
     `held`: its places in the queue, given back once it was sent or its client is gone: until then it lies in RAM."""
 
-    def __init__(self, content: Any, held: AsyncExitStack, headers: Mapping[str, str]) -> None:
-        super().__init__(content, headers=headers)
+    def __init__(
+        self, content: Any, held: AsyncExitStack, headers: Mapping[str, str] | None = None, status_code: int = 200
+    ) -> None:
+        super().__init__(content, status_code, headers)
         self._held = held.pop_all()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -61,7 +61,7 @@ async def completions(http: Request):
         return JSONResponse({"error": {"message": "bad prompt", "type": "invalid_request_error"}}, 400)
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     if not body.get("stream"):
-        choice = {"index": 0, "text": "a b", "finish_reason": "stop"}
+        choice = {"index": 0, "text": "a b" * body.get("times", 1), "finish_reason": "stop"}
         return JSONResponse({"id": "c-1", "choices": [choice], "usage": usage})
 
     async def events():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -209,6 +210,21 @@ def test_a_client_that_goes_away_leaves_nothing_that_reads(served, caplog):
     assert server.ask("hello").status_code == 200
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_a_whole_answer_is_under_way_until_its_client_has_read_it(served):
+    server = served()
+    body = json.dumps({"prompt": "hello", "times": 8 << 20})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a-long-key\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.settings.port)) as client:
+        client.sendall((head + body).encode())
+        said = client.recv(100)
+        assert said.startswith(b"HTTP/1.1 200") and server.health()[1]["running"] == 1
+        while more := client.recv(1 << 20):
+            said += more
+    server.wait(lambda: server.health()[1]["running"] == 0)
+    assert said.count(b"a b") == 8 << 20
 
 
 def test_what_stops_coming_up_ends_the_hand_over_with_the_reason(served):

@@ -190,7 +190,7 @@ def test_a_run_stopped_before_it_listens_is_stopped(client, monkeypatch):
     job = until(lambda: (found := client.get(f"/v1/runs/{name}").json()["job"])["state"] != "running" and found)
     assert (job["state"], job["exit_code"]) == ("stopped", -2)
     assert client.delete(f"/v1/runs/{name}").json()["deleted"], "though it has left no folder"
-    assert client.get(f"/v1/runs/{name}").status_code == 404
+    assert client.get(f"/v1/runs/{name}").status_code == 404 and not client.get("/v1/runs").json()["data"]
 
 
 def test_a_run_that_was_refused_says_why_and_is_resumed_with_what_is_otherwise_now(client, monkeypatch):
@@ -199,6 +199,8 @@ def test_a_run_that_was_refused_says_why_and_is_resumed_with_what_is_otherwise_n
     name = client.post("/v1/runs", json={"fields": {"preset": "tiny", "max_steps": 5}}).json()["run"]
     job = until(lambda: (found := client.get(f"/v1/runs/{name}").json()["job"])["state"] != "running" and found)
     assert (job["state"], job["message"]) == ("refused", "it cannot be. Take another.")
+    listed = client.get("/v1/runs").json()["data"]
+    assert [(row["name"], row["state"]) for row in listed] == [(name, "refused")], "it was gone, another in its place"
     resumed = client.post(f"/v1/runs/{name}/resume", json={"fields": {"max_steps": 9}}).json()
     assert resumed["run"] == name and "--preset tiny --max_steps 9" in resumed["command"]
     assert "--resume_from_checkpoint auto" in resumed["command"]
@@ -373,6 +375,7 @@ def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, ca
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/v1/runs", {"fields": {"trust_remote_code": True}}, "trust_remote_code"),
     ("/v1/estimate", {"fields": {"model_name_or_path": "x", "trust_remote_code": "true"}}, "trust_remote_code"),
+    ("/v1/runs", {"fields": {"reward_function": "own.py:judge"}}, "reward_function"),
     ("/v1/estimate", {"fields": {"model_module": "own.py:build"}}, "model_module"),
     ("/v1/runs", {"fields": {"dataset": ["a.txt", "/etc"]}}, "dataset"),
     ("/v1/data/preview", {"fields": {"dataset": ["..:0.3"]}}, "dataset"),

@@ -87,6 +87,11 @@ def tab(page, name: str) -> None:
     page.get_by_role("tab", name=name, exact=True).first.click()
 
 
+def unload(here) -> None:
+    if here.http.get("/v1/model").json()["state"] == "ready":
+        here.http.delete("/v1/model")
+
+
 def load(here, model: str = "quick") -> None:
     if here.http.get("/v1/model").json()["state"] != "ready":
         here.http.post("/v1/model", json={"model": model})
@@ -194,13 +199,14 @@ def test_who_sends_while_the_model_loads_waits(page, here, monkeypatch):
     assert page.locator("[role=alert]:visible, .error:visible").count() == 0
     page.locator("#chat article.assistant", has_text="word0 word1 word2").wait_for()
     page.locator("#model_state", has_text="quick is loaded").wait_for()
-    assert not page.get_by_text("tensor parallel").first.is_visible(), "the launch descriptor, unasked"
+    assert not page.locator("#launch pre").is_visible(), "the launch descriptor, unasked"
+    page.locator("button.label-wrap:visible", has_text="How the model is loaded").click()
+    page.locator("#launch pre").wait_for()
     assert "--preset=latency" in here.http.get("/v1/model").json()["command"]
 
 
 def test_who_is_refused_may_send_again(page, here):
-    if here.http.get("/v1/model").json()["state"] == "ready":
-        here.http.delete("/v1/model")
+    unload(here)
     for _ in range(8):  # the button came back before the refusal, and sometimes not at all
         ask(page, "hello")
         page.locator("#notice", has_text="load one first").wait_for()
@@ -266,6 +272,7 @@ def test_the_message_box_is_always_in_view(chromium, here, size):
 
 
 def test_three_ways_begin(page, here):
+    unload(here)
     tab(page, "Start")
     page.locator("#start_base input, #start_base textarea").fill("/no/such")
     page.locator("#start_data input, #start_data textarea").fill("mine.jsonl")
@@ -281,6 +288,7 @@ def test_three_ways_begin(page, here):
     page.locator("#message textarea").wait_for()
     page.locator("#model_state", has_text="quick is loaded").wait_for()
     assert page.locator("#model input").input_value() == "quick"
+    assert "--preset=latency" in here.http.get("/v1/model").json()["command"]
 
 
 def test_what_is_missing_is_said_where_it_is_asked(page, here):
@@ -413,8 +421,7 @@ def test_forecast_and_start_are_in_view_on_a_phone_and_recipes_fill_the_form(chr
 
 
 def test_evaluate_loads_a_model_itself(page, here):
-    if here.http.get("/v1/model").json()["state"] == "ready":
-        here.http.delete("/v1/model")
+    unload(here)
     tab(page, "Evaluate")
     page.locator("#start_evaluation").click()
     page.locator("#notice", has_text="load one first").wait_for()  # what is refused is said in one place

@@ -251,6 +251,7 @@ def test_an_answer_is_drawn_in_a_moment_whatever_stands_in_it(words):
     assert words[:20] in markdown(words).replace("<p>", "")
     assert time.thread_time() - began_s < 1
     assert "<td>2</td>" in markdown("|a|b|\n|-|-|\n|1|2|"), "ordinary tables stay"
+    assert "<img" not in markdown("![seen](https://example.org/x.png)"), "a browser fetches pictures unasked"
 
 
 def test_reasoning_is_folded_and_costs_are_said():

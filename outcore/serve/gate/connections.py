@@ -15,10 +15,11 @@ from outcore.common.os_layer import most_open_files
 
 HEAD_S = 10.0
 """From the first byte of a request, or a new connection, to the end of its head."""
-BODY_S, BODY_BYTES_PER_S = 30.0, 16 << 10
+BODY_S, BYTES_PER_S = 30.0, 16 << 10
 """A body may take BODY_S and as much more as it takes at this rate."""
-UNREAD_S = 60.0
-"""An answer of which the client reads nothing for so long is given up."""
+UNREAD_S, ANSWER_S = 60.0, 600.0
+"""An answer of which the client reads nothing for so long is given up, and one that has waited for its client, all
+together, ANSWER_S longer than it takes at the rate of bodies."""
 MOST_FILES = 8192
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -38,6 +39,7 @@ class Connection(H11Protocol):
         self.waits_for, self.since_s, self._received_bytes = "head", self.loop.time(), 0
         self._limit: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._looked_s, self._read_bytes, self._late_s = 0.0, 0, 0.0
 
     @property
     def address(self) -> str:
@@ -45,7 +47,8 @@ class Connection(H11Protocol):
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._counted = Counted(transport)
+        super().connection_made(self._counted)  # type: ignore[arg-type]
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
         of_address, of_all = most_connections()
         mine = [one for one in others if one.address == self.address]
@@ -73,8 +76,9 @@ class Connection(H11Protocol):
         # with more of a body to come, of which nobody reads: as long as a head may take
         self._await("head" if self.cycle.more_body else "next")
         self._look()
-        if self.transport.is_closing():
-            self._watch(True)
+        self._watch(False)
+        self._late_s = 0.0
+        self._watch(self.flow.write_paused or self.transport.is_closing())
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -102,7 +106,7 @@ class Connection(H11Protocol):
         self._limit = self.loop.call_later(seconds, self._too_slow) if seconds else None
 
     def _too_slow(self) -> None:
-        left_s = self.since_s + BODY_S + self._received_bytes / BODY_BYTES_PER_S - self.loop.time()
+        left_s = self.since_s + BODY_S + self._received_bytes / BYTES_PER_S - self.loop.time()
         if self.waits_for == "body" and (left_s > 0 or self.flow.read_paused):
             self._limit = self.loop.call_later(max(left_s, 1.0), self._too_slow)
         else:
@@ -120,17 +124,37 @@ class Connection(H11Protocol):
         self._watch(True)
 
     def _watch(self, is_on: bool) -> None:
-        """Look, while it is on, whether the client reads what was written."""
+        """Look, while it is on, whether the client reads what was written, and all of an answer in time."""
+        now_s = self.loop.time()
+        read_bytes = self._counted.written_bytes - self.transport.get_write_buffer_size()
+        self._late_s -= (read_bytes - self._read_bytes) / BYTES_PER_S
         if self._unread is not None:
             self._unread.cancel()
-        left_bytes = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(UNREAD_S, self._read_on, left_bytes) if is_on else None
+            self._late_s += now_s - self._looked_s
+        self._looked_s, self._read_bytes = now_s, read_bytes
+        wait_s = min(UNREAD_S, ANSWER_S - self._late_s)
+        self._unread = self.loop.call_later(wait_s, self._read_on) if is_on else None
 
-    def _read_on(self, before_bytes: int) -> None:
-        if self.transport.get_write_buffer_size() < before_bytes:
-            self._watch(True)
-        else:
+    def _read_on(self) -> None:
+        before_bytes = self._read_bytes
+        self._watch(True)
+        if self._read_bytes == before_bytes or self._late_s >= ANSWER_S:
             self.transport.abort()
+
+
+class Counted:
+    """A transport that counts what is written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self.written_bytes = transport, 0
+
+    def write(self, data: bytes) -> None:
+        """Write and count."""
+        self.written_bytes += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _make_room(among: Iterable[Connection]) -> bool:

@@ -21,6 +21,7 @@ from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, stops
 from outcore.serve.gate import let_go
 from outcore.serve.handover.process import ServerProcess
+from outcore.serve.prompt_scores import SplicedJSON
 from outcore.serve.settings import ServeSettings
 from outcore.serve.watch import Records, RequestMetrics
 
@@ -153,24 +154,20 @@ class Forwarder:
             sent = body | {"stream_options": {**(body.get("stream_options") or {}), "include_usage": True}}
         self.num_under_way += 1
         let_go(http.scope)  # an engine of its own answers, so that many may be long
-        is_streaming = False
-        try:
+        async with AsyncExitStack() as held:
+            held.callback(self._leave)
             response = await while_connected(http, self.send("POST", path, sent), self._stopping.is_set)
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                is_streaming, held = True, AsyncExitStack()
                 held.callback(answered.note, self.metrics, self.records)
                 held.push_async_callback(response.aclose)
-                held.callback(self._leave)
-                return ClosedEvents(self._events(response, answered), held)
+                return ClosedEvents(self._events(response, answered), held.pop_all())
             content = await while_connected(http, self.read(response), self._stopping.is_set)
             if response.status_code == 200:
                 answered.heard(content)
                 answered.note(self.metrics, self.records)
             else:
                 self.metrics.refuse(response.status_code)
-            return JSONResponse(content, response.status_code)
-        finally:
-            self.num_under_way -= not is_streaming
+            return SplicedJSON(content, held, status_code=response.status_code)
 
     def _leave(self) -> None:
         self.num_under_way -= 1

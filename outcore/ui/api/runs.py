@@ -42,11 +42,13 @@ class Runs:
         self._lock = threading.Lock()
 
     def all(self) -> list[dict[str, Any]]:
-        """The latest first. A folder in which no run has left anything is none."""
+        """The latest first. A folder in which no run has left anything is none; what was started from here and left
+        nothing, as it was refused, is among them."""
         found = [self._row(run, self.training.job(run.folder.name)) for run in self._states() if self._is_run(run)]
         there = {row["name"] for row in found}
-        starting = [name for name in self.training.running() if name not in there]
-        return [self._empty_row(self.training.job(name)) for name in starting] + found
+        jobs = [self.training.job(name) for name in self.training.started() if name not in there]
+        found += [self._empty_row(job) for job in jobs if job["state"] != "finished"]
+        return sorted(found, key=lambda row: -row["changed_at"])
 
     def get(self, name: str) -> dict[str, Any]:
         """One run: its state, header, last step, forecast beside what was measured, checkpoints, export."""
@@ -191,7 +193,7 @@ class Runs:
             "total_steps": None,
             "loss": None,
             "size_bytes": 0,
-            "changed_at": time.time(),
+            "changed_at": job.get("started_at", time.time()),
             "model": None,
         }
 

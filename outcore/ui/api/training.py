@@ -113,6 +113,10 @@ class Training:
         for path in (self._note(name), self.log_of(name)):
             path.unlink(missing_ok=True)
 
+    def started(self) -> list[str]:
+        """Names of all runs that were started from here since the panels began, or that train now."""
+        return list(dict.fromkeys([*self._children, *self.running()]))
+
     def running(self) -> list[str]:
         """Names of all runs that train now in these folders, whoever started them."""
         own = [name for name, child in self._children.items() if child.exit_code is None]

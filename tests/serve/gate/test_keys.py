@@ -43,11 +43,12 @@ async def tried(keys: Keys, given: bytes, scope: dict) -> tuple[int, float]:
 def test_guesses_of_an_address_take_turns_and_the_right_key_waits_as_they_do(keys):
     async def guess():
         many = [b"wrong"] * 30
-        many[12] = RIGHT  # too late among those before it
+        many[7] = many[12] = RIGHT  # in its turn, and too late among those before it
         return await asyncio.gather(*(tried(keys, key, HERE) for key in many), tried(keys, RIGHT, THERE))
 
     *guesses, other = asyncio.run(guess())
-    assert [status for status, _ in guesses] == [401] * 10 + [429] * 20
+    assert [status for status, _ in guesses] == [401] * 7 + [200] + [401] * 2 + [429] * 20
+    assert guesses[7][1] > 0.25, "as long as a wrong one there"
     assert max(seconds for _, seconds in guesses[:5]) < 0.1 and 0.45 < guesses[9][1] < 1
     assert other[0] == 200 and other[1] < 0.1, "another address"
     assert asyncio.run(tried(keys, b"", HERE))[0] == 401, "no key is no guess"

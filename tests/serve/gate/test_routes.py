@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 
 from starlette.routing import Mount
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from outcore.evaluate.http import with_evaluations
 from outcore.serve import ServeSettings
@@ -136,6 +137,12 @@ def test_other_names_and_other_sites_are_turned_away_everywhere(guarded, headers
         assert row.startswith("HEAD") or answer.json()["error"]["type"] == "permission_error"
 
 
+def test_no_other_protocol_comes_past_the_guard(guarded):
+    with pytest.raises(WebSocketDisconnect) as closed, guarded[2].websocket_connect("/v1/models"):
+        pass
+    assert closed.value.code == 1008
+
+
 def test_a_body_is_of_the_kind_that_its_route_reads(guarded):
     name, _, client = guarded
     for row, kind in TABLE[name].items():
@@ -228,6 +235,7 @@ def test_a_page_runs_no_task_file(serve, tmp_path):
 def test_a_folder_that_was_allowed_has_its_tasks(serve, tmp_path, monkeypatch):
     allowed = replace(serve.service.settings, allowed_folders=(tmp_path,))
     monkeypatch.setattr(serve.service, "settings", allowed)
+    monkeypatch.chdir(tmp_path)  # where C:\\tmp would be a file's name
     mark = task_in(tmp_path / "mine")
     (tmp_path / "out").symlink_to("/")
     body = {"tasks": ["evil_t"], "include_path": str(tmp_path / "mine"), "limit": 1}

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 
 from outcore.serve.additions import Guard, Server
 from outcore.serve.gate import bodies, connections
@@ -21,7 +21,9 @@ from tests.serve.running import until
 
 HEAD = b"POST /length HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = HEAD + b"Content-Length: 10\r\n\r\n{"
-ASK, WAIT = (f"GET /{name} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for name in ("large", "wait"))
+ASK, PIECES, WAIT = (
+    f"GET /{name} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for name in ("large", "pieces", "wait")
+)
 LARGE = b"x" * (24 << 20)
 
 
@@ -44,6 +46,10 @@ def served():
     async def large() -> PlainTextResponse:
         return PlainTextResponse(LARGE)
 
+    @app.get("/pieces")
+    async def pieces() -> StreamingResponse:
+        return StreamingResponse(LARGE[at : at + (1 << 16)] for at in range(0, len(LARGE), 1 << 16))
+
     @app.get("/wait")
     async def wait() -> None:
         await asyncio.sleep(0.6)
@@ -54,7 +60,7 @@ def served():
 
     app.state.tell_clients = told
     app.add_middleware(Guard)
-    server = Server(app, host="127.0.0.1", port=0, log_level="critical")
+    server = Server(app, host="127.0.0.1", port=0, log_level="critical", timeout_keep_alive=2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -110,8 +116,13 @@ def test_what_is_begun_and_does_not_go_on_is_ended(served, short, words):
     assert 90 not in served[1]
 
 
+def test_a_connection_on_which_nothing_more_is_asked_is_ended(served):
+    with begun(served[0], HEAD + b"Content-Length: 2\r\n\r\n{}") as client:
+        assert rest_of(client).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_that_comes_steadily_may_take_its_time(served, short, monkeypatch):
-    monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 100)
+    monkeypatch.setattr(connections, "BYTES_PER_S", 100)
     with begun(served[0], HEAD + b"Content-Length: 300\r\n\r\n", *[b" " * 30] * 10, every_s=0.1) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 200") and served[1] == [300]
 
@@ -157,9 +168,31 @@ def test_an_answer_that_nobody_reads_is_given_up_and_one_that_is_read_slowly_is_
         assert len(rest_of(client)) < len(LARGE)
     with begun(served[0], ASK) as client:
         found = 0
-        while found < len(LARGE):
-            found += len(client.recv(4 << 20))
+        while data := client.recv(4 << 20):
+            found += len(data)
+            if found >= len(LARGE):
+                break
             time.sleep(0.05)
+    assert found >= len(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("ask", "bytes_per_s", "is_whole"), [(ASK, 1 << 30, False), (PIECES, 1 << 30, False), (PIECES, 1 << 20, True)]
+)
+def test_all_of_an_answer_is_read_in_time(served, monkeypatch, ask, bytes_per_s, is_whole):
+    """Who read a few bytes a minute held an answer, and its places in the queue, for hours."""
+    monkeypatch.setattr(connections, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connections, "BYTES_PER_S", bytes_per_s)
+    found = 0
+    with begun(served[0], ask, every_s=0) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or it takes megabytes at a time
+        try:
+            while found < len(LARGE) and (data := client.recv(1 << 17)):
+                found += len(data)
+                time.sleep(0.01)
+        except ConnectionResetError:
+            pass
+    assert (found >= len(LARGE)) is is_whole
 
 
 def test_three_hundred_slow_clients_leave_room_for_honest_ones(served, monkeypatch):
@@ -172,9 +205,11 @@ def test_three_hundred_slow_clients_leave_room_for_honest_ones(served, monkeypat
             assert [honest.post("/length", json={}).text for _ in range(20)] == ["2"] * 20
 
 
-def test_an_address_has_so_many_connections_and_those_that_work_are_kept(served, short, monkeypatch):
+@pytest.mark.parametrize("most", [(2, 9), (9, 2)], ids=["of an address", "of all"])
+def test_there_are_so_many_connections_and_those_that_work_are_kept(served, monkeypatch, most):
     port, ends = served
-    monkeypatch.setattr(connections, "most_connections", lambda: (2, 3))
+    monkeypatch.setattr(connections, "HEAD_S", 60)
+    monkeypatch.setattr(connections, "most_connections", lambda: most)
     with begun(port, WAIT) as first, begun(port, WAIT) as second:
         with begun(port) as third:
             assert rest_of(third).startswith(b"HTTP/1.1 429")
