@@ -65,7 +65,7 @@ class SignIn:
         except ApiError as error:
             if "text/html" in request.headers.get("accept", "") and request.method == "GET":
                 return HTMLResponse(_page(), error.status)
-            return refusal(error)
+            return refusal(error, request.scope)
 
     async def _shown(self, request: Request) -> str | None:
         """The token that a browser shows to sign in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -17,13 +18,17 @@ from tests.forked import ROOT
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 AGENT = """#!{python}
-import json, os, sys, urllib.request
+import glob, json, os, signal, sys, tempfile, time, urllib.request
 url = os.environ["ANTHROPIC_BASE_URL"]
 body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3, "messages": [{{"role": "user", "content": "Hi"}}]}}
 heads = {{"content-type": "application/json", "x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"]}}
 asked = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), heads)
 said = json.loads(urllib.request.urlopen(asked, timeout=60).read())
-open("told.json", "w").write(json.dumps([sys.argv[1:], said["type"], url]))
+left = glob.glob(tempfile.gettempdir() + "/outcore-start-*")
+open("told.json", "w").write(json.dumps([sys.argv[1:], said["type"], url, os.getpid(), left]))
+if "--stop" in sys.argv:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(100)
 sys.exit(7)
 """
 
@@ -60,17 +65,21 @@ def test_each_client_is_told_in_its_own_words(name):
 
 
 @pytest.mark.more
-def test_a_session_ends_with_its_client(tiny_folder, tmp_path):
+@pytest.mark.parametrize(("asked", "code"), [("--print", 7), ("--stop", 128 + signal.SIGTERM)])
+def test_a_session_ends_with_its_client(tiny_folder, tmp_path, asked, code):
+    """And the client with a session that is told to end. What held the key is gone before the client begins."""
     agent = tmp_path / "bin/claude"
     agent.parent.mkdir()
     agent.write_text(AGENT.format(python=sys.executable))
     agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
     words = ["claude", str(tiny_folder[0]), "--device", "cpu", "--ram_gib", "1", "--context", "256"]
-    proxy = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")  # nothing is there: nobody may ask it
-    ended = start(tmp_path, agent.parent, *words, "--", "--print", "hello", **proxy)
-    assert ended.returncode == 7, ended.stderr
-    told, kind, url = json.loads((tmp_path / "told.json").read_text())
-    assert told == ["--print", "hello"] and kind == "message"
+    more = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")  # nothing is there: nobody may ask it
+    ended = start(tmp_path, agent.parent, *words, "--", asked, "hello", **more, TMPDIR=str(tmp_path))
+    assert ended.returncode == code, ended.stderr
+    told, kind, url, pid, left = json.loads((tmp_path / "told.json").read_text())
+    assert told == [asked, "hello"] and kind == "message" and not left
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
     (log,) = tmp_path.glob("logs/**/start-*.log")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     import httpx

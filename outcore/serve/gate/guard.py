@@ -47,7 +47,7 @@ class Guard:
                 self._check(scope, Headers(scope=scope))
         except ApiError as error:
             self._refused(error.status)
-            await refusal(error)(scope, receive, send)
+            await refusal(error, scope)(scope, receive, send)
         else:
             await (self._with_body if scope["type"] == "http" else self.app)(scope, receive, send)
 
@@ -63,7 +63,7 @@ class Guard:
             body.let_go()
         if body.refused is not None:
             self._refused(body.refused.status)
-            await refusal(body.refused)(scope, receive, send)
+            await refusal(body.refused, scope)(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """ApiError for a request that may not come in."""
@@ -81,6 +81,8 @@ class Guard:
             )  # fmt: skip
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "No name here holds a NUL.")
+        if scope["path"].startswith("/v1/audio"):  # before its body: sound comes as a form
+            raise ApiError(404, f"There is no {scope['path']} here: sound is never read or written.")
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
             wanted = self._kinds.get(f"{scope['method']} {scope['path']}", JSON)
             # JSON alone: a page of another site cannot send it without asking first, and nobody answers that
@@ -93,6 +95,6 @@ class Guard:
         return name != "" and (name in self._hosts or name == here or (is_loopback(name) and is_loopback(here)))
 
 
-def refusal(error: ApiError) -> JSONResponse:
+def refusal(error: ApiError, scope: Scope) -> JSONResponse:
     """An error as middleware answers it."""
-    return JSONResponse(error.body(), error.status, headers=error.headers())
+    return JSONResponse(error.body(scope["path"]), error.status, headers=error.headers())

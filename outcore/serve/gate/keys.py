@@ -69,6 +69,6 @@ class KeyCheck:
                 await self._keys.check(bearer_of(scope), scope)
         except ApiError as error:
             self._refused(error.status)
-            await refusal(error)(scope, receive, send)
+            await refusal(error, scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)

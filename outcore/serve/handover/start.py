@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,24 +111,28 @@ def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str])
     name, url = args.served_name or args.model, f"http://127.0.0.1:{port}"
     log = args.log_dir / f"start-{time.strftime('%Y%m%d-%H%M%S')}.log"
     events = DiagnosticLog(args.log_dir.parent / "diagnostics")
-    with tempfile.TemporaryDirectory(prefix="outcore-start-") as folder:
-        key_file = Path(folder) / "key"
-        key_file.write_text(key, encoding="utf-8")
-        command = [sys.executable, "-m", "outcore", "serve", *serve_words, "--port", str(port)]
-        command += ["--api_key_file", str(key_file), "--host", "127.0.0.1"]
-        command += ["--max_answer_tokens", str(args.max_answer_tokens)]
-        process = ServerProcess(command, {}, url, log, Care(start_timeout_s=args.start_timeout), events.note)
-        say(f"the model starts; its log: {log}")
-        try:
-            process.bring_up()
-            client = client_of(args.client, url, key, name, *_limits_of(url, key))
-            _asked(client, url, key)
-            say(f"{name} answers at {url}")
-            return _run(client, client_words)
-        except KeyboardInterrupt:
-            return 0
-        finally:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: the client ends, too
+    process = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="outcore-start-") as folder:
+            key_file = Path(folder) / "key"
+            key_file.write_text(key, encoding="utf-8")
+            command = [sys.executable, "-m", "outcore", "serve", *serve_words, "--port", str(port)]
+            command += ["--api_key_file", str(key_file), "--host", "127.0.0.1"]
+            command += ["--max_answer_tokens", str(args.max_answer_tokens)]
+            process = ServerProcess(command, {}, url, log, Care(start_timeout_s=args.start_timeout), events.note)
+            say(f"the model starts; its log: {log}")
+            process.bring_up()  # it has read the key, which goes here: a kill leaves nothing of it
+        client = client_of(args.client, url, key, name, *_limits_of(url, key))
+        _asked(client, url, key)
+        say(f"{name} answers at {url}")
+        return _run(client, client_words)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if process is not None:
             process.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _limits_of(url: str, key: str) -> tuple[int, int]:
@@ -160,16 +165,22 @@ def _run(client: AgentClient, more: Sequence[str]) -> int:
             say(f"  {line}")
         say("Ctrl-C ends the model.")
         signal.pause()
+    from outcore.serve.handover.process import STOP_S
+
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
+    environ = _unproxied({**os.environ, **client.variables})
+    running = subprocess.Popen(
+        [str(executable), *client.command[1:], *more], env=environ,
+        **before_exec(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)),
+    )  # fmt: skip
     try:
-        environ = _unproxied({**os.environ, **client.variables})
-        ended = subprocess.run(
-            [str(executable), *client.command[1:], *more], env=environ, check=False,
-            **before_exec(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)),
-        )  # fmt: skip
-    finally:
+        return running.wait()
+    finally:  # nothing to do but where the session was told to end
+        running.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(STOP_S)
+        running.kill()
         signal.signal(signal.SIGINT, before)
-    return ended.returncode
 
 
 def _unproxied(environ: dict[str, str]) -> dict[str, str]:

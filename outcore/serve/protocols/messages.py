@@ -282,8 +282,7 @@ class Blocks:
 
     def end(self, so_far: Parsed) -> list[dict[str, Any]]:
         """Events of the end."""
-        found = self._closed(is_cut=so_far.is_cut)
-        return found
+        return self._closed(is_cut=so_far.is_cut)
 
     def _opened(self, kind: str, block: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         if self._is_open and self.content[-1]["type"] == kind:

@@ -26,10 +26,22 @@ PAIRS = (
 )
 """Arguments one by one, as Qwen's coders write them."""
 NAMES = ("a", "path", "max_count", "x-y", "täg", "end", "type")
+FEW = {"type": "integer", "minimum": 0, "maximum": 5}
+SHARED = {"type": "object", "properties": {"n": FEW}, "required": ["n"]}
+OTHERS = [
+    {"type": ["string", "null"]}, {"type": "number", "exclusiveMinimum": -9, "exclusiveMaximum": 40},
+    {"type": "string", "format": "date"}, {"type": "string", "format": "uuid"}, FEW | {"multipleOf": 5, "default": 5},
+    {"$ref": "#/$defs/shared"}, {"anyOf": [{"$ref": "#/$defs/shared"}, {"type": "null"}]},
+    {"oneOf": [FEW, {"type": "string", "maxLength": 3}]}, {"allOf": [SHARED, {"properties": {"b": {"type": "null"}}}]},
+    {"type": "object", "additionalProperties": FEW},
+    {"type": "object", "patternProperties": {"^x[0-9]$": FEW}, "additionalProperties": False},
+    {"type": "array", "prefixItems": [FEW, {"type": "boolean"}], "items": False, "minItems": 2},
+]  # fmt: skip
+"""Schemas with keywords that are met less often."""
 
 
-def some_schema(draw: random.Random, depth: int = 0, *, bare: bool = False) -> dict:
-    kinds = ["string", "integer", "number", "boolean", "enum", "const"]
+def some_schema(draw: random.Random, depth: int = 0) -> dict:
+    kinds = ["string", "integer", "number", "boolean", "enum", "const", "other", "other"]
     kinds += ["array", "object", "anyOf", "null", "strings"] if depth < 2 else []
     kind = draw.choice(kinds)
     if kind == "object":
@@ -39,6 +51,8 @@ def some_schema(draw: random.Random, depth: int = 0, *, bare: bool = False) -> d
         return {"type": "array", "items": some_schema(draw, depth + 1), "minItems": least, "maxItems": least + 2}
     if kind == "anyOf":
         return {"anyOf": [some_schema(draw, depth + 1) for _ in range(2)]}
+    if kind == "other":
+        return draw.choice(OTHERS)
     if kind == "enum":
         return {"enum": draw.sample(["on", "off", "ö\n", 3, None, True, 'q"'], 3)}
     if kind == "const":
@@ -58,7 +72,8 @@ def some_object(draw: random.Random, depth: int = 0) -> dict:
     names = draw.sample(NAMES, draw.randint(0, 4))
     found = {"type": "object", "properties": {name: some_schema(draw, depth) for name in names}}
     found["required"] = [name for name in names if draw.random() < 0.6]
-    return found | {"additionalProperties": False}
+    found |= {} if depth else {"$defs": {"shared": SHARED}}
+    return found | ({"additionalProperties": False} if draw.random() < 0.8 else {})
 
 
 def written(draw: random.Random, matcher, tokenizer, begins: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 
@@ -103,9 +104,22 @@ def test_errors_have_the_shape_of_their_api(wide, claude):
         wide, "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HI, "tools": "x" * 400_000}
     )
     assert status == 400 and json.loads(said)["error"]["type"] == "invalid_request_error"
+    long = http.client.HTTPConnection("127.0.0.1", wide.port, timeout=120)  # refused before it is read
+    long.request("POST", "/v1/messages", headers={"Content-Type": "application/json", "Content-Length": str(1 << 30)})
+    reply = long.getresponse()
+    assert reply.status == 413 and json.loads(reply.read())["error"]["type"] == "request_too_large"
+    long.close()
     status, said = send(wide, "/v1/messages", {"model": "tiny", "max_tokens": 1, "min_tokens": 3, "messages": HI})
     assert status == 400 and "min_tokens is 3" in json.loads(said)["error"]["message"]
     assert claude.messages.create(model="tiny", max_tokens=2, messages=HI).usage.output_tokens
+
+
+def test_sound_is_never_served(openai, wide):
+    client = openai.OpenAI(base_url=f"{wide.url}/v1", api_key="unused", max_retries=0, timeout=120)
+    with pytest.raises(openai.NotFoundError, match="sound is never"):
+        client.audio.transcriptions.create(model="tiny", file=("a.wav", b"RIFF"))  # a form
+    with pytest.raises(openai.NotFoundError, match="sound is never"):
+        client.audio.speech.create(model="tiny", voice="alloy", input="Hi")
 
 
 def test_a_grammar_that_cannot_be_is_refused_and_others_are_served(wide, responses):
