@@ -125,6 +125,7 @@ class _Story:
         length = config.seq_length or default_seq_length(config, self.settings.precision)
         model_settings = model_settings_of(config, self.settings.precision, length)
         tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
+        heads.settle_ends(tokenizer, ends_answers=bool(self.kind.trainer))
         below = began_from(config, model_settings.model_name_or_path, resolve_source(model_settings).config)
         materials = settle_materials(config, below, tokenizer, self.checkpoint, job.say)
         made_of = {kind: asdict(material) for kind, material in materials.items()}
