@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+import outcore.hf
 from outcore.checkpoint import Checkpoint, save_checkpoint
+from outcore.config import RunSettings
+from outcore.train.configure.schedule import LrSchedule
 
 TRAINER = "trainer"
 """Folder of a checkpoint for what the trainer saves."""
@@ -65,6 +69,20 @@ def rows_hash(rows: Any) -> str:
 def trained_numel(model: Any) -> int:
     """Parameters that are trained."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def optimizer_of(model: Any, settings: RunSettings, schedule: LrSchedule) -> tuple[Any, Any]:
+    """(AdamW that clips by the exact norm, its schedule), as every run has them."""
+    adamw = outcore.hf.optimizer(
+        model,
+        schedule.peak_lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or None,
+    )
+    share: Callable[[int], float] = lambda step: schedule.lr(min(step, schedule.total_steps - 1)) / schedule.peak_lr  # noqa: E731
+    return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, share)
 
 
 def save_as_ours(
