@@ -56,8 +56,8 @@ def method_model(
 
 
 def settle_ends(tokenizer: Any, *, ends_answers: bool) -> None:
-    """Have the tokenizer know what pads rows and, with `ends_answers`, what ends an answer (TRL wants it), as in our own
-    loop. DataError where it has no token that ends a text."""
+    """Have the tokenizer know what pads rows and, with `ends_answers`, what ends an answer (TRL asks for it). DataError
+    where it has no token that ends a text."""
     for name in ("pad_token", *["eos_token"] * ends_answers):
         if getattr(tokenizer, name) is None:
             end = DocumentEncoder(tokenizer).end_token_id()
