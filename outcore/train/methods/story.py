@@ -53,7 +53,7 @@ from outcore.train.process.alone import (
     optimizer_of,
     rows_hash,
     save_as_ours,
-    saved_by_trainer,
+    train_to_end,
     trained_numel,
 )
 from outcore.train.process.log import RunLog, open_log
@@ -392,7 +392,7 @@ class _Story:
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
         try:
-            trainer.train(resume_from_checkpoint=saved_by_trainer(self.checkpoint))
+            train_to_end(trainer, self.checkpoint, steps.total_steps)
         except RewardError as error:
             raise RewardError(f"{error} {self._kept_before(trainer)}") from error
         step = trainer.state.global_step

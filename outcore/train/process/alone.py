@@ -113,6 +113,11 @@ def save_as_ours(
     trainer._save_checkpoint = save
 
 
-def saved_by_trainer(checkpoint: Checkpoint | None) -> str | None:
-    """Folder of what the trainer saved, with which it goes on; None without a checkpoint."""
-    return None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))
+def train_to_end(trainer: Any, checkpoint: Checkpoint | None, total_steps: int) -> None:
+    """Turn the steps that are left, from what the trainer saved in `checkpoint`."""
+    saved = None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))
+    if checkpoint is not None and checkpoint.step >= total_steps:
+        # Killed between its last save and its export: within an epoch, transformers would turn one step more.
+        assert hasattr(trainer, "_run_epoch")
+        trainer._run_epoch = lambda **_: None
+    trainer.train(resume_from_checkpoint=saved)

@@ -167,6 +167,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(flags: list[str], monke
         "stopped", "finished",
     ]  # fmt: skip
     assert train("dpo", *flags, "--resume_from_checkpoint", "auto", name="parts", steps=4) == 0
+    shutil.rmtree("final_model/parts")  # as where it is killed between its last save, within an epoch, and its export
+    assert train("dpo", *flags, "--resume_from_checkpoint", "auto", name="parts", steps=4) == 0
     steps = [[step["loss"] for step in read_metrics(f"logs/{name}/metrics.jsonl").steps] for name in ("whole", "parts")]
     assert steps[0] == steps[1]
     whole, parts = (load_file(f"final_model/{name}/model.safetensors") for name in ("whole", "parts"))
