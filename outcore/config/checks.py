@@ -152,7 +152,7 @@ def _check_method(config: TrainConfig) -> None:
         if given := next((name for name in OF_METHODS if getattr(config, name) is not None), None):
             raise ConfigError(f"{given}: method sft has none. Name the method it is for (--method), or leave it out.")
         return
-    rolls_out = method in ("grpo", "gspo")
+    rolls_out = method in ("grpo", "gspo", "rloo")
     refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ()), *(OF_EVALUATION if rolls_out else ())}
     refused -= {*SHARED}
     if given := next(

@@ -2,9 +2,8 @@
 
 The layers stream as `outcore.hf` streams them: forward, backward with recomputation, and one forward more for a
 reference (adapters off). Embedding and head stay on the device, two layers' weights beside them, of each text what one
-layer computes, and of a micro-batch its logits. Where the model is trained on answers of its own, each of their tokens
-is a pass over the layers, and keys and values lie on the device until the update. The model is loaded in 16 bits before
-it is packed; states are fp32. No figure here was fitted to a measured run."""
+layer computes, and of a micro-batch its logits. Each token of a model's own answers is a pass over the layers; keys and
+values stay until the update. It is loaded in 16 bits, then packed; states are fp32. Not fitted to measured runs."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS
 
 MICRO_BATCH, ACCUMULATION = 2, 4
-SIDES: Mapping[str, int] = MappingProxyType({"classify": 1, "distill": 1, "pictures": 1, "grpo": 1, "gspo": 1})
+ROLLED = ("grpo", "gspo", "rloo")
+"""Methods whose model answers while it is trained."""
+SIDES: Mapping[str, int] = MappingProxyType(dict.fromkeys(("classify", "distill", "pictures", *ROLLED), 1))
 """Texts of a row; of other methods two: chosen and rejected, query and partner, an answer and another row's."""
 REFERENCE = ("dpo", "kto")
-ROLLED = ("grpo", "gspo")
-"""Methods whose model answers while it is trained."""
 STATE_BYTES = 16
 """fp32 master, two moments and a gradient."""
 GRADIENTS = 4
@@ -100,10 +99,11 @@ def plan_method(
     ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
     flops = step_flops(shape, replace(request, activation_checkpointing=True), seq, tokens)
     refers = (method in REFERENCE or (rolled is not None and rolled.refers)) and shape.lora_r > 0
+    more = refers + (method == "rloo")  # which asks for its answers' log-probabilities once more
     compute_s = hardware.compute_s(
-        flops.forward * (1 + refers) + flops.backward, 0.0, flops.attention + refers * flops.attention_forward
+        flops.forward * (1 + more) + flops.backward, 0.0, flops.attention + more * flops.attention_forward
     )
-    crossed = layer_bytes * layers * (2 + refers) + (0 if shape.lora_r else e * sum(shape.layer_params))
+    crossed = layer_bytes * layers * (2 + more) + (0 if shape.lora_r else e * sum(shape.layer_params))
     link_s = 0.0 if hardware.is_cpu else crossed / (hardware.h2d_gb_per_s * GB)
     update_s = hardware.update_s("fp32", shape.trainable_params)
     step_s = accumulation * max(compute_s, link_s) + update_s + rollout_s

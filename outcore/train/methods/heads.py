@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from outcore.config import ConfigError
+from outcore.data.cache import DocumentEncoder
 from outcore.model import LoadedModel, ModelSettings, Origin, load_model
 from outcore.model.adapters import apply_lora
 from outcore.model.forward import Pooling
@@ -50,10 +51,17 @@ def method_model(
         model = _with_head(model, labels, problem, settings.seed, is_by_word)
         if lora is not None:
             lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return (model if lora is None else apply_lora(model, lora, settings.seed)), loaded.origin
+
+
+def settle_ends(tokenizer: Any, *, ends_answers: bool) -> None:
+    """Have the tokenizer know what pads rows and, with `ends_answers`, what ends an answer (TRL asks for it). DataError
+    where it has no token that ends a text."""
+    for name in ("pad_token", *["eos_token"] * ends_answers):
+        if getattr(tokenizer, name) is None:
+            end = DocumentEncoder(tokenizer).end_token_id()
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(end))
 
 
 def _with_head(model: Any, labels: Mapping[int, str], problem: str | None, seed: int, is_by_word: bool) -> Any:

@@ -128,8 +128,8 @@ class Rewards:
         self, process: RewardProcess, name: str, answers: int, *, skips: bool, say: Callable[[str], None]
     ) -> None:
         self.__name__ = name.rpartition(":")[2]
-        self.num_judged = self.num_left_out = 0
-        """Prompts of the last call."""
+        self.left_out: list[bool] = []
+        """Whether each answer of the last call is to a prompt that is left out."""
         self._process, self._answers, self._skips, self._say = process, answers, skips, say
         self._has_said_equal = False
 
@@ -138,7 +138,7 @@ class Rewards:
         trainer_state: Any, **given: Any,
     ) -> list[float | None]:  # fmt: skip
         found, equal = list[float | None](), list[tuple[int, float | None]]()
-        self.num_judged = self.num_left_out = 0
+        self.left_out = []
         for at in range(0, len(prompts), self._answers):
             these = slice(at, at + self._answers)
             rows = [json.loads(row) for row in columns[these]]
@@ -152,14 +152,14 @@ class Rewards:
                 if not self._skips:
                     raise RewardError(words) from error
                 self._say(f"WARNING: {words} Its answers are left out of this step.")
-                self.num_left_out += 1
+                self.left_out += [True] * self._answers
                 found += [None] * self._answers
                 continue
-            self.num_judged += 1
+            self.left_out += [False] * self._answers
             if len(set(rewards)) == 1:
                 equal.append((number[at], rewards[0]))
             found += rewards
-        if equal and len(equal) == self.num_judged and not self._has_said_equal:
+        if equal and len(equal) * self._answers == self.left_out.count(False) and not self._has_said_equal:
             self._has_said_equal = True
             each = ", ".join(f"prompt {which}: {reward}" for which, reward in equal[:4])
             self._say(

@@ -1,4 +1,4 @@
-"""Answers that a model is trained on while it learns (`--method grpo`): TRL's trainer, our engine.
+"""Answers that a model is trained on while it learns (`--method grpo`, `rloo`): TRL's trainer, our engine.
 
 TRL calls `Rollouts` for answers. They come from `outcore.infer` over the trainer's own weights, base and adapter as
 they are in the homes that the optimizer changes. A prompt is read once for all its answers; keys and values are given
@@ -10,6 +10,7 @@ step: both run transformers' layers, but one token at a time over pages, or all 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ RAM_SHARE = 0.5
 
 
 class Rollouts:
-    """Answers of the model that is trained: TRL's GRPOTrainer calls this (its `rollout_func`)."""
+    """Answers of the model that is trained: TRL's trainer calls this (its `rollout_func`)."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None]) -> None:
         self._seed, self._tokenizer, self._say, self._has_said_room = config.seed, tokenizer, say, False
@@ -161,17 +162,28 @@ class Rollouts:
 
 
 def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
-    """TRL's GRPOTrainer `base` that measures how far rollouts lie from it, and steps over a batch without rewards."""
+    """TRL's trainer `base` that measures how far rollouts lie from it, and learns nothing of a prompt left out."""
     rewards = rollouts.rewards
-    own = ("_get_train_sampler", "_get_per_token_logps_and_entropies", "_compute_loss")
+    is_rloo = "rollout_func" not in inspect.signature(base).parameters
+    own = ["_get_train_sampler", "_get_per_token_logps_and_entropies", "_compute_loss"]
+    own += ["_generate_and_score_completions", *["_tokenize_prompts", "_generate_single_turn"] * is_rloo]
     if missing := [name for name in own if not hasattr(base, name)]:
-        raise ConfigError(f"method: this TRL's GRPOTrainer has no {', '.join(missing)}. pip install trl==1.16")
+        raise ConfigError(f"method: this TRL's {base.__name__} has no {', '.join(missing)}. pip install trl==1.16")
+    if is_rloo:
+        base = _taking_rollouts(base)
 
     class RolloutTrainer(base):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             sampler = super()._get_train_sampler(*args, **kwargs)
             sampler.set_epoch = partial(rollouts.begin_epoch, sampler)
             return sampler
+
+        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+            found = super()._generate_and_score_completions(*args, **kwargs)
+            if "num_items_in_batch" in found:  # GRPO's KL is in its loss, where no advantage switches it off
+                found["completion_mask"][torch.tensor(rewards.left_out)] = 0
+                found["num_items_in_batch"] = found["completion_mask"].sum()
+            return found
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -184,15 +196,40 @@ def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
             off = (self._computed - inputs["sampling_per_token_logps"])[mask].double()
             told = self._metrics["train"]
             told["mismatch"].append(off.abs().mean().item())
-            told["mismatch_max"] = [max(off.abs().max().item(), *told["mismatch_max"], 0.0)]
+            told["mismatch_max"] = [max([0.0, *off.abs().tolist(), *told["mismatch_max"]])]
             told["mismatch_kl"].append((off.exp() - 1 - off).mean().item())
-            told["prompts_left_out"], told["skipped"] = [rewards.num_left_out], [not rewards.num_judged]
+            told["prompts_left_out"] = [sum(rewards.left_out) // rollouts.answers]
+            told["skipped"] = [all(rewards.left_out)]
             return loss
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
-            if not rewards.num_judged:  # else the optimizer would go on by its moments
+            if all(rewards.left_out):  # else the optimizer would go on by its moments
                 self.model.zero_grad(set_to_none=True)
             return loss
 
     return RolloutTrainer
+
+
+def _taking_rollouts(base: Any) -> Any:
+    """TRL's RLOOTrainer `base`, which itself takes no `rollout_func`, with one as GRPOTrainer has it."""
+
+    class TakingRollouts(base):
+        def __init__(self, *args: Any, rollout_func: Rollouts, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._answer = rollout_func
+
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            self._answers = self._answer(prompts, self)
+            return self._answers["prompt_ids"], None, {}
+
+        def _generate_single_turn(self, *_: Any) -> Any:
+            return self._answers["completion_ids"]
+
+        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+            found = super()._generate_and_score_completions(*args, **kwargs)
+            logprobs = [torch.tensor(of_answer) for of_answer in self._answers["logprobs"]]
+            padded = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
+            return found | {"sampling_per_token_logps": padded.to(found["completion_ids"].device)}
+
+    return TakingRollouts

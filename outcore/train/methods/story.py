@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from outcore.data.chat import end_tokens_of, ensure_chat_template
 from outcore.model import ModelSettings, Origin, resolve_source
 from outcore.model.facts import set_end_tokens
 from outcore.model.forward import Pooling, read_pooling, unwrap, write_pooling
-from outcore.monitor import MetricsLog, RunProgress, make_loggers, plot_loss
+from outcore.monitor import plot_loss
 from outcore.runs import TakenRun, take_run
 from outcore.train.changes import began_from, settle_changes, settle_materials
 from outcore.train.configure.rooms import epoch_words, lora_alpha, model_settings_of, run_length, schedule_of
@@ -48,8 +48,15 @@ from outcore.train.methods.rewards import RewardError, check_batch, judge_of
 from outcore.train.methods.rows import split_rows
 from outcore.train.methods.table import METHODS, MethodKind, trl_classes
 from outcore.train.process import StopRequest, seed_everything
-from outcore.train.process.alone import in_one_process, rows_hash, save_as_ours, saved_by_trainer, trained_numel
-from outcore.train.process.log import RunLog
+from outcore.train.process.alone import (
+    in_one_process,
+    optimizer_of,
+    rows_hash,
+    save_as_ours,
+    train_to_end,
+    trained_numel,
+)
+from outcore.train.process.log import RunLog, open_log
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.job import RunJob
 
@@ -108,7 +115,8 @@ class _Story:
     """One run."""
 
     def __init__(self, job: RunJob, kind: MethodKind, settings: RunSettings, taken: TakenRun) -> None:
-        self.job, self.config, self.kind, self.settings, self.folder = job, job.config, kind, settings, taken.folder
+        self.job, self.config, self.kind, self.settings, self.taken = job, job.config, kind, settings, taken
+        self.folder = taken.folder
         self.checkpoint: Checkpoint | None = taken.checkpoint
         self.saved_path: Path | None = None
         self.origin: Origin | None = None
@@ -125,6 +133,7 @@ class _Story:
         length = config.seq_length or default_seq_length(config, self.settings.precision)
         model_settings = model_settings_of(config, self.settings.precision, length)
         tokenizer = load_tokenizer(config, model_settings, job.say, self.checkpoint)
+        heads.settle_ends(tokenizer, ends_answers=bool(self.kind.trainer))
         below = began_from(config, model_settings.model_name_or_path, resolve_source(model_settings).config)
         materials = settle_materials(config, below, tokenizer, self.checkpoint, job.say)
         made_of = {kind: asdict(material) for kind, material in materials.items()}
@@ -256,27 +265,13 @@ class _Story:
         }
 
     def _log(self, stop: StopRequest, steps: RunLength, model: Any) -> RunLog:
-        job, config, folder = self.job, self.config, self.folder
-        resumed = self.checkpoint.step if self.checkpoint else None
-        metrics = MetricsLog(folder.metrics, resume_step=resumed, say=job.say)
-        job.opened.callback(metrics.close)
-        loggers = make_loggers(config.report_to, folder.logs, resume_step=resumed, enabled=True, say=job.say)
-        job.opened.callback(loggers.close)
-        progress = RunProgress(
-            steps.total_steps, first_step=resumed or 0, plain_every_steps=config.logging_steps, enabled=True
-        )
-        job.opened.callback(progress.close)
         header = {
-            "run": folder.name,
             "versions": {"outcore": __version__, "torch": torch.__version__},
-            "machine": {"device": job.device.reason},
+            "machine": {"device": self.job.device.reason},
             "model": {"words": type(model).__name__, "trainable_params": trained_numel(model)},
             "plan": {"total_steps": steps.total_steps, "train_batch_size": self.settings.train_batch_size},
-            "config": asdict(config),
         }
-        metrics.write_header(header)
-        loggers.log_header(header)
-        return RunLog(metrics, progress, loggers, stop)
+        return open_log(self.config, self.taken, steps.total_steps, header, stop, self.job.opened, self.job.say)
 
     def _trainer(
         self,
@@ -332,7 +327,7 @@ class _Story:
             if rows[1]
             else None,
             callbacks=[log],
-            optimizers=self._optimizer(model, schedule),
+            optimizers=optimizer_of(model, self.settings, schedule),
             **given,
         )
         if classes is None:
@@ -373,19 +368,6 @@ class _Story:
             "gradient_checkpointing": False,  # layers are computed again in any case
         }
 
-    def _optimizer(self, model: Any, schedule: LrSchedule) -> tuple[Any, Any]:
-        settings = self.settings
-        adamw = outcore.hf.optimizer(
-            model,
-            schedule.peak_lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_epsilon,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm or None,
-        )
-        share: Callable[[int], float] = lambda step: schedule.lr(min(step, schedule.total_steps - 1)) / schedule.peak_lr  # noqa: E731
-        return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, share)
-
     def _kept_before(self, trainer: Any) -> str:
         """Save the steps before one that cannot be gone; tell in words how to go on."""
         step = trainer.state.global_step
@@ -410,7 +392,7 @@ class _Story:
         if self.checkpoint is not None:
             job.say(f"resumed from {self.checkpoint.path} at step {self.checkpoint.step}")
         try:
-            trainer.train(resume_from_checkpoint=saved_by_trainer(self.checkpoint))
+            train_to_end(trainer, self.checkpoint, steps.total_steps)
         except RewardError as error:
             raise RewardError(f"{error} {self._kept_before(trainer)}") from error
         step = trainer.state.global_step

@@ -53,6 +53,7 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             rows.asked, "trl.GRPOTrainer", rolls_out=True,
             settings={"importance_sampling_level": "sequence", "loss_type": "grpo"},
         ),
+        "rloo": MethodKind(rows.asked, "trl.RLOOTrainer", rolls_out=True, settings={"beta": 0.0}),
     }
 )  # fmt: skip
 

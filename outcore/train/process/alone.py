@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+import outcore.hf
 from outcore.checkpoint import Checkpoint, save_checkpoint
+from outcore.config import RunSettings
+from outcore.train.configure.schedule import LrSchedule
 
 TRAINER = "trainer"
 """Folder of a checkpoint for what the trainer saves."""
@@ -67,6 +71,20 @@ def trained_numel(model: Any) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+def optimizer_of(model: Any, settings: RunSettings, schedule: LrSchedule) -> tuple[Any, Any]:
+    """(AdamW that clips by the exact norm, its schedule), as every run has them."""
+    adamw = outcore.hf.optimizer(
+        model,
+        schedule.peak_lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or None,
+    )
+    share: Callable[[int], float] = lambda step: schedule.lr(min(step, schedule.total_steps - 1)) / schedule.peak_lr  # noqa: E731
+    return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, share)
+
+
 def save_as_ours(
     trainer: Any,
     folder: Path,
@@ -95,6 +113,11 @@ def save_as_ours(
     trainer._save_checkpoint = save
 
 
-def saved_by_trainer(checkpoint: Checkpoint | None) -> str | None:
-    """Folder of what the trainer saved, with which it goes on; None without a checkpoint."""
-    return None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))
+def train_to_end(trainer: Any, checkpoint: Checkpoint | None, total_steps: int) -> None:
+    """Turn the steps that are left, from what the trainer saved in `checkpoint`."""
+    saved = None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))
+    if checkpoint is not None and checkpoint.step >= total_steps:
+        # Killed between its last save and its export: within an epoch, transformers would turn one step more.
+        assert hasattr(trainer, "_run_epoch")
+        trainer._run_epoch = lambda **_: None
+    trainer.train(resume_from_checkpoint=saved)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from transformers import TrainerCallback
 
-from outcore.monitor import MetricsLog, RunProgress
+from outcore.config import TrainConfig
+from outcore.monitor import MetricsLog, RunProgress, make_loggers
+from outcore.runs import TakenRun
 from outcore.train.process.stop_request import StopRequest
 
 OF_TRAINER = ("epoch", "step", "total_flos", "train_loss")
@@ -19,6 +24,24 @@ OF_ROLLOUTS = {
 """Figures of a step with rollouts that people are told, by their names for people."""
 SHOWN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins")
 """Figures of an evaluation that people are told; metrics.jsonl has all."""
+
+
+def open_log(
+    config: TrainConfig, taken: TakenRun, total_steps: int, header: dict[str, Any], stop: StopRequest,
+    opened: ExitStack, say: Callable[[str], None],
+) -> RunLog:  # fmt: skip
+    """The log of a run that begins, or goes on from its checkpoint; `opened` closes it."""
+    folder, resumed = taken.folder, None if taken.checkpoint is None else taken.checkpoint.step
+    metrics = MetricsLog(folder.metrics, resume_step=resumed, say=say)
+    opened.callback(metrics.close)
+    loggers = make_loggers(config.report_to, folder.logs, resume_step=resumed, say=say)
+    opened.callback(loggers.close)
+    progress = RunProgress(total_steps, first_step=resumed or 0, plain_every_steps=config.logging_steps)
+    opened.callback(progress.close)
+    header = {"run": folder.name, **header, "config": asdict(config)}
+    metrics.write_header(header)
+    loggers.log_header(header)
+    return RunLog(metrics, progress, loggers, stop)
 
 
 class RunLog(TrainerCallback):

@@ -31,20 +31,12 @@ from outcore.data.look import data_settings_of
 from outcore.data.pictures import PictureEncoder, PictureRow, picture_rows
 from outcore.model.adapters import linear_names
 from outcore.model.facts import set_end_tokens
-from outcore.monitor import MetricsLog, RunProgress, make_loggers
 from outcore.runs import RunFolder, take_run
 from outcore.train.changes import began_from, settle_changes, settle_materials
-from outcore.train.configure.rooms import (
-    RunLength,
-    choose_device,
-    epoch_words,
-    lora_alpha,
-    run_length,
-    schedule_of,
-)
+from outcore.train.configure.rooms import RunLength, choose_device, epoch_words, lora_alpha, run_length, schedule_of
 from outcore.train.process import StopRequest
-from outcore.train.process.alone import in_one_process, rows_hash, save_as_ours, saved_by_trainer
-from outcore.train.process.log import RunLog
+from outcore.train.process.alone import in_one_process, optimizer_of, rows_hash, save_as_ours, train_to_end
+from outcore.train.process.log import RunLog, open_log
 
 READ = frozenset((
     "model_name_or_path", "trust_remote_code", "attn_implementation", "seq_length", "train_vision", "dataset",
@@ -112,8 +104,8 @@ def train_vision(config: TrainConfig) -> int:
             say(words)
         ends = _answer_ends(encoder, rows[:ROWS_FOR_ENDS])
         stop = opened.enter_context(StopRequest())
-        began_at = None if checkpoint is None else checkpoint.step
-        log = _log(config, length, folder, began_at, settings.train_batch_size, stop, opened)
+        plan = {"total_steps": length.total_steps, "train_batch_size": settings.train_batch_size, "engine": "hf"}
+        log = open_log(config, taken, length.total_steps, {"plan": plan}, stop, opened, say)
         trainer = _trainer(config, settings, length, model, rows, encoder, folder, log)
         state = {
             "fingerprint": fingerprint,
@@ -123,7 +115,7 @@ def train_vision(config: TrainConfig) -> int:
         save_as_ours(trainer, folder.checkpoints, state, keep=config.save_total_limit, saved=lambda path: None, say=say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.path} at step {checkpoint.step}")
-        trainer.train(resume_from_checkpoint=saved_by_trainer(checkpoint))
+        train_to_end(trainer, checkpoint, length.total_steps)
         if (step := trainer.state.global_step) < length.total_steps:
             saved = config.save_strategy != "no"
             words = "saved. Go on with the same command and --resume_from_checkpoint auto"
@@ -226,24 +218,6 @@ def _adapted(config: TrainConfig, model: Any, vision: dict[str, Any]) -> Any:
     return get_peft_model(model, adapters)
 
 
-def _log(
-    config: TrainConfig, length: RunLength, folder: RunFolder, step: int | None, batch: int, stop: StopRequest,
-    opened: ExitStack,
-) -> RunLog:  # fmt: skip
-    """The log of a run that begins, or goes on at this step."""
-    metrics = MetricsLog(folder.metrics, resume_step=step, say=say)
-    opened.callback(metrics.close)
-    loggers = make_loggers(config.report_to, folder.logs, resume_step=step, say=say)
-    opened.callback(loggers.close)
-    progress = RunProgress(length.total_steps, first_step=step or 0, plain_every_steps=config.logging_steps)
-    opened.callback(progress.close)
-    plan = {"total_steps": length.total_steps, "train_batch_size": batch, "engine": "hf"}
-    header = {"run": folder.name, "plan": plan, "config": asdict(config)}
-    metrics.write_header(header)
-    loggers.log_header(header)
-    return RunLog(metrics, progress, loggers, stop)
-
-
 def _trainer(
     config: TrainConfig, settings: Any, length: RunLength, model: Any, rows: list[PictureRow], encoder: Any,
     folder: RunFolder, log: RunLog,
@@ -251,15 +225,6 @@ def _trainer(
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
-    states = hf.optimizer(
-        model,
-        settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or None,
-    )
-    rates = torch.optim.lr_scheduler.LambdaLR(states, lambda step: schedule.lr(step) / schedule.peak_lr)
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
         max_steps=length.total_steps,
@@ -281,7 +246,7 @@ def _trainer(
         args=arguments,
         train_dataset=rows,  # type: ignore[arg-type]  # a list has a length and takes an index
         data_collator=_collator(encoder),
-        optimizers=(states, rates),
+        optimizers=optimizer_of(model, settings, schedule),
         callbacks=[log],
     )
     trainer.remove_callback(PrinterCallback)

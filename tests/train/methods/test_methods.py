@@ -1,5 +1,6 @@
 """Methods as commands: runs with log, checkpoints and export like any other, by the trainers that the methods have."""
 
+import copy
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ import outcore
 from outcore.cli import main
 from outcore.monitor import read_metrics
 from outcore.runs import list_runs
+from outcore.train.methods.table import METHODS
 from tests.hf.callers import tiny, tokenizer
 
 PAIRS = [{"prompt": f"hello {i}", "chosen": f" world {i} 1 2", "rejected": f" test {i} 5"} for i in range(24)]
@@ -107,6 +109,30 @@ def test_numbers_in_rows_are_said_to_be_written_as_text(method: str, rows: list[
         assert (f"column '{column}' are written as text (24 rows)" in said.out + said.err) == numbers
 
 
+@pytest.mark.parametrize(
+    ("method", "end"), [(m, None) for m in (*METHODS, "sft")] + [(m, "<bos>") for m in ("kto", "embed", "grpo")]
+)
+def test_a_tokenizer_without_an_end_of_text_is_said_or_has_its_separator(
+    method: str, end: str | None, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no padding either, with which TRL's and transformers' collators would raise."""
+    words = copy.deepcopy(tokenizer())
+    words.eos_token = words.pad_token = None
+    words.sep_token = end
+    words.save_pretrained("model")
+    rows = ROWS.get(method, [{"prompt": "hello", "completion": " world"}] * 24)
+    monkeypatch.setitem(ROWS, method, rows)
+    flags = {"distill": ["--teacher", "none.parquet"]}.get(method, [])
+    if METHODS.get(method) and METHODS[method].rolls_out:
+        Path("judge.py").write_text("def length(completions, **_):\n    return [float(len(a)) for a in completions]")
+        flags = ["--reward_function", "judge.py:length", "--num_generations", "4", "--max_completion_length", "8"]
+    code = train(method, *flags, steps=1)
+    if end is None:
+        assert code == 2 and "the tokenizer has no end-of-text token (eos_token)" in capfd.readouterr().err
+    else:
+        assert code == 0, capfd.readouterr().err
+
+
 def test_dpo_learns_as_trl_does_on_the_plain_model() -> None:
     """Optimizer, schedule, clipping and a reference whose log-probabilities are computed before: the same losses."""
     import trl
@@ -140,6 +166,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(flags: list[str], monke
     assert [run.state for run in list_runs(Path("checkpoints"), Path("logs"), Path("final_model"))] == [
         "stopped", "finished",
     ]  # fmt: skip
+    assert train("dpo", *flags, "--resume_from_checkpoint", "auto", name="parts", steps=4) == 0
+    shutil.rmtree("final_model/parts")  # as where it is killed between its last save, within an epoch, and its export
     assert train("dpo", *flags, "--resume_from_checkpoint", "auto", name="parts", steps=4) == 0
     steps = [[step["loss"] for step in read_metrics(f"logs/{name}/metrics.jsonl").steps] for name in ("whole", "parts")]
     assert steps[0] == steps[1]
