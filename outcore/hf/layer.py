@@ -6,6 +6,7 @@ were, a copy or a pickle is streamed again, and moving the model to a device lea
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,17 @@ def is_streamed(module: nn.Module) -> bool:
 
 def room_bytes(model: nn.Module) -> int | None:
     """Device memory that a streamed model's weights and gradients leave to what is computed. None: nobody limits it."""
-    return next(module.__dict__[STACK].room_bytes for module in model.modules() if is_streamed(module))
+    return _stack_of(model).room_bytes
+
+
+def staying(model: Any, kv_bytes: int) -> AbstractContextManager[bool]:
+    """Within this context as many layers' weights as fit stay on the device beside keys and values of `kv_bytes`, so
+    that passes do not bring them again; gives whether all do. Nobody may train the model meanwhile."""
+    return _stack_of(model).staying(kv_bytes, model.config.get_text_config().hidden_size, model.dtype.itemsize)
+
+
+def _stack_of(model: nn.Module) -> LayerStack:
+    return next(module.__dict__[STACK] for module in model.modules() if is_streamed(module))
 
 
 @cache

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-SAVED_FACTOR = 2
-"""Inputs and outputs of the linear layers, and as much for what lies between them (measured on no machine yet)."""
+from outcore.sizing.streaming import token_bytes
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,12 @@ def rows_of(layer: nn.Module, tensors: Sequence[torch.Tensor], room_bytes: int |
     batch, length = hidden.shape[:2]
     if batch == length or any(batch in tensor.shape[1:2] for tensor in tensors if tensor.ndim > 1):
         return WHOLE  # it does not show which dimension counts the rows
-    per_cut = max(1, room_bytes // max(1, length * token_bytes(layer, hidden)))
+    per_cut = max(1, room_bytes // max(1, length * layer_token_bytes(layer, hidden.shape[-1], hidden.element_size())))
     return WHOLE if per_cut >= batch else Rows(batch, per_cut)
 
 
-def token_bytes(layer: nn.Module, hidden: torch.Tensor) -> int:
-    """Device memory that one token of a layer takes while it is differentiated, estimated from its matrices."""
+def layer_token_bytes(layer: nn.Module, hidden_size: int, element_bytes: int) -> int:
+    """Device memory that one token of a layer takes while it is differentiated (`sizing.streaming`)."""
     features = sum(m.in_features + m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
     stacked = (p for p in layer.parameters() if p.ndim == 3)
-    features += sum(sum(p.shape[1:]) for p in stacked)
-    return SAVED_FACTOR * features * hidden.element_size() + 8 * 4 * hidden.shape[-1]
+    return token_bytes(features + sum(sum(p.shape[1:]) for p in stacked), hidden_size, element_bytes)

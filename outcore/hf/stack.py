@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,11 +20,13 @@ from torch import nn
 
 from outcore.common.deadline import after
 from outcore.flow.parts import Part, SlabLayout, packing_rule
-from outcore.flow.weights import WeightPrefetcher
+from outcore.flow.weights import SlabRanges, WeightPrefetcher
 from outcore.hf.ground import MOST_GOING, Streaming
 from outcore.hf.homes import Elsewhere, HomeSource, Owned, SlabHome
-from outcore.sizing.streaming import STAY_LAYERS
+from outcore.hf.rows import layer_token_bytes
+from outcore.sizing.streaming import STAY_LAYERS, layers_that_stay
 from outcore.sizing.tiles import Holding
+from outcore.staging import UploadLane
 
 NUM_BUFFERS = 2
 """Layers on the device at once: one is used, one arrives."""
@@ -68,7 +70,10 @@ class LayerStack:
         """Own nothing yet: the first pass opens it all."""
         self._source, self._parts = HomeSource(), dict[tuple[int, Group], Part]()
         self._arrivals, self._uses = dict[Group, WeightPrefetcher](), dict[Group, dict[int, int]]()
+        self._drives = dict[Group, UploadLane | None]()
         self._numbers = itertools.count()
+        self._staying = dict[int, torch.Tensor]()
+        """Bytes of homes on the device by part (`staying`)."""
         self._gradient_bytes = 0
         """Gradients of the layer that has the most."""
         self._seen: list[list[tuple[Any, ...]]] = []
@@ -109,6 +114,43 @@ class LayerStack:
             self._settle_for_good()
         gradients = GRADIENTS * self._gradient_bytes + self.streaming.ends_gradient_bytes
         return max(0, budget - self.streaming.ends_bytes - self.device_bytes - gradients) // 2
+
+    @contextmanager
+    def staying(self, kv_bytes: int, hidden_size: int, element_bytes: int) -> Iterator[bool]:
+        """Within this context passes find the weights of as many layers on the device as fit there beside keys and
+        values of `kv_bytes` and what a pass computes (hidden states of this size and type); gives whether all do. What
+        weights are changed to meanwhile is not seen. A device without a limit is a CPU, which has them at home."""
+        with self._busy:
+            if self._going:
+                self._abort(None)
+            self._settle_for_good()
+            if (budget := self.streaming.budget_bytes) is None:
+                homes = self._source.homes
+                self._staying = {at: homes[at].ram for at in homes if not homes[at].nvme_bytes}
+            else:
+                sizes = [0] * len(self.layers)
+                for (index, _), part in self._parts.items():
+                    sizes[index] += part.layout.home_bytes
+                token = max(layer_token_bytes(layer, hidden_size, element_bytes) for layer in self.layers)
+                free_bytes = budget - self.streaming.ends_bytes - self.device_bytes
+                self._bring(range(layers_that_stay(sizes, free_bytes, kv_bytes, token)))
+        try:
+            yield len(self._staying) == len(self._parts)
+        finally:
+            self._staying.clear()
+            for arrival in self._arrivals.values():
+                arrival.begin(())  # which lets go of what stayed in the last pass
+
+    def _bring(self, layers: Container[int]) -> None:
+        """Copy these layers' weights to the device."""
+        lane, uploads = self.streaming.ground.upload, []
+        for (index, group), part in self._parts.items():
+            if index in layers:
+                room = torch.empty(part.layout.home_numel, dtype=part.dtype, device=self.streaming.device)
+                uploads.append(SlabRanges(self._source, lane, self._drives[group]).submit(part, 0, len(room), room))
+                self._staying[part.index] = room
+        for upload in uploads:
+            upload.wait_stream()
 
     def sends_away(self, n_bytes: int, layer: int) -> bool:
         """Whether a layer's hidden states wait in RAM for its backward: where all layers' would take more than half of
@@ -233,13 +275,14 @@ class LayerStack:
         ground, by_group = self.streaming.ground, dict[Group, list[Part]]()
         for (_, group), part in sorted(self._parts.items(), key=lambda item: item[0][0]):
             by_group.setdefault(group, []).append(part)
-        self._arrivals = {}
+        self._arrivals, self._drives = {}, {}
         for group, parts in by_group.items():
             stored_bytes = sum(self._source.homes[part.index].nvme_bytes for part in parts)
-            drive = ground.drive((self.path, group), stored_bytes) if stored_bytes else None
+            self._drives[group] = drive = ground.drive((self.path, group), stored_bytes) if stored_bytes else None
             self._arrivals[group] = WeightPrefetcher(
-                _Layers(parts), self._source, ground.upload, Holding(layer_buffers=NUM_BUFFERS), drive_lane=drive
-            )
+                _Layers(parts), self._source, ground.upload, Holding(layer_buffers=NUM_BUFFERS), drive_lane=drive,
+                resident=lambda part: self._staying.get(part.index),
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ passes
 

@@ -19,7 +19,7 @@ from outcore.plan.inference.needs import kv_of, state_bytes_of
 from outcore.plan.profile import RunRequest
 from outcore.plan.terms import step_flops
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS
+from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS, layers_that_stay, token_bytes
 
 MICRO_BATCH, ACCUMULATION = 2, 4
 ROLLED = ("grpo", "gspo", "rloo")
@@ -82,18 +82,20 @@ def plan_method(
     layer_bytes = e * max(shape.layer_params) - shape.layer_saved_bytes(e)
     ends_bytes = e * (shape.embedding_params + shape.head_params)
     features = sum(map(sum, shape.layer_matrices)) / layers
-    text_bytes = int(seq * (2 * e * features + 32 * shape.hidden_size))
+    text_bytes = seq * (each_bytes := token_bytes(features, shape.hidden_size, e))
     trained_layer = 0 if shape.lora_r else GRADIENTS * e * max(shape.layer_params) + ends_bytes
     logits_bytes = LOGITS.get(method, 0) * e * tokens * shape.vocab_size
     reserve = hardware.gpu_context_bytes + k.VRAM_RESERVE_BYTES
     fixed = ends_bytes + 2 * layer_bytes + reserve
-    kv_bytes, turns, rollout_s = 0, 1, 0.0
+    kv_bytes, turns, stays, rollout_s = 0, 1, 0, 0.0
     if rolled is not None:
-        kv_bytes, rollout_s = _rollouts(shape, request, hardware, rolled, layer_bytes)
-        room_bytes = (hardware.ram_bytes if hardware.is_cpu else max(2, hardware.vram_bytes - fixed)) // 2
-        turns = min(micro * accumulation, -(-kv_bytes // room_bytes))  # others wait (outcore.train.methods.rollouts)
-        rollout_s *= turns
-    vram = fixed + max(text_bytes + logits_bytes + trained_layer, kv_bytes // turns)
+        free_bytes = hardware.ram_bytes if hardware.is_cpu else max(2, hardware.vram_bytes - fixed)
+        kv_bytes = _kept_bytes(shape, request, rolled, seq, micro * accumulation)
+        turns = min(micro * accumulation, -(-kv_bytes // (free_bytes // 2)))  # others wait (train.methods.rollouts)
+        if not hardware.is_cpu:  # which has them at home
+            stays = layers_that_stay([layer_bytes] * layers, free_bytes, kv_bytes // turns, each_bytes)
+        rollout_s = turns * _rollout_s(shape, request, hardware, rolled, layer_bytes, stays)
+    vram = fixed + max(text_bytes + logits_bytes + trained_layer, kv_bytes // turns + stays * layer_bytes)
     hidden_bytes = tokens * shape.hidden_size * e * layers
     loading = plain_bytes + packed_bytes * bool(shape.quantize)
     ram = max(loading, packed_bytes + STATE_BYTES * shape.trainable_params + hidden_bytes)
@@ -118,7 +120,11 @@ def plan_method(
         f"{method}, {shape.name} on {hardware.name}: " + (f"does not fit ({'; '.join(short)})" if short else "fits"),
         f"  VRAM {format_gib(vram)} of {format_gib(hardware.vram_bytes)}, RAM {format_gib(ram)} of "
         f"{format_gib(hardware.ram_bytes)} (the model is loaded in {8 * e} bits first)",
-        *([] if rolled is None else [_rollout_words(rolled, seq, texts * accumulation, kv_bytes, turns, rollout_s)]),
+        *(
+            []
+            if rolled is None
+            else [_rollout_words(rolled, seq, texts * accumulation, kv_bytes, turns, stays, rollout_s)]
+        ),
         *([f"  of it {format_gib(logits_bytes)} are logits; --batch_size 1 has fewest"] if logits_bytes else []),
         f"  a step of {accumulation} x {texts} texts of {seq:,} tokens: {format_s(step_s)}, of it "
         f"{format_s(update_s)} for the update; {why} is the limit; not fitted to measured runs",
@@ -140,12 +146,9 @@ def plan_method(
     return MethodPlan(method, not short, vram, ram, step_s, accumulation * tokens, words, rollout_s)
 
 
-def _rollouts(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, rolled: RolloutSize, layer_bytes: float
-) -> tuple[int, float]:
-    """(bytes of keys and values, seconds) of a step's answers, all at once and each as long as it may be."""
-    seq = request.seq_length or min(1024, shape.max_positions or 1024)
-    answers = (request.micro_batch or MICRO_BATCH) * (request.accumulation or ACCUMULATION)
+def _kept_bytes(shape: ModelShape, request: RunRequest, rolled: RolloutSize, seq: int, answers: int) -> int:
+    """Bytes of keys and values of a step's answers, all at once and each as long as it may be. ValueError where there
+    is no room for a prompt, or answers are not of whole prompts."""
     prompt = seq - rolled.answer_tokens
     if state_bytes_of(shape, request.element_bytes):
         raise ValueError(f"{shape.name} keeps recurrent states: it is not answered with while it is trained.")
@@ -153,25 +156,38 @@ def _rollouts(
         raise ValueError(f"max_completion_length {rolled.answer_tokens} leaves no room for a prompt within {seq}.")
     if answers % rolled.answers:
         raise ValueError(f"a step of {answers} answers is not of whole prompts of {rolled.answers} (num_generations).")
-    read = answers // rolled.answers * prompt
-    kept = read + answers * rolled.answer_tokens
-    kv_bytes = kept * kv_of(shape, request.element_bytes).token_bytes
-    weights_bytes = layer_bytes * shape.num_layers
+    kept = answers // rolled.answers * prompt + answers * rolled.answer_tokens
+    return kept * kv_of(shape, request.element_bytes).token_bytes
+
+
+def _rollout_s(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, rolled: RolloutSize, layer_bytes: int, stays: int
+) -> float:
+    """Seconds of a step's answers, of which `stays` layers' weights cross once and the others' in each pass."""
+    seq = request.seq_length or min(1024, shape.max_positions or 1024)
+    answers = (request.micro_batch or MICRO_BATCH) * (request.accumulation or ACCUMULATION)
+    read = answers // rolled.answers * (seq - rolled.answer_tokens)
     rate = hardware.dram_gb_per_s if hardware.is_cpu else hardware.h2d_gb_per_s
+    travel_s, memory = layer_bytes * (shape.num_layers - stays) / (rate * GB), hardware.device_memory_gb_per_s
+    read_s = 0.0 if memory is None else layer_bytes * shape.num_layers / (memory * GB)
 
     def passes_s(tokens: int, passes: int) -> float:
         flops = step_flops(shape, request, seq, tokens)
-        crossed_s = passes * weights_bytes / (rate * GB)
-        return max(hardware.compute_s(flops.forward, 0.0, flops.attention_forward), crossed_s)
+        compute_s = hardware.compute_s(flops.forward, 0.0, flops.attention_forward)
+        return max(compute_s, passes * travel_s, passes * read_s)
 
     writing_s = rolled.answer_tokens * passes_s(answers, 1)
-    return kv_bytes, passes_s(read, -(-read // ROLLOUT_PASS_TOKENS)) + writing_s
+    brought_s = stays * layer_bytes / (rate * GB)
+    return brought_s + passes_s(read, -(-read // ROLLOUT_PASS_TOKENS)) + writing_s
 
 
-def _rollout_words(rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, turns: int, rollout_s: float) -> str:
+def _rollout_words(
+    rolled: RolloutSize, seq: int, answers: int, kv_bytes: int, turns: int, stays: int, rollout_s: float
+) -> str:
     waits = f" in {turns} turns, for which there is room" if turns > 1 else ""
     return (
         f"  rollouts: {rolled.answers} answers of {rolled.answer_tokens} tokens to each of "
         f"{counted(answers // rolled.answers, 'prompt')} of {seq - rolled.answer_tokens}: {format_s(rollout_s)} of the "
-        f"step, {format_gib(kv_bytes)} of keys and values{waits}, freed before the update; judging is not counted"
+        f"step, {format_gib(kv_bytes)} of keys and values{waits}, and {counted(stays, 'layer')} that "
+        "stay for all passes, freed before the update; judging is not counted"
     )

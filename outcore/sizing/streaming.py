@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from outcore.common.quantities import GIB, MIB
@@ -36,6 +37,8 @@ SUM_GROUP_BYTES = 32 * MIB
 """Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
 ROLLOUT_ANSWERS, ROLLOUT_TOKENS, ROLLOUT_PASS_TOKENS = 8, 256, 2048
 """Answers to a prompt (TRL's) and tokens of one, where nobody says, and tokens of a pass over them: a micro-batch's."""
+SAVED_FACTOR = 2
+"""Inputs and outputs of the linear layers, and as much for what lies between them (measured on no machine yet)."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
 EVAL_GROUP, EVAL_TOKENS = 8, 1 << 16
@@ -60,6 +63,19 @@ machine has free; with it a laptop of 64 GB gives a run 56 GiB."""
 AHEAD_OF_IDLE_RAM = 2
 """Divisor: updates ahead of the norm take at most one in so many bytes of RAM that a run would leave idle, unless told:
 other programs, and the page cache under checkpoints and data, have the rest."""
+
+
+def token_bytes(features: float, hidden_size: int, element_bytes: int) -> int:
+    """Device memory that one token of a layer takes while it is differentiated, estimated from `features`: the widths
+    of its matrices' inputs and outputs. A pass without gradients takes less."""
+    return int(SAVED_FACTOR * element_bytes * features + 8 * 4 * hidden_size)
+
+
+def layers_that_stay(layer_bytes: Sequence[int], free_bytes: int, kv_bytes: int, token_bytes: int) -> int:
+    """Layers, from the first on, whose weights stay on the device while a model that is trained answers: what keys and
+    values, and the tokens of a pass, leave of `free_bytes`."""
+    room_bytes = free_bytes - kv_bytes - ROLLOUT_PASS_TOKENS * token_bytes
+    return sum(end_bytes <= room_bytes for end_bytes in accumulate(layer_bytes))
 
 
 def is_worth_a_graph(device_s: float, launch_s: float) -> bool:

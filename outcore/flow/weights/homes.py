@@ -331,5 +331,7 @@ class Expansion:
             return home.view(torch.uint8 if has_bytes else part.layout.dtype)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
         place = part.index, home.data_ptr()
+        if len(self._again) > 8 * len(self._indices):  # of memory that came and went
+            self._again.clear()
         self._again[place] = part.layout.expand(home.view(torch.uint8), slab, self._again.get(place, ()))
         return slab

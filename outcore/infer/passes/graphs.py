@@ -322,21 +322,11 @@ class SmallPasses:
         num_rows = next((count for count in sizes if count >= total), None)
         if num_rows is None or num_rows > self._handed.most_rows:
             return None
-        page_tokens, pages = self.cache.settings.page_tokens, []
-        for window in self.cache.windows:
-            most = max(
-                (work.start + place) // page_tokens + 1 - first_page(work.start + place, window, page_tokens)
-                for work in works
-                for place in {0, work.count - 1}
-            )
-            if self._reads_in_place:  # pages that nobody needs are not read
-                pages.append(max(LEAST_PAGES, 1 << 2 * -(-(most - 1).bit_length() // 2)))
-            else:
-                pages.append(rounded_up(most + (window is not None), fine=self.cache.memory.crosses_link))
+        pages = table_pages(works, self.cache, reads_in_place=self._reads_in_place)
         if self._reads_in_place:
             return (num_rows, *pages)
         limit = GRAPH_KEYS if total == len(works) else SPAN_KEYS
-        return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
+        return (num_rows, *pages) if num_rows * max(pages) * self.cache.settings.page_tokens <= limit else None
 
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
         key = (*size, sum(map(self._is_on_cpu, self._parts)))
@@ -388,6 +378,22 @@ def rows_of(works: Sequence[Work]) -> list[tuple[SequencePages, int, int]]:
         assert pages is not None
         rows += [(pages, work.start + place, token) for place, token in enumerate(work.tokens)]
     return rows
+
+
+def table_pages(works: Sequence[Work], cache: KvCache, *, reads_in_place: bool) -> list[int]:
+    """Pages of each row, for each group, in the tables of a slot that holds these."""
+    page_tokens, found = cache.settings.page_tokens, []
+    for window in cache.windows:
+        most = max(
+            (work.start + place) // page_tokens + 1 - first_page(work.start + place, window, page_tokens)
+            for work in works
+            for place in {0, work.count - 1}
+        )
+        if reads_in_place:  # pages that nobody needs are not read
+            found.append(max(LEAST_PAGES, 1 << 2 * -(-(most - 1).bit_length() // 2)))
+        else:
+            found.append(rounded_up(most + (window is not None), fine=cache.memory.crosses_link))
+    return found
 
 
 def mixed_size(

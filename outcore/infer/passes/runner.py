@@ -58,6 +58,19 @@ class PassRunner(Protocol):
         ...
 
 
+class WritesOnly:
+    """Part of a runner whose engine refuses texts (`Speech.scores`)."""
+
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[TextScores]:
+        raise NotImplementedError
+
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class RunnerLimits:
     """Limits of the calls and passes that tokens are laid out in."""

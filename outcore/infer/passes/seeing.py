@@ -17,11 +17,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from outcore.common.errors import AnswerFailed, EngineError, line_of
-from outcore.infer.passes.runner import Found
-from outcore.infer.passes.scores import TextScores
+from outcore.infer.passes.runner import Found, WritesOnly
 from outcore.infer.requests import Request
 from outcore.infer.schedule import Work
-from outcore.model.forward import Pooling
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
@@ -31,7 +29,7 @@ OUR_WORDS = "CUDA", "cuBLAS", "cuDNN", "allocate memory"
 """Words of such errors where torch tells them as a RuntimeError."""
 
 
-class SeeingRunner:
+class SeeingRunner(WritesOnly):
     """Runner of one sequence at a time: some of these models keep the positions of the last one in themselves."""
 
     can_step_back = False
@@ -46,15 +44,6 @@ class SeeingRunner:
             assert work.start == 0, "`generate` reads the whole prompt itself"
             work.pages.states = GenerateCall(self._model, work.sequence.request, self.copies.device)
         return [(work, work.pages.states.logits_after(work.tokens[-1]))]
-
-    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[TextScores]:
-        raise NotImplementedError  # the engine refuses texts (`Speech.scores`)
-
-    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[torch.Tensor]:
-        raise NotImplementedError  # the engine refuses texts (`Speech.scores`)
-
-    def label(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        raise NotImplementedError  # the engine refuses texts (`Speech.scores`)
 
     def close(self) -> None:
         return

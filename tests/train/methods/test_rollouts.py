@@ -18,11 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import outcore.hf
 from outcore.cli import main
+from outcore.common.quantities import GIB
 from outcore.infer import Sampling, Speech
 from outcore.infer.opening import paged_layers
 from outcore.infer.rollouts import group_pages, groups_of_answers, streamed_engine
 from outcore.model import ModelSettings, load_model
 from outcore.monitor import read_metrics
+from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS, token_bytes
+from outcore.staging import UploadLane
 from tests.hf.callers import tiny, tokenizer
 from tests.train.jobs import REPOSITORY, fresh_env
 from tests.train.methods.test_foreign_trainers import TURNS
@@ -115,6 +118,66 @@ def test_answers_are_the_trained_models_own() -> None:
         with torch.no_grad():
             for p in model.train().parameters():
                 p.mul_(1.5)
+
+
+def rolled_out(layers: int | None, crossed: list[str]) -> list[Any]:
+    """Tokens of two rollouts, before and after a change of the weights, of a model whose device has room for so many
+    layers (None: nobody limits it). `crossed`: names of layers that were sent up."""
+    loaded = load_model(ModelSettings(model_name_or_path="model", precision="fp32", seq_length=64))
+    paged, model = paged_layers(loaded), loaded.model
+    prompts = [(str(n), list(range(5, 5 + n))) for n in (40, 21)]
+    pages = sum(group_pages(len(ids), 4, 9) for _, ids in prompts)
+    first = paged.layers[0]
+    features = sum(m.in_features + m.out_features for m in first.modules() if isinstance(m, torch.nn.Linear))
+    computed = ROLLOUT_PASS_TOKENS * token_bytes(features, model.config.hidden_size, 4)
+    of_layer, whole = (sum(p.nbytes for p in module.parameters()) for module in (first, model))
+    room = (
+        whole + computed + pages * 16 * paged.token_bytes(torch.float32)
+    )  # two layers' buffers in place of two layers
+    outcore.hf.stream(model, vram_gib=None if layers is None else (room + (layers + 0.5) * of_layer) / GIB)
+    speech = Speech(tokenizer(), frozenset({2}), model.config.vocab_size, 64, scores=False)
+    found, has_home = list[Any](), layers is None and not torch.cuda.is_available()
+    for _ in range(2):
+        crossed.clear()
+        with streamed_engine(model, paged, speech, pages) as engine:
+            groups = groups_of_answers(engine, prompts, 4, Sampling(max_tokens=9, ignore_eos=True, logprobs=0))
+            passes = engine.counts.passes
+        for at in range(2):
+            times = not has_home if layers is None or at < layers else passes
+            assert crossed.count(f"model.layers.{at}") == times
+        found.append([[answer.tokens for answer in group] for group in groups])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+    return found
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of parts that lanes sent up from RAM."""
+    names, ours = list[str](), UploadLane.submit_host
+
+    def watched(self: UploadLane, *args: Any, label: str = "", **more: Any) -> Any:
+        names.append(label)
+        return ours(self, *args, label=label, **more)
+
+    monkeypatch.setattr(UploadLane, "submit_host", watched)
+    return names
+
+
+def test_layers_that_stay_cross_once_and_change_no_bit(crossed: list[str]) -> None:
+    """As many as there is room for, once for all passes of a rollout; a CPU without a limit has them at home."""
+    whole = rolled_out(2, crossed)
+    assert whole[0] != whole[1]
+    assert all(rolled_out(layers, crossed) == whole for layers in (1, 0, None))
+
+
+@pytest.mark.gpu
+def test_graphs_change_no_bit(crossed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed, ours = list[Any](), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph) or ours(graph))
+    whole, num_replayed = rolled_out(None, crossed), len(replayed)
+    assert num_replayed > 8 and rolled_out(0, crossed) == whole and len(replayed) == num_replayed
 
 
 @pytest.mark.more(after=2)
