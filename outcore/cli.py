@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from outcore.common.errors import broken_package
-from outcore.common.output import watch_reader
+from outcore.common.output import STARTING, told_when_slow, watch_reader
 from outcore.common.words import nearest
 from outcore.config.commands import check_flags
 
@@ -77,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     atexit.register(gc.freeze)  # a last look through all objects, which nobody needs, takes a second of a core
     check_flags(name, args[1:])  # before the room is opened: its imports take seconds
     try:
-        code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+        with told_when_slow(STARTING):
+            room = importlib.import_module(COMMANDS[name][0])
+        code = int(room.main(args[1:]))
     except KeyboardInterrupt:
         print(f"\noutcore {name}: stopped by Ctrl-C", file=sys.stderr)
         code = 130

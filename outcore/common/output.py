@@ -8,12 +8,17 @@ import io
 import os
 import re
 import sys
+import threading
+from collections.abc import Iterator
 from typing import IO, Any
 
 from outcore.common.system_errors import describe_errno
 
 EXIT_CODE = 128 + 13
 """A shell expects it of a process that SIGPIPE ended; by its number, because Windows has no such signal."""
+
+STARTING = "starting: torch and transformers are imported ..."
+"""What `told_when_slow` says of a command whose room is being opened."""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -34,6 +39,20 @@ def show(text: str) -> None:
 def say(line: str) -> None:
     """Tell people something beside the result: a line on standard error, at once."""
     print(printable(line), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def told_when_slow(line: str) -> Iterator[None]:
+    """Tell a person at a terminal what takes so long, once it has taken a second: imports do, before a command can say
+    anything itself. Into a file or a pipe nothing is said."""
+    timer = threading.Timer(1.0, say, (line,))
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def tell_error(command: str, error: Exception) -> int:

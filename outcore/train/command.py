@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from outcore.common.output import watch_reader
+from outcore.common.output import STARTING, told_when_slow, watch_reader
 from outcore.config import ConfigError
 from outcore.train.configure import parse_config
 
@@ -22,10 +22,11 @@ def main(argv: Sequence[str] | None = None, *, began_s: float | None = None) -> 
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    from outcore.train.run import run_config
-
     story = None
-    if config.method != "sft" and not config.plan:
-        from outcore.train.methods import run_method as story  # which brings transformers' trainer along
+    with told_when_slow(STARTING):
+        from outcore.train.run import run_config
+
+        if config.method != "sft" and not config.plan:
+            from outcore.train.methods import run_method as story  # which brings transformers' trainer along
 
     return run_config(config, began_s=began_s, story=story)
