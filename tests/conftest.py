@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,14 @@ def _logging_as_new() -> None:
             logger.disabled, logger.propagate = False, True
             if logger.level != logging.NOTSET:  # setting it empties the caches of all those loggers
                 logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def only_own_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed models of earlier tests of this process, which share the device's budget, are not counted."""
+    from outcore.hf import ground
+
+    monkeypatch.setattr(ground, "_ALIVE", weakref.WeakSet())
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch import nn
 import outcore.hf
 from outcore.common.quantities import GIB
 from outcore.flow import StreamUnsupported
-from outcore.hf import ground
 from outcore.hf.homes import LastingMemory
 from outcore.hf.stack import LayerStack
 from tests.forked import ROOT
@@ -29,12 +27,6 @@ from tests.hf.callers import assert_same, tiny, trained, with_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(48).view(4, 12) % 40 + 4
-
-
-@pytest.fixture
-def only_own_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed models of earlier tests of this process, which share the device's budget, are not counted."""
-    monkeypatch.setattr(ground, "_ALIVE", weakref.WeakSet())
 
 
 def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:

@@ -165,7 +165,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_layers_that_stay_cross_once_and_change_no_bit(crossed: list[str]) -> None:
+def test_layers_that_stay_cross_once_and_change_no_bit(only_own_models: None, crossed: list[str]) -> None:
     """As many as there is room for, once for all passes of a rollout; a CPU without a limit has them at home."""
     whole = rolled_out(2, crossed)
     assert whole[0] != whole[1]
@@ -173,7 +173,7 @@ def test_layers_that_stay_cross_once_and_change_no_bit(crossed: list[str]) -> No
 
 
 @pytest.mark.gpu
-def test_graphs_change_no_bit(crossed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_change_no_bit(only_own_models: None, crossed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     replayed, ours = list[Any](), torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph) or ours(graph))
     whole, num_replayed = rolled_out(None, crossed), len(replayed)
