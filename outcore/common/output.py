@@ -18,7 +18,7 @@ EXIT_CODE = 128 + 13
 """A shell expects it of a process that SIGPIPE ended; by its number, because Windows has no such signal."""
 
 STARTING = "starting: torch and transformers are imported ..."
-"""What `told_when_slow` says of a command whose room is being opened."""
+"""Said by `told_when_slow` of a command whose room is being opened."""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
