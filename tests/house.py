@@ -75,7 +75,7 @@ LINES = {
     "evaluate": 2695,
     "flow": 8008,
     "formats": 2642,
-    "hf": 1808,
+    "hf": 1820,
     "infer": 12485,
     "install": 2820,
     "integrations": 44,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from outcore.common.quantities import round_up
+from outcore.hf.homes import LastingMemory
 from outcore.optim import (
     BLOCK_NUMEL,
     STATE_NAMES,
@@ -42,7 +43,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         """The key of stochastic rounding."""
         self._buffers: dict[nn.Parameter, list[torch.Tensor]] = {}
         self._in_ram: dict[nn.Parameter, torch.Tensor] = {}
-        """Copies of parameters on the device, 1-D."""
+        """Copies of parameters on the device, and of those that are not contiguous, 1-D."""
+        self._grads_in_ram: dict[nn.Parameter, torch.Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self.grad_norm: float | None = None
         """The last step's, before clipping; None without clipping."""
@@ -54,7 +56,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         chosen = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = {p: p.grad.detach().reshape(-1).to("cpu") for _, p in chosen}
+        grads = {p: self._here(self._grads_in_ram, p, p.grad) for _, p in chosen}
         scale = self._scale(list(grads.values()))
         tickets = []
         for number, (group, p) in enumerate(chosen):
@@ -71,7 +73,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             tickets.append((p, self._pool.submit(number, number, JobBatch(self._format, jobs), hyper)))
         for p, ticket in tickets:
             self._pool.wait(ticket)
-            if p.device.type != "cpu":
+            if p in self._in_ram:
                 p.copy_(self._in_ram[p].view(p.shape))
             self._versions[p] = p._version
         return loss
@@ -109,7 +111,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 for name in STATE_NAMES:
                     values = saved[name].reshape(-1)[at * CHUNK_NUMEL : (at + 1) * CHUNK_NUMEL]
                     chunk.write(name, values.to("cpu", torch.float32))
-            if p.device.type != "cpu":
+            if p in self._in_ram:
                 p.copy_(self._in_ram[p].view(p.shape))
             self._versions[p] = p._version
 
@@ -148,8 +150,18 @@ class StreamedAdamW(torch.optim.Optimizer):
         if p.device.type == "cpu" and p.is_contiguous():
             return p.detach().view(-1)
         if p not in self._in_ram:
-            self._in_ram[p] = p.detach().reshape(-1).to("cpu")
+            self._in_ram[p] = self._here(self._in_ram, p, p)
         return self._in_ram[p]
+
+    @staticmethod
+    def _here(copies: dict[nn.Parameter, torch.Tensor], p: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """Values in RAM, 1-D: those of the device in a copy of `p`, pinned, because copies to other RAM are slow."""
+        flat = values.detach().reshape(-1)
+        if flat.device.type == "cpu":
+            return flat
+        if p not in copies:
+            copies[p] = LastingMemory(flat.device).take(flat.nbytes, "the optimizer").view(flat.dtype)
+        return copies[p].copy_(flat)
 
     def _chunks(self, p: nn.Parameter) -> list[ChunkState]:
         parts = self._values(p).split(CHUNK_NUMEL)

@@ -72,6 +72,23 @@ def test_weights_that_somebody_else_changed_are_trained_from_there() -> None:
     assert all(torch.equal(p, found[1][name]) and bool((p == 0.5).all()) for name, p in found[0].items())
 
 
+def test_a_weight_that_is_not_contiguous_is_trained() -> None:
+    """It is updated in a copy, which stayed there."""
+    values = torch.linspace(-1, 1, 12).view(3, 4)
+    plain, ours = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+    plain.weight, ours.weight = torch.nn.Parameter(values.T.contiguous()), torch.nn.Parameter(values.clone().T)
+    for model, optimizer in (
+        (plain, torch.optim.AdamW(plain.parameters(), 0.1, weight_decay=0.0)),
+        (ours, outcore.hf.optimizer(ours, 0.1)),
+    ):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(values[:, :3]).square().sum().backward()
+            optimizer.step()
+    assert not ours.weight.is_contiguous()
+    torch.testing.assert_close(ours.weight, plain.weight)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = outcore.hf.stream(tiny())
     optimizer = outcore.hf.optimizer(model, 1e-2, max_grad_norm=1.0)
