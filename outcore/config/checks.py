@@ -8,7 +8,7 @@ from typing import Any
 
 from outcore.common.files import check_utf8
 from outcore.config.convert import ConfigError, typed_value
-from outcore.config.fields import FIELDS, EngineFields, TrainConfig
+from outcore.config.fields import FIELDS, ROLLED, EngineFields, TrainConfig
 from outcore.config.spec import Field
 from outcore.sizing.engine_rule import BELOW_ZERO3, why_not_muon
 from outcore.sizing.states import SPLIT_FORMATS
@@ -29,9 +29,9 @@ OF_ANSWERS = (
 )  # fmt: skip
 """Settings of how answers are laid out in rows, for methods that learn answers."""
 OF_EMBED = ("pooling", "matryoshka")
-OF_ROLLOUTS = (
-    "reward_function", "num_generations", "max_completion_length", "on_bad_reward", "reward_timeout_s",
-)  # fmt: skip
+OF_REWARDS = ("reward_function", "on_bad_reward", "reward_timeout_s")
+OF_ROLLOUTS = (*OF_REWARDS, "num_generations", "max_completion_length")
+TAUGHT = ("distill", "on_policy_distill")
 OF_EVALUATION = (
     "eval_dataset", "eval_fraction", "eval_steps", "per_device_eval_batch_size", "max_eval_samples", "text_column",
     "completion_column", "eval_strategy",
@@ -152,7 +152,7 @@ def _check_method(config: TrainConfig) -> None:
         if given := next((name for name in OF_METHODS if getattr(config, name) is not None), None):
             raise ConfigError(f"{given}: method sft has none. Name the method it is for (--method), or leave it out.")
         return
-    rolls_out = method in ("grpo", "gspo", "rloo")
+    rolls_out = method in ROLLED
     refused = {*OF_THE_LOOP, *(OF_ANSWERS if method != "distill" else ()), *(OF_EVALUATION if rolls_out else ())}
     refused -= {*SHARED}
     if given := next(
@@ -164,8 +164,10 @@ def _check_method(config: TrainConfig) -> None:
     _check_rollouts(config, rolls_out)
     if config.beta is not None and method not in ("dpo", "orpo", "kto", "simpo") and not rolls_out:
         raise ConfigError(f"beta: method {method} compares no answers. Leave it out.")
-    if (config.teacher is not None) != (method == "distill"):
-        raise ConfigError("teacher and method distill go together: --method distill --teacher MODEL.")
+    if (config.teacher is not None) != (method in TAUGHT):
+        raise ConfigError(
+            f"teacher and the methods {' and '.join(TAUGHT)} go together: --method distill --teacher MODEL."
+        )
     if config.quantize != "none" and config.lora_export == "merged" and config.export:
         raise ConfigError(
             f"quantize: method {method} exports the adapter over a packed base: add --lora_export adapter."
@@ -182,6 +184,14 @@ def _check_rollouts(config: TrainConfig, rolls_out: bool) -> None:
     if given := next((name for name in OF_ROLLOUTS if getattr(config, name) is not None and not rolls_out), None):
         raise ConfigError(f"{given}: method {method} rolls out no answers; it is of --method grpo. Leave it out.")
     if not rolls_out:
+        return
+    if method == "on_policy_distill":
+        if given := next((name for name in ("beta", *OF_REWARDS) if getattr(config, name) is not None), None):
+            raise ConfigError(f"{given}: method {method} has its teacher alone to go by. Leave it out.")
+        if str(config.teacher).lower().endswith(".parquet"):
+            raise ConfigError(
+                f"teacher: {config.teacher} says nothing of answers that are still to come. Name a model, or a server."
+            )
         return
     if config.beta is not None and not config.lora_r:
         raise ConfigError(

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outcore.common.quantities import GB, counted, format_gib, format_s
+from outcore.config.fields import ROLLED
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.inference.needs import kv_of, state_bytes_of
@@ -22,8 +23,6 @@ from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import ROLLOUT_PASS_TOKENS, layers_that_stay, token_bytes
 
 MICRO_BATCH, ACCUMULATION = 2, 4
-ROLLED = ("grpo", "gspo", "rloo")
-"""Methods whose model answers while it is trained."""
 SIDES: Mapping[str, int] = MappingProxyType(dict.fromkeys(("classify", "distill", "pictures", *ROLLED), 1))
 """Texts of a row; of other methods two: chosen and rejected, query and partner, an answer and another row's."""
 REFERENCE = ("dpo", "kto")
@@ -134,6 +133,11 @@ def plan_method(
                 "counted"
             ]
             if seeing_bytes
+            else []
+        ),
+        *(
+            ["  its teacher lies in RAM beside it, and reads each step's answers: neither is counted"]
+            if method == "on_policy_distill"
             else []
         ),
         *(["  its reference is the model with the adapters switched off: one forward more"] if refers else []),

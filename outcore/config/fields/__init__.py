@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from outcore.config.fields.data import DataFields
 from outcore.config.fields.engine import EngineFields
 from outcore.config.fields.lora import LoraFields
+from outcore.config.fields.method import ROLLED as ROLLED
 from outcore.config.fields.method import MethodFields
 from outcore.config.fields.model import ModelFields
 from outcore.config.fields.optimization import OptimizationFields

@@ -78,15 +78,21 @@ def taught(rows: RowDataset, teacher: ModelSettings, cache: Path, job: RunJob, t
         return TaughtRows(rows, files, str(folder))
     make_folder(folder)
     job.say(f"teacher: {name} reads {len(rows):,} rows, {len(left)} chunks of {CHUNK_ROWS} are left")
-    if server is not None:
-        server.check_tokens(tokenizer.decode(rows.documents_of(0)[0], skip_special_tokens=True), tokenizer)
-        said_of = server.said_of
-    else:
-        said_of = _by_streaming(teacher, len(tokenizer))
+    said_of = reader(teacher, tokenizer, tokenizer.decode(rows.documents_of(0)[0], skip_special_tokens=True))
     for at in left:
         chunk = range(at * CHUNK_ROWS, min(len(rows), (at + 1) * CHUNK_ROWS))
         write_targets(files[at], said_of(rows, chunk), facts)
     return TaughtRows(rows, files, str(folder))
+
+
+def reader(teacher: ModelSettings, tokenizer: Any, text: str) -> Callable[..., Iterator[Target]]:
+    """Open a teacher: a function of (rows, numbers of some of them) that gives what it says of these. ConfigError where
+    it has other tokens than the student's `tokenizer`; a server is asked for those of `text`."""
+    if is_address(name := str(teacher.model_name_or_path)):
+        server = TeacherServer(name)
+        server.check_tokens(text, tokenizer)
+        return server.said_of
+    return _by_streaming(teacher, len(tokenizer))
 
 
 def _by_streaming(teacher: ModelSettings, vocab_size: int) -> Callable[..., Iterator[Target]]:

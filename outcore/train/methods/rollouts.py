@@ -1,4 +1,4 @@
-"""Answers that a model is trained on while it learns (`--method grpo`, `rloo`): TRL's trainer, our engine.
+"""Answers that a model is trained on while it learns (`--method grpo`, `rloo` ...): TRL's trainer, our engine.
 
 TRL calls `Rollouts` for answers. They come from `outcore.infer` over the trainer's own weights, base and adapter as
 they are in the homes that the optimizer changes. A prompt is read once for all its answers; keys and values are given
@@ -32,6 +32,7 @@ from outcore.model import LoadedModel
 from outcore.model.facts import model_facts
 from outcore.model.forward import unwrap
 from outcore.sizing.streaming import ROLLOUT_ANSWERS, ROLLOUT_TOKENS
+from outcore.train.methods.on_policy import TeacherRewards
 from outcore.train.methods.rewards import TIMEOUT_S, RewardProcess, Rewards, judge_of
 from outcore.train.methods.rows import without_gaps
 
@@ -42,14 +43,20 @@ RAM_SHARE = 0.5
 class Rollouts:
     """Answers of the model that is trained: TRL's trainer calls this (its `rollout_func`)."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], teacher: TeacherRewards | None
+    ) -> None:
         self._seed, self._tokenizer, self._say, self._has_said_room = config.seed, tokenizer, say, False
         self.answers = config.num_generations or ROLLOUT_ANSWERS
         self._answer_tokens = config.max_completion_length or ROLLOUT_TOKENS
-        judge = judge_of(config)
-        self._process = RewardProcess(judge, config.reward_timeout_s or TIMEOUT_S)
-        skips = config.on_bad_reward == "skip"
-        self.rewards = Rewards(self._process, judge, self.answers, skips=skips, say=say)
+        self._process: RewardProcess | None = None
+        if teacher is None:
+            judge = judge_of(config)
+            self._process = RewardProcess(judge, config.reward_timeout_s or TIMEOUT_S)
+            skips = config.on_bad_reward == "skip"
+            self.rewards = Rewards(self._process, judge, self.answers, skips=skips, say=say)
+        else:
+            self.rewards = teacher
         self._paged: PagedLayers
         self.tokens_before = 0
         """Tokens that the trainer had seen before the last call."""
@@ -58,8 +65,9 @@ class Rollouts:
 
     def open(self, opened: ExitStack) -> None:
         """Start the process that judges, which `opened` ends. RewardError where the function cannot be had."""
-        opened.callback(self._process.close)
-        self._process.start()
+        if self._process is not None:
+            opened.callback(self._process.close)
+            self._process.start()
 
     def see(self, loaded: LoadedModel) -> None:
         """Look at the plain model. ConfigError where it cannot be answered with while it is trained."""
@@ -131,11 +139,14 @@ class Rollouts:
         with streamed_engine(model, self._paged, speech, pages) as engine:
             groups = groups_of_answers(engine, named, answers, sampling)
         found = [answer for group in groups for answer in group]
-        return {
+        said: dict[str, list[Any]] = {
             "prompt_ids": [ids for ids in texts for _ in range(answers)],
             "completion_ids": [[chosen.token for chosen in answer.tokens] for answer in found],
             "logprobs": [[chosen.logprob for chosen in answer.tokens] for answer in found],
         }
+        if isinstance(self.rewards, TeacherRewards):
+            self.rewards.answered = said
+        return said
 
     def _pages(self, model: Any, groups: Sequence[int], most_tokens: int) -> int:
         """Pages that there is room for; with fewer than `groups` take some answers wait for others. RuntimeError where
@@ -163,7 +174,7 @@ class Rollouts:
 
 def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
     """TRL's trainer `base` that measures how far rollouts lie from it, and learns nothing of a prompt left out."""
-    rewards = rollouts.rewards
+    rewards: Rewards | TeacherRewards = rollouts.rewards
     is_rloo = "rollout_func" not in inspect.signature(base).parameters
     own = ["_get_train_sampler", "_get_per_token_logps_and_entropies", "_compute_loss"]
     own += ["_generate_and_score_completions", *["_tokenize_prompts", "_generate_single_turn"] * is_rloo]
@@ -180,7 +191,9 @@ def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
 
         def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
             found = super()._generate_and_score_completions(*args, **kwargs)
-            if "num_items_in_batch" in found:  # GRPO's KL is in its loss, where no advantage switches it off
+            if isinstance(rewards, TeacherRewards):
+                found["advantages"] = rewards.advantages.to(found["advantages"].device)
+            elif "num_items_in_batch" in found:  # GRPO's KL is in its loss, where no advantage switches it off
                 found["completion_mask"][torch.tensor(rewards.left_out)] = 0
                 found["num_items_in_batch"] = found["completion_mask"].sum()
             return found

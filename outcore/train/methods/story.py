@@ -75,7 +75,8 @@ def run_method(job: RunJob) -> int:
         job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
     classes = trl_classes(kind) if kind.trainer else None
     if kind.rolls_out:
-        judge_of(config)
+        if config.teacher is None:
+            judge_of(config)
         check_batch(config, settings.train_batch_size)
     taken = take_run(config, job.say)
     assert taken.lock is not None
@@ -147,7 +148,7 @@ class _Story:
                 job.say(note)
             self.ends = _end_of([*first["prompt"], *talk], tokenizer)
         if self.kind.rolls_out:
-            trained = self._open_rollouts(tokenizer, trained, length)
+            trained = self._open_rollouts(model_settings, tokenizer, trained, length)
         job.say(f"data: {counted(len(trained), 'row')} to train on, {counted(len(held), 'row')} to evaluate on")
         labels, problem = self._labels(trained, held)
         if labels is not None:
@@ -181,11 +182,18 @@ class _Story:
             )
             return self._train(trainer, log, stop, steps, tokenizer)
 
-    def _open_rollouts(self, tokenizer: Any, rows: list[Any], length: int) -> list[Any]:
+    def _open_rollouts(self, model: ModelSettings, tokenizer: Any, rows: list[Any], length: int) -> list[Any]:
         """Have answers judged from here on; the rows whose prompts leave room for them."""
+        from outcore.train.methods.on_policy import TeacherRewards
         from outcore.train.methods.rollouts import Rollouts  # which brings the inference engine along
 
-        self.rollouts = Rollouts(self.config, tokenizer, self.job.say)
+        teacher = None
+        if self.config.teacher is not None:
+            self.job.phase = "loading the teacher"
+            said_of = distill.reader(self._teacher(model, tokenizer), tokenizer, str(rows[0]["prompt"]))
+            teacher = TeacherRewards(said_of)
+            teacher.try_out()
+        self.rollouts = Rollouts(self.config, tokenizer, self.job.say, teacher)
         self.rollouts.open(self.job.opened)
         rows = self.rollouts.fitting(rows, length)
         step_rows = self.settings.train_batch_size // self.rollouts.answers
@@ -213,15 +221,7 @@ class _Story:
             return split_rows(config, lambda is_evaluation: read(config, is_evaluation, job.say))
         config = replace(config, packing="off")
         is_file = str(config.teacher).lower().endswith(".parquet")
-        teacher = replace(
-            model, model_name_or_path=config.teacher, preset=None, config_file=None, lora=None, quantize=None
-        )
-        if not is_file and not is_address(config.teacher):
-            of_teacher = replace(config, model_name_or_path=config.teacher, tokenizer_name_or_path=None)
-            if load_tokenizer(of_teacher, teacher, job.say).get_vocab() != tokenizer.get_vocab():
-                raise ConfigError(
-                    f"teacher: {config.teacher} has other tokens than the student; they must be the same."
-                )
+        teacher = self._teacher(model, tokenizer)
         data = load_data(config, model, tokenizer, None, job.say)
         self.ends = data.summary.end_tokens
         sets = [distill.student_rows(one) for one in (data.train, data.eval) if one is not None]
@@ -232,6 +232,16 @@ class _Story:
             cache = Path(config.data_cache_dir).expanduser()
             said = [distill.taught(one, teacher, cache, job, tokenizer) for one in sets]
         return said[0], said[1] if len(said) > 1 and config.eval_strategy != "no" else []
+
+    def _teacher(self, model: ModelSettings, tokenizer: Any) -> ModelSettings:
+        """Settings of the teacher. ConfigError where it has other tokens than the student."""
+        name = self.config.teacher
+        found = replace(model, model_name_or_path=name, preset=None, config_file=None, lora=None, quantize=None)
+        if not str(name).lower().endswith(".parquet") and not is_address(name):
+            of_teacher = replace(self.config, model_name_or_path=name, tokenizer_name_or_path=None)
+            if load_tokenizer(of_teacher, found, self.job.say).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(f"teacher: {name} has other tokens than the student; they must be the same.")
+        return found
 
     def _labels(self, trained: list[Any], held: list[Any]) -> tuple[dict[int, str] | None, str | None]:
         """(labels of the head, what transformers takes its problem for)."""

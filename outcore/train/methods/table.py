@@ -54,6 +54,7 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             settings={"importance_sampling_level": "sequence", "loss_type": "grpo"},
         ),
         "rloo": MethodKind(rows.asked, "trl.RLOOTrainer", rolls_out=True, settings={"beta": 0.0}),
+        "on_policy_distill": MethodKind(rows.asked, "trl.GRPOTrainer", rolls_out=True),
     }
 )  # fmt: skip
 

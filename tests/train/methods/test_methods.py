@@ -125,7 +125,8 @@ def test_a_tokenizer_without_an_end_of_text_is_said_or_has_its_separator(
     flags = {"distill": ["--teacher", "none.parquet"]}.get(method, [])
     if METHODS.get(method) and METHODS[method].rolls_out:
         Path("judge.py").write_text("def length(completions, **_):\n    return [float(len(a)) for a in completions]")
-        flags = ["--reward_function", "judge.py:length", "--num_generations", "4", "--max_completion_length", "8"]
+        by = ["--teacher", "model"] if method == "on_policy_distill" else ["--reward_function", "judge.py:length"]
+        flags = [*by, "--num_generations", "4", "--max_completion_length", "8"]
     code = train(method, *flags, steps=1)
     if end is None:
         assert code == 2 and "the tokenizer has no end-of-text token (eos_token)" in capfd.readouterr().err
