@@ -165,7 +165,8 @@ def test_the_next_request_has_all_its_time_again(served, short):
         until(lambda: len(served[1]) == 8, 5)
 
 
-def test_an_answer_that_nobody_reads_is_given_up_and_one_that_is_read_slowly_is_not(served, short):
+def test_an_answer_that_nobody_reads_is_given_up_and_one_that_is_read_slowly_is_not(served, monkeypatch):
+    monkeypatch.setattr(connections, "UNREAD_S", 1.0)
     with begun(served[0], ASK, every_s=2.5) as client:
         # what the system took ahead: of megabytes it says nothing while a slow client reads the first third
         assert len(rest_of(client)) < 1 << 20
