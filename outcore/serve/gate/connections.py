@@ -90,8 +90,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # with more of a body to come, of which nobody reads: as long as a head may take
-        self._await("head" if self.cycle.more_body else "next")
+        self._await("next")  # also where more of a body comes, which nobody reads: it has the time of a head
         self._look()
         self._watch(False)
         self._late_s = 0.0
