@@ -6,7 +6,6 @@ that nobody reads), and where an address has too many connections, the one of th
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -23,8 +22,7 @@ UNREAD_S, ANSWER_S = 60.0, 600.0
 """An answer of which the client reads nothing for so long is given up, and one that has waited for its client, all
 together, ANSWER_S longer than it takes at the rate of bodies."""
 SEND_BYTES = 1 << 18
-"""Bytes of an answer that the system takes ahead of its client. It takes more only once a third of them was read, and
-of its own choice (4 MB) a client that reads steadily at the rate of bodies would seem to read nothing for minutes."""
+"""Bytes that the system takes ahead of a client, and more once a third was read: of its own 4 MB after a minute."""
 MOST_FILES = 8192
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -47,20 +45,11 @@ class Connection(H11Protocol):
         self._unread_since_s, self._looked_s, self._read_bytes, self._late_s = 0.0, 0.0, 0, 0.0
 
     @property
-    def address(self) -> str:
-        """Address of the client."""
-        return self.client[0] if self.client else ""
-
-    @property
     def waits_since_s(self) -> float:
         """When it began to wait for its client, to say more or to read; infinite while the server works."""
-        if self._is_unread:
+        if self._unread is not None:
             return self._unread_since_s
-        return self.since_s if self.waits_for and not self.transport.is_closing() else math.inf
-
-    @property
-    def _is_unread(self) -> bool:
-        return self._unread is not None and self.transport.get_write_buffer_size() > 0
+        return self.since_s if self.waits_for else float("inf")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counted = Counted(transport)
@@ -68,7 +57,7 @@ class Connection(H11Protocol):
         super().connection_made(self._counted)  # type: ignore[arg-type]
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
         of_address, of_all = most_connections()
-        mine = [one for one in others if one.address == self.address]
+        mine = [one for one in others if (one.client or ("",))[0] == (self.client or ("",))[0]]
         if (len(mine) >= of_address and not _make_room(mine)) or (len(others) >= of_all and not _make_room(others)):
             self._end(TOO_MANY)
         else:
@@ -134,10 +123,6 @@ class Connection(H11Protocol):
         is_answered = self.cycle is not None and self.cycle.response_started
         self._end(b"" if is_answered or self.waits_for == "next" else TOO_SLOW)
 
-    def make_room(self) -> None:
-        """End it for another: at once, where its client does not read."""
-        self.transport.abort() if self._is_unread else self.give_up()
-
     def _end(self, words: bytes) -> None:
         self._await("")
         self.transport.write(words)
@@ -183,6 +168,6 @@ class Counted:
 def _make_room(among: Iterable[Connection]) -> bool:
     """End the connection that has waited longest for its client. False where the server works for each."""
     longest = min(among, key=lambda one: one.waits_since_s)
-    if is_waiting := longest.waits_since_s < math.inf:
-        longest.make_room()
+    if is_waiting := longest.waits_since_s < float("inf"):
+        longest.give_up() if longest._unread is None else longest.transport.abort()
     return is_waiting
