@@ -61,5 +61,4 @@ class Reading:
 
 def _has_form(body: Mapping[str, Any]) -> bool:
     """Whether an answer must have a form, which is tried and compiled."""
-    says_so = any(isinstance(body.get(name), Mapping) for name in ("response_format", "text"))
-    return says_so or bool(body.get("tools"))
+    return bool(body.get("tools")) or any(isinstance(body.get(name), Mapping) for name in ("response_format", "text"))

@@ -307,7 +307,8 @@ class Service:
             self.opened.engine.check(request)
         except ValueError as error:
             code = "context_length_exceeded" if "together more" in str(error) else None
-            raise bad(str(error), _param_of(str(error), body), code) from error
+            field = str(error).split(" ", 1)[0].removesuffix(":")  # that the message begins with
+            raise bad(str(error), field if field in body else None, code) from error
         return request
 
     def check_length(self, request: Request) -> None:
@@ -386,9 +387,3 @@ def failure_of(answer: Answer) -> ApiError | None:
     if why == STOPS:
         return stops()
     return ApiError(500, f"The answer failed: {why}", code="engine_error")
-
-
-def _param_of(message: str, body: Mapping[str, Any]) -> str | None:
-    """The field that a message begins with."""
-    word = message.split(" ", 1)[0].removesuffix(":")
-    return word if word in body else None

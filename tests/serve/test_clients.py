@@ -228,6 +228,7 @@ def test_every_other_class_of_error(openai, client, start, monkeypatch):
             narrow.completions.create(**asked)
         assert error.value.code == "queue_full" and int(error.value.response.headers["retry-after"]) >= 1
         stream.close()
+        until(lambda: not one.service.num_under_way)
     with pytest.raises(openai.APIStatusError) as error:
         narrow.completions.create(model="tiny", prompt="x" * 5000)
     assert error.value.status_code == 413

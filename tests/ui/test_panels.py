@@ -282,6 +282,7 @@ def test_what_is_drawn_is_escaped():
     from outcore.ui.panels import draw
 
     assert "<b>" not in draw.table(("a",), [("<b>x</b>",)]) and "&lt;b&gt;" in draw.paragraph("<b>")
+    assert "<b>" not in draw.markdown("<b>x</b>") and "href" not in draw.markdown("[a](javascript:x)")
     assert [draw.number(x) for x in (1218.4, 0.12345, None)] == ["1,218", "0.123", "-"]
     assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
     drive = draw.chart("Drive", [1.0, 2.0], {"read": [0.0, 0.25], "written": [1.0, 4e-6]}, draw.rate)

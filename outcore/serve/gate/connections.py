@@ -6,6 +6,7 @@ that nobody reads), and where an address has too many connections, the one of th
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ BODY_S, BYTES_PER_S = 30.0, 16 << 10
 UNREAD_S, ANSWER_S = 60.0, 600.0
 """An answer of which the client reads nothing for so long is given up, and one that has waited for its client, all
 together, ANSWER_S longer than it takes at the rate of bodies."""
+SEND_BYTES = 1 << 18
+"""Bytes that the system takes ahead of a client, and more once a third was read: of its own 4 MB after a minute."""
 MOST_FILES = 8192
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -39,19 +42,22 @@ class Connection(H11Protocol):
         self.waits_for, self.since_s, self._received_bytes = "head", self.loop.time(), 0
         self._limit: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._looked_s, self._read_bytes, self._late_s = 0.0, 0, 0.0
+        self._unread_since_s, self._looked_s, self._read_bytes, self._late_s = 0.0, 0.0, 0, 0.0
 
     @property
-    def address(self) -> str:
-        """Address of the client."""
-        return self.client[0] if self.client else ""
+    def waits_since_s(self) -> float:
+        """When it began to wait for its client, to say more or to read; infinite while the server works."""
+        if self._unread is not None:
+            return self._unread_since_s
+        return self.since_s if self.waits_for else float("inf")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counted = Counted(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         super().connection_made(self._counted)  # type: ignore[arg-type]
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
         of_address, of_all = most_connections()
-        mine = [one for one in others if one.address == self.address]
+        mine = [one for one in others if (one.client or ("",))[0] == (self.client or ("",))[0]]
         if (len(mine) >= of_address and not _make_room(mine)) or (len(others) >= of_all and not _make_room(others)):
             self._end(TOO_MANY)
         else:
@@ -73,8 +79,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # with more of a body to come, of which nobody reads: as long as a head may take
-        self._await("head" if self.cycle.more_body else "next")
+        self._await("next")  # also where more of a body comes, which nobody reads: it has the time of a head
         self._look()
         self._watch(False)
         self._late_s = 0.0
@@ -89,7 +94,8 @@ class Connection(H11Protocol):
         self._watch(self.transport.is_closing())
 
     def timeout_keep_alive_handler(self) -> None:
-        self.give_up()
+        if not self.transport.is_closing():  # uvicorn's timer outlives a connection that its client broke off
+            self.give_up()
 
     def _look(self) -> None:
         """Find out what the request that has begun waits for now."""
@@ -128,7 +134,9 @@ class Connection(H11Protocol):
         now_s = self.loop.time()
         read_bytes = self._counted.written_bytes - self.transport.get_write_buffer_size()
         self._late_s -= (read_bytes - self._read_bytes) / BYTES_PER_S
-        if self._unread is not None:
+        if self._unread is None:
+            self._unread_since_s = now_s
+        else:
             self._unread.cancel()
             self._late_s += now_s - self._looked_s
         self._looked_s, self._read_bytes = now_s, read_bytes
@@ -138,7 +146,7 @@ class Connection(H11Protocol):
     def _read_on(self) -> None:
         before_bytes = self._read_bytes
         self._watch(True)
-        if self._read_bytes == before_bytes or self._late_s >= ANSWER_S:
+        if self._read_bytes == before_bytes:  # at once, where all of the answer is late
             self.transport.abort()
 
 
@@ -159,7 +167,7 @@ class Counted:
 
 def _make_room(among: Iterable[Connection]) -> bool:
     """End the connection that has waited longest for its client. False where the server works for each."""
-    waiting = [one for one in among if one.waits_for and not one.transport.is_closing()]
-    if waiting:
-        min(waiting, key=lambda one: one.since_s).give_up()
-    return bool(waiting)
+    longest = min(among, key=lambda one: one.waits_since_s)
+    if is_waiting := longest.waits_since_s < float("inf"):
+        longest.give_up() if longest._unread is None else longest.transport.abort()
+    return is_waiting

@@ -78,10 +78,11 @@ class ServeMetrics(RequestMetrics):
         engine.observers.append(self.passed)
 
     def _gauges(self, engine: InferenceEngine) -> None:
-        gauge, placement, cache = self.gauge, self._opened.placement, engine.scheduler.cache
+        gauge, placement, scheduler = self.gauge, self._opened.placement, engine.scheduler
+        cache = scheduler.cache
         gauge("running_answers", "Answers being written", lambda: engine.num_running)
         gauge("waiting_answers", "Answers that wait for room", lambda: engine.num_waiting)
-        gauge("preempted_answers", "Answers that lost their pages and began again", self._preempted)
+        gauge("preempted_answers", "Answers that lost their pages and began again", lambda: scheduler.num_preempted)
         pages = Gauge(
             "outcore_kv_pages", "Pages of keys and values", ("group", "home", "state"), registry=self.registry
         )
@@ -129,9 +130,6 @@ class ServeMetrics(RequestMetrics):
     def _ratio(self) -> float:
         told = self.against_plan
         return told.measured_s / told.forecast_s if told.forecast_s else float("nan")
-
-    def _preempted(self) -> float:
-        return self._opened.engine.scheduler.num_preempted
 
     def _link_rate(self) -> float:
         seconds = self._opened.engine.counts.last_pass_s

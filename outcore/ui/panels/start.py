@@ -48,7 +48,7 @@ class StartPanel:
         filled = [tabs, train.parts["model_name_or_path"], train.parts["dataset"]]
         taught = self.notice.on([self.teach.click], self._teach, [self.base, self.data], filled)
         taught.then(train.estimate, train.inputs, train.shown, **QUIET)
-        self.notice.on([self.fits.click], self._fits, self.asked, [self.forecast])
+        self.notice.on([self.fits.click], self._fits, self.asked, [self.forecast], refused=("",))
 
     def _talk(self, model: str | None) -> tuple[Any, Any]:
         self.client.post("model", model=model or "", preset=ONE_READER)

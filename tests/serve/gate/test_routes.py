@@ -154,6 +154,8 @@ def test_a_body_is_of_the_kind_that_its_route_reads(guarded):
                 assert answer.status_code == 415, (row, sent, answer.status_code)
         if kind == FORM:
             assert client.request(method, path, json={}, headers=BEARER).status_code == 415
+    twice = [*BEARER.items(), ("Content-Type", "application/json"), ("Content-Type", "text/plain")]
+    assert client.post("/v1/completions", content=b"{}", headers=twice).status_code == 415
 
 
 def test_no_body_is_longer_than_one_may_be(guarded):
@@ -183,6 +185,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_health(guarded):
     ("10.0.0.5", "10.0.0.5", 200), ("10.0.0.5", "localhost", 403), ("10.0.0.5", "10.0.0.6", 403),
     ("10.0.0.5", "models.example", 200), ("10.0.0.5", "Models.Example:443", 200), ("10.0.0.5", "example", 403),
     ("10.0.0.5", "models.example.evil", 403), ("10.0.0.5", "models.example:80:80", 403),
+    ("127.0.0.1", "0.0.0.0:8000", 403),
 ])  # fmt: skip
 def test_the_host_is_the_address_that_was_reached_or_a_name_that_is_allowed(tmp_path, listens, host, status):
     settings = UiSettings("0.0.0.0", tokens=(KEY,), allowed_hosts=("models.example",))
