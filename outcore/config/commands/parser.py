@@ -64,7 +64,10 @@ class CommandParser(argparse.ArgumentParser):
         hint = ""
         if message.startswith(UNKNOWN):
             word = message.removeprefix(UNKNOWN).split()[0].partition("=")[0]
-            hint = did_you_mean(word, self._option_string_actions, 1) if word.startswith("-") else ""
+            if word.startswith("-"):
+                hint = did_you_mean(word, self._option_string_actions, 1)
+            elif "--prompt" in self._option_string_actions:
+                hint = " A text to go on from is given by --prompt."
         self.exit(2, f"{self.prog}: {message}.{hint} {self.prog} --help lists what there is.\n")
 
 

@@ -21,9 +21,12 @@ LORA = ["--lora_r", "4"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model: EOS <|endoftext|> (0), <|im_end|> (3) only an added token, no chat template."""
+    """A base model: EOS <|endoftext|> (0), <|im_end|> (3) only an added token, no chat template; its configuration
+    names another EOS than its tokenizer and its generation."""
     folder = tmp_path_factory.mktemp("base")
-    _, tokenizer = save_tiny_model(folder)
+    model, tokenizer = save_tiny_model(folder)
+    model.config.eos_token_id = 5
+    model.config.save_pretrained(folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)

@@ -1,10 +1,15 @@
-"""The start's parts: every second in one of them, none in two."""
+"""The start's parts: every second in one of them, none in two; and what a person is told before it can say anything."""
 
 import itertools
+import sys
+import threading
+from typing import Any
 
 import pytest
 
+from outcore import cli
 from outcore.monitor.metrics import StartupClock, log
+from outcore.train import command
 
 
 def test_parts_add_up(monkeypatch: pytest.MonkeyPatch):
@@ -24,3 +29,43 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch):
     assert clock.of_first_step(9.0) == {**clock.parts_s, "first_step": 9.0, "compile": 4.0}
     assert clock.of_first_step(3.0)["compile"] == 3.0
     assert "first_step" not in clock.parts_s
+
+
+class Interrupted(Exception):
+    """Ends an import: nothing is imported anew."""
+
+
+@pytest.mark.parametrize(("is_terminal", "is_slow"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("main", "room", "argv"), [
+    (cli.main, "outcore.data.main", ["data", "rows.jsonl"]),
+    (command.main, "outcore.train.run", ["--dataset", "rows.jsonl"]),
+])  # fmt: skip
+def test_a_person_at_a_terminal_is_told_that_imports_take_seconds(
+    main: Any, room: str, argv: list[str], is_terminal: bool, is_slow: bool, monkeypatch, capsys
+) -> None:
+    """`train` imports what it needs once its flags are right, other commands their room."""
+    timers: list[threading.Timer] = []
+
+    class Timer(threading.Timer):
+        """Fires at once where imports are slow, and long after them where they are not."""
+
+        def __init__(self, seconds: float, *args: Any) -> None:
+            super().__init__(0 if is_slow else 3600, *args)
+            timers.append(self)
+
+    class Imports:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == room:
+                if is_terminal and is_slow:
+                    timers[0].join(60)
+                raise Interrupted
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.delitem(sys.modules, room, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Imports(), *sys.meta_path])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with pytest.raises(Interrupted):
+        main(argv)
+    assert ("starting: torch and transformers are imported" in capsys.readouterr().err) == (is_terminal and is_slow)
+    (timer,) = timers
+    assert timer.finished.is_set()
