@@ -39,6 +39,12 @@ class Care:
     window_s: float = 900.0
 
 
+def ends_with_us() -> Callable[[], object]:
+    """What a child does before it becomes its program, so that it is told to end (SIGTERM) where we are killed."""
+    libc = ctypes.CDLL(None)  # not in the child, which may hold another thread's lock for ever
+    return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class ServerProcess:
     """`bring_up` once, then `watch`; `stop` in the end."""
 
@@ -60,7 +66,7 @@ class ServerProcess:
         """Start, and wait until it answers. RuntimeError with its last words where it does not."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._note("engine starting", command=self._command, log=str(self.log))
-        began_s, libc = time.monotonic(), ctypes.CDLL(None)
+        began_s = time.monotonic()
         with open(self.log, "ab", opener=opener_for_us) as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -69,7 +75,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # where we are killed, it ends too
+                preexec_fn=ends_with_us(),
             )
         process = self._process
         while not self._is_healthy():

@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.common.errors import need_packages
-from outcore.common.os_layer import before_exec
+from outcore.common.os_layer import before_exec, stop_signals
 from outcore.common.output import say, tell_error
 from outcore.common.ports import free_port
 from outcore.config.commands import start_flags
@@ -105,26 +107,37 @@ def main(argv: list[str] | None = None) -> int:
 
 def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str]) -> int:
     """Serve, ask once, run the client, end."""
+    import httpx
+
     from outcore.serve.handover.process import Care, ServerProcess
 
     key, port = secrets.token_hex(16), args.port or free_port()
     name, url = args.served_name or args.model, f"http://127.0.0.1:{port}"
     log = args.log_dir / f"start-{time.strftime('%Y%m%d-%H%M%S')}.log"
     events = DiagnosticLog(args.log_dir.parent / "diagnostics")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: the client ends, too
+    command = [sys.executable, "-m", "outcore", "serve", *serve_words, "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--max_answer_tokens", str(args.max_answer_tokens), "--api_key_file"]
+    before = {each: signal.getsignal(each) for each in stop_signals()}
     process = None
     try:
+        for each, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(each, _told_to_end)
         with tempfile.TemporaryDirectory(prefix="outcore-start-") as folder:
             key_file = Path(folder) / "key"
             key_file.write_text(key, encoding="utf-8")
-            command = [sys.executable, "-m", "outcore", "serve", *serve_words, "--port", str(port)]
-            command += ["--api_key_file", str(key_file), "--host", "127.0.0.1"]
-            command += ["--max_answer_tokens", str(args.max_answer_tokens)]
-            process = ServerProcess(command, {}, url, log, Care(start_timeout_s=args.start_timeout), events.note)
+            care = Care(start_timeout_s=args.start_timeout)
+            process = ServerProcess([*command, str(key_file)], {}, url, log, care, events.note)
             say(f"the model starts; its log: {log}")
             process.bring_up()  # it has read the key, which goes here: a kill leaves nothing of it
-        client = client_of(args.client, url, key, name, *_limits_of(url, key))
-        _asked(client, url, key)
+        if f"listening on {url}/" not in log.read_text(encoding="utf-8", errors="replace"):
+            # Whoever took the port first must get neither the key nor the conversation.
+            raise RuntimeError(f"another program answers at {url}: start again, with another --port or none.")
+        try:
+            client = client_of(args.client, url, key, name, *_limits_of(url, key))
+            _asked(client, url, key)
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"the model does not answer ({error}):\n{process.last_words()}") from error
         say(f"{name} answers at {url}")
         return _run(client, client_words)
     except KeyboardInterrupt:
@@ -132,7 +145,15 @@ def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str])
     finally:
         if process is not None:
             process.stop()
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _told_to_end(number: int, _: object) -> NoReturn:
+    """Unwind, so that client and model end. Once: who is told again still waits for both."""
+    for each in stop_signals():
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _limits_of(url: str, key: str) -> tuple[int, int]:
@@ -165,22 +186,32 @@ def _run(client: AgentClient, more: Sequence[str]) -> int:
             say(f"  {line}")
         say("Ctrl-C ends the model.")
         signal.pause()
-    from outcore.serve.handover.process import STOP_S
+    from outcore.serve.handover.process import ends_with_us
 
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
-    environ = _unproxied({**os.environ, **client.variables})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
+    tie = ends_with_us()
     running = subprocess.Popen(
-        [str(executable), *client.command[1:], *more], env=environ,
-        **before_exec(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)),
+        [str(executable), *client.command[1:], *more], env=_unproxied({**os.environ, **client.variables}),
+        **before_exec(lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), tie())),
     )  # fmt: skip
     try:
         return running.wait()
-    finally:  # nothing to do but where the session was told to end
-        running.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            running.wait(STOP_S)
-        running.kill()
-        signal.signal(signal.SIGINT, before)
+    except SystemExit:
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself
+            _end(psutil.Process(running.pid))
+        raise
+
+
+def _end(client: psutil.Process) -> None:
+    """End a client and all that it started: what is on PATH is often a script around the program."""
+    from outcore.serve.handover.process import STOP_S
+
+    left = [client, *client.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                end(one)
+        left = psutil.wait_procs(left, STOP_S)[1]
 
 
 def _unproxied(environ: dict[str, str]) -> dict[str, str]:
