@@ -120,24 +120,24 @@ class LayerStack:
         """Within this context passes find the weights of as many layers on the device as fit there beside keys and
         values of `kv_bytes` and what a pass computes (hidden states of this size and type); gives whether all do. What
         weights are changed to meanwhile is not seen. A device without a limit is a CPU, which has them at home."""
-        with self._busy:
-            if self._going:
-                self._abort(None)
-            self._settle_for_good()
-            if (budget := self.streaming.budget_bytes) is None:
-                homes = self._source.homes
-                self._staying = {at: homes[at].ram for at in homes if not homes[at].nvme_bytes}
-            else:
-                sizes = [0] * len(self.layers)
-                for (index, _), part in self._parts.items():
-                    sizes[index] += part.layout.home_bytes
-                token = max(layer_token_bytes(layer, hidden_size, element_bytes) for layer in self.layers)
-                free_bytes = budget - self.streaming.ends_bytes - self.device_bytes
-                self._bring(range(layers_that_stay(sizes, free_bytes, kv_bytes, token)))
         try:
+            with self._busy:
+                self._abort(None)
+                self._settle_for_good()
+                if (budget := self.streaming.budget_bytes) is None:
+                    homes = self._source.homes
+                    self._staying = {at: homes[at].ram for at in homes if not homes[at].nvme_bytes}
+                else:
+                    sizes = [0] * len(self.layers)
+                    for (index, _), part in self._parts.items():
+                        sizes[index] += part.layout.home_bytes
+                    token = max(layer_token_bytes(layer, hidden_size, element_bytes) for layer in self.layers)
+                    free_bytes = budget - self.streaming.ends_bytes - self.device_bytes
+                    self._bring(range(layers_that_stay(sizes, free_bytes, kv_bytes, token)))
             yield len(self._staying) == len(self._parts)
         finally:
             self._staying.clear()
+            self._abort(None)  # a failure between two layers leaves their pass open
             for arrival in self._arrivals.values():
                 arrival.begin(())  # which lets go of what stayed in the last pass
 

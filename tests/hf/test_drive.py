@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 import outcore.hf
 from outcore.common.quantities import KIB
 from outcore.hf import ground
+from outcore.staging import UploadLane
 from tests.hf.callers import tiny, with_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,3 +48,41 @@ def test_encoder_and_decoder_do_not_wait_for_each_other(tmp_path: Path) -> None:
         torch.manual_seed(0)
         found.append(gradients(outcore.hf.stream(with_lora(BartForConditionalGeneration(config), "phi"), nvme=nvme)))
     assert not [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])]
+
+
+def test_a_failure_while_layers_stay_is_the_one_that_is_told(tmp_path: Path) -> None:
+    """It comes between two layers, when reads of later ones are under way; the next pass is as ever."""
+    model = tiny("llama", num_hidden_layers=6).eval().requires_grad_(False)
+    wanted = model(input_ids=IDS).logits
+    outcore.hf.stream(model, nvme_offload_path=tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="mine"), outcore.hf.staying(model, 0):
+        model(input_ids=IDS)
+    hook.remove()
+    assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+def test_layers_that_could_not_all_be_brought_do_not_stay(
+    only_own_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", num_hidden_layers=3).eval().requires_grad_(False)
+    outcore.hf.stream(model, vram_gib=1)
+    sent, theirs = list[Any](), UploadLane.submit_host
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(UploadLane, "submit_host", lambda *some, **more: _second_fails(sent) or theirs(*some, **more))
+        outcore.hf.staying(model, 0).__enter__()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    wanted = copy.deepcopy(model)(input_ids=IDS).logits
+    assert torch.equal(model(input_ids=IDS).logits, wanted), "weights as they are now"
+
+
+def _second_fails(sent: list[Any]) -> None:
+    sent.append(None)
+    if len(sent) == 2:
+        raise MemoryError

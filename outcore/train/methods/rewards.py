@@ -130,8 +130,7 @@ class Rewards:
         self.__name__ = name.rpartition(":")[2]
         self.left_out: list[bool] = []
         """Whether each answer of the last call is to a prompt that is left out."""
-        self._process, self._answers, self._skips, self._say = process, answers, skips, say
-        self._has_said_equal = False
+        self._process, self._answers, self._skips, self._say, self._has_said_equal = process, answers, skips, say, False
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], number: Sequence[int], columns: Sequence[str],

@@ -129,10 +129,9 @@ class Rollouts:
             (f"{self._seed} {step} {place} {hashlib.sha256(json.dumps(ids).encode()).hexdigest()}", ids)
             for place, ids in enumerate(texts)
         ]
-        causal = unwrap(model)
         most = max(map(len, texts)) + self._answer_tokens
         speech = Speech(
-            self._tokenizer, frozenset(trainer.eos_token_ids), model_facts(causal).vocab_size, most, scores=False
+            self._tokenizer, frozenset(trainer.eos_token_ids), model_facts(unwrap(model)).vocab_size, most, scores=False
         )
         sampling = Sampling(max_tokens=self._answer_tokens, logprobs=0, length_name="max_completion_length")
         pages = self._pages(model, [group_pages(len(ids), answers, self._answer_tokens) for ids in texts], most)
@@ -204,10 +203,13 @@ def _rollout_trainer(base: Any, rollouts: Rollouts) -> Any:
             return found
 
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            mask, told = inputs["completion_mask"].bool(), self._metrics["train"]
+            before = {name: list(values) for name, values in told.items()}
             loss = super()._compute_loss(model, inputs)
-            mask = inputs["completion_mask"].bool()
+            if not mask.any():  # TRL's means over no token are 0, which would count in those of the step
+                told.clear()
+                told.update(before)
             off = (self._computed - inputs["sampling_per_token_logps"])[mask].double()
-            told = self._metrics["train"]
             told["mismatch"].append(off.abs().mean().item())
             told["mismatch_max"] = [max([0.0, *off.abs().tolist(), *told["mismatch_max"]])]
             told["mismatch_kl"].append((off.exp() - 1 - off).mean().item())
@@ -241,8 +243,7 @@ def _taking_rollouts(base: Any) -> Any:
 
         def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
             found = super()._generate_and_score_completions(*args, **kwargs)
-            logprobs = [torch.tensor(of_answer) for of_answer in self._answers["logprobs"]]
-            padded = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
+            padded = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, self._answers["logprobs"])], batch_first=True)
             return found | {"sampling_per_token_logps": padded.to(found["completion_ids"].device)}
 
     return TakingRollouts

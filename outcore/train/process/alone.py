@@ -118,6 +118,5 @@ def train_to_end(trainer: Any, checkpoint: Checkpoint | None, total_steps: int) 
     saved = None if checkpoint is None else str(next((checkpoint.path / TRAINER).glob("checkpoint-*")))
     if checkpoint is not None and checkpoint.step >= total_steps:
         # Killed between its last save and its export: within an epoch, transformers would turn one step more.
-        assert hasattr(trainer, "_run_epoch")
-        trainer._run_epoch = lambda **_: None
+        trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=saved)

@@ -368,12 +368,14 @@ def test_the_kl_of_a_prompt_that_is_left_out_is_not_counted(monkeypatch: pytest.
     flags = ["--lora_r", "4", "--beta", "0.5", "--on_bad_reward", "skip"]
     assert main(command(*flags, judge="bad", steps=4)) == 0
     steps, num_partly = steps_of(), 0
+    entropies = [step["entropy"] for step in steps if not step["skipped"]]
+    assert min(entropies) > 0.9 * max(entropies), "answers that are left out do not count with 0"
     for step in steps:
         these = [some for some in given if some["step"] == step["step"]]
         masks = torch.cat([some["completion_mask"].sum(1) for some in these])
         assert int((masks == 0).sum()) == 4 * step["prompts_left_out"]
         assert all(int(some["num_items_in_batch"]) == int(masks.sum()) for some in these)
-        assert step["mismatch_max"] < 1e-4 and (step["kl"] > 0 or step["step"] == 1 or step["skipped"])
+        assert step["mismatch_max"] < 1e-4 and (step["skipped"] or step["kl"] > 0 or step["step"] == 1)
         num_partly += step["prompts_left_out"] == 1
     assert num_partly
 
