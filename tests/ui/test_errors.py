@@ -338,7 +338,9 @@ def test_wrong_token(api):
         page = client.get("/", headers={"Accept": "text/html"})
         assert page.status_code == 401 and "<form" in page.text
         assert "The token is wrong" in client.post("/sign_in", data={"token": "nearly"}).text
-        assert client.post("/sign_in", data={"token": TOKEN}, follow_redirects=False).status_code == 303
+        signed_in = client.post("/sign_in", data={"token": TOKEN}, follow_redirects=False)
+        assert signed_in.status_code == 303 and "HttpOnly" in signed_in.headers["set-cookie"]
+        assert "SameSite=strict" in signed_in.headers["set-cookie"]
         assert client.get("/v1/runs").status_code == 200  # by the cookie
         assert TOKEN not in str(client.cookies)
 
@@ -353,6 +355,7 @@ def test_a_guessed_cookie_is_a_guess(api, monkeypatch):
     app = create_app(UiSettings("0.0.0.0", 7860, (TOKEN,)), api, with_panels=False)
     with TestClient(app, base_url="http://10.0.0.5:7860") as client:
         asked = [client.get("/v1/runs", headers={"Cookie": f"outcore_ui=guess{n}"}).status_code for n in range(30)]
+        assert client.post("/sign_in", data={"token": "guess"}).status_code == 429, "and so is the form's"
     assert max(waits) > 5 and asked[0] == 401 and asked[-1] == 429
 
 
