@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        hint, word = "", message.removeprefix(UNKNOWN).split()[0].partition("=")[0]
+        hint, word = "", message.removeprefix(UNKNOWN).partition(" ")[0].partition("=")[0]
         if message.startswith(UNKNOWN) and word.startswith("-"):
             hint = did_you_mean(word, self._option_string_actions, 1)
         elif message.startswith(UNKNOWN) and "--prompt" in self._option_string_actions:
