@@ -158,9 +158,10 @@ def test_dashes_are_underscores_and_a_model_may_be_a_flag(capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         chat_flags().parse_args(["m", "--model", "other"])
     assert "unrecognized arguments" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        generate_flags().parse_args(["m", "The quick fox"])
-    assert "The quick fox. A text to go on from is given by --prompt. outcore" in capsys.readouterr().err
+    for text in ("The quick fox", ""):
+        with pytest.raises(SystemExit, match="2"):
+            generate_flags().parse_args(["m", text])
+        assert f": {text}. A text to go on from is given by --prompt. outcore" in capsys.readouterr().err
 
 
 def test_a_mistyped_flag_is_refused_before_torch_is_imported() -> None:

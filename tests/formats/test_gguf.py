@@ -14,6 +14,7 @@ from outcore.formats import PackedTensor, open_packed
 from outcore.formats.checkpoint import PackedEntry
 from outcore.formats.gguf_files import GgufRefused, open_gguf, write_gguf
 from outcore.model import ModelSettings, load_model, named_config
+from outcore.model.facts import gguf_header
 
 gguf = pytest.importorskip("gguf")
 SIZES = {
@@ -113,6 +114,7 @@ def test_config_and_tokenizer_are_those_of_transformers_without_its_slow_reader(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     monkeypatch.setattr(gguf, "GGUFReader", None)  # it takes 13 s for the header of a vocabulary of 128,000
     ours = named_config(str(file))
+    assert gguf_header(file) is gguf_header(file), "read once"
     said = set(SIZES) | {"rms_norm_eps", "rope_parameters", "vocab_size", "tie_word_embeddings", "model_type"}
     said |= {"bos_token_id", "eos_token_id", "head_dim"}
     told = {name: getattr(ours, name, None) for name in said}

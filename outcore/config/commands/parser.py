@@ -13,7 +13,6 @@ from outcore.config.flags import underscored
 UNKNOWN = "unrecognized arguments: "
 """Beginning of argparse's message about flags that it does not know."""
 
-
 MODEL_FLAGS = ("--model", "--model_name_or_path")
 
 
@@ -61,13 +60,11 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        hint = ""
-        if message.startswith(UNKNOWN):
-            word = message.removeprefix(UNKNOWN).split()[0].partition("=")[0]
-            if word.startswith("-"):
-                hint = did_you_mean(word, self._option_string_actions, 1)
-            elif "--prompt" in self._option_string_actions:
-                hint = " A text to go on from is given by --prompt."
+        hint, word = "", message.removeprefix(UNKNOWN).partition(" ")[0].partition("=")[0]
+        if message.startswith(UNKNOWN) and word.startswith("-"):
+            hint = did_you_mean(word, self._option_string_actions, 1)
+        elif message.startswith(UNKNOWN) and "--prompt" in self._option_string_actions:
+            hint = " A text to go on from is given by --prompt."
         self.exit(2, f"{self.prog}: {message}.{hint} {self.prog} --help lists what there is.\n")
 
 
