@@ -54,7 +54,9 @@ def client_of(name: str, url: str, key: str, model: str, context: int, answer: i
         kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "SMALL_FAST_MODEL")
         variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
         variables |= {f"ANTHROPIC_{kind}": model for kind in kinds}
-        variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3000000"}
+        # It gives up a stream without events after 5 minutes, which a long first prompt takes on a slow machine.
+        variables |= dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), "3000000")
+        variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
         variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(answer)
         return AgentClient(("claude",), variables, ("/v1/messages", MESSAGES))
     if name == "codex":
