@@ -87,7 +87,7 @@ LINES = {
     "plan": 5808,
     "probe": 4413,
     "runs": 628,
-    "serve": 5376,
+    "serve": 5407,
     "sizing": 3815,
     "staging": 3381,
     "states": 1512,

@@ -107,6 +107,7 @@ def test_each_client_is_told_in_its_own_words(name):
     assert client.asks[0] in ("/v1/messages", "/v1/responses", "/v1/chat/completions")
     if name == "claude":
         assert client.variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "400"
+        assert int(client.variables["CLAUDE_STREAM_IDLE_TIMEOUT_MS"]) > 300_000
     if name == "codex":
         told = tomllib.loads("\n".join(word for word in client.command if "=" in word))
         assert told["model_providers"]["outcore"]["wire_api"] == "responses" and told["model"] == "a/model"

@@ -40,7 +40,7 @@ class Care:
 
 
 def ends_with_us() -> Callable[[], object]:
-    """What a child does before it becomes its program, so that it is told to end (SIGTERM) where we are killed."""
+    """A call for a child, before it becomes its program: it is told to end (SIGTERM) where this process is killed."""
     libc = ctypes.CDLL(None)  # not in the child, which may hold another thread's lock for ever
     return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -54,7 +54,9 @@ def client_of(name: str, url: str, key: str, model: str, context: int, answer: i
         kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "SMALL_FAST_MODEL")
         variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
         variables |= {f"ANTHROPIC_{kind}": model for kind in kinds}
-        variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3000000"}
+        # It gives up a stream without events after 5 minutes, which a long first prompt takes on a slow machine.
+        variables |= dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), "3000000")
+        variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
         variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(answer)
         return AgentClient(("claude",), variables, ("/v1/messages", MESSAGES))
     if name == "codex":
@@ -134,8 +136,7 @@ def _session(args: Any, serve_words: Sequence[str], client_words: Sequence[str])
             # Whoever took the port first must get neither the key nor the conversation.
             raise RuntimeError(f"another program answers at {url}: start again, with another --port or none.")
         try:
-            client = client_of(args.client, url, key, name, *_limits_of(url, key))
-            _asked(client, url, key)
+            client = _tried(args.client, url, key, name)
         except httpx.HTTPError as error:
             raise RuntimeError(f"the model does not answer ({error}):\n{process.last_words()}") from error
         say(f"{name} answers at {url}")
@@ -156,25 +157,18 @@ def _told_to_end(number: int, _: object) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def _limits_of(url: str, key: str) -> tuple[int, int]:
-    """Tokens that the model reads, and writes in one answer, at most."""
+def _tried(client: str, url: str, key: str, model: str) -> AgentClient:
+    """The client's settings by the server's limits, after one request as it sends them. RuntimeError if refused."""
     import httpx
 
-    found = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60)
-    first = found.raise_for_status().json()["data"][0]
-    return int(first["max_model_len"]), int(first["max_tokens"])
-
-
-def _asked(client: AgentClient, url: str, key: str) -> None:
-    """Send one request as the client would. RuntimeError where it is not answered."""
-    import httpx
-
-    path, body = client.asks
-    answer = httpx.post(
-        f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=600
-    )
+    with httpx.Client(headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=600) as asks:
+        first = asks.get(f"{url}/v1/models").raise_for_status().json()["data"][0]
+        found = client_of(client, url, key, model, int(first["max_model_len"]), int(first["max_tokens"]))
+        path, body = found.asks
+        answer = asks.post(f"{url}{path}", json=body)
     if answer.status_code != 200:
         raise RuntimeError(f"a request to {path} was answered with {answer.status_code}: {answer.text}")
+    return found
 
 
 def _run(client: AgentClient, more: Sequence[str]) -> int:
