@@ -54,18 +54,21 @@ class TeacherServer:
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[0].bool()
         ids, labels = batch["input_ids"][0][mask].tolist(), batch["labels"][0][mask].tolist()
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP}
-        (choice,) = self._asked("/v1/completions", body)["choices"]
-        told = choice.get("prompt_logprobs")
-        if not isinstance(told, list) or len(told) != len(ids) or not all(isinstance(one, dict) for one in told[1:]):
-            raise ConfigError(f"teacher: {self._address} does not tell prompt_logprobs of each token, as vLLM does.")
+        said = self._asked("/v1/completions", body)
         own, tops, logprobs = list[float](), list[list[int]](), list[list[float]]()
-        for at, label in enumerate(labels):
-            if at and label != IGNORED:  # the row's own token is told as well, whatever its rank
-                own.append(told[at][str(ids[at])]["logprob"])
-                ranked = sorted((one["rank"], int(token), one["logprob"]) for token, one in told[at].items())[:TOP]
-                tops.append([token for _, token, _ in ranked])
-                logprobs.append([logprob for *_, logprob in ranked])
-        return np.array(own, np.float32), np.array(tops, np.int32), np.array(logprobs, np.float32)
+        try:
+            told = said["choices"][0]["prompt_logprobs"]
+            for at, (label, here) in enumerate(zip(labels, told, strict=True)):
+                if at and label != IGNORED:  # the row's own token is told as well, whatever its rank
+                    own.append(here[str(ids[at])]["logprob"])
+                    ranked = sorted((one["rank"], int(token), one["logprob"]) for token, one in here.items())[:TOP]
+                    tops.append([token for _, token, _ in ranked])
+                    logprobs.append([logprob for *_, logprob in ranked])
+            return np.array(own, np.float32), np.array(tops, np.int32), np.array(logprobs, np.float32)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"teacher: {self._address} does not tell prompt_logprobs of each token, as vLLM does."
+            ) from error
 
     def _asked(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

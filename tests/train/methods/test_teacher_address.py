@@ -116,6 +116,24 @@ def test_a_server_that_does_not_tell_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left", [slice(1, None), slice(0, 3)], ids=["no own token", "fewer of one"])
+def test_a_server_that_tells_too_little_of_one_token_is_refused(
+    left: slice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ROWS["distill"] = ANSWERS
+    teacher, told = Teacher(tiny()), Teacher.told
+
+    def too_little(self: Teacher, body: dict[str, Any]) -> list[dict[str, Any] | None]:
+        *rows, last = told(self, body)
+        own_first = sorted((last or {}).items(), key=lambda one: one[0] != str(body["prompt"][-1]))
+        return [*rows, dict(own_first[left])]
+
+    monkeypatch.setattr(Teacher, "told", too_little)
+    with answering(teacher.answer) as address:
+        assert train("distill", "--teacher", address, steps=1) == 2
+    assert "does not tell prompt_logprobs of each token" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     ROWS["distill"] = ANSWERS
     assert train("distill", "--teacher", "http://127.0.0.1:9", steps=1) == 2
