@@ -76,7 +76,7 @@ LINES = {
     "flow": 8008,
     "formats": 2642,
     "hf": 1820,
-    "infer": 12485,
+    "infer": 12478,
     "install": 2820,
     "integrations": 44,
     "machine": 2046,

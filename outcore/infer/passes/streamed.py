@@ -4,7 +4,7 @@ A pass is one call of the model with all its tokens in one row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,18 @@ from outcore.staging.pool import SmallCopies
 
 
 class StreamedRunner(WritesOnly):
-    """Runner over `layers` of `model`. `is_captured`: passes of single tokens become CUDA graphs; `on_close`: gives the
-    model back as it was."""
+    """Runner over `layers` of `model`. `is_captured`: passes of single tokens become CUDA graphs. Who makes it gives
+    the model and `attention` back."""
 
     can_step_back = True
     is_usual = True
 
     def __init__(
-        self,
-        model: Any,
-        layers: Sequence[torch.nn.Module],
-        attention: PagedAttention,
-        on_close: Callable[[], None],
-        *,
-        is_captured: bool,
+        self, model: Any, layers: Sequence[torch.nn.Module], attention: PagedAttention, *, is_captured: bool
     ) -> None:
         assert attention.cache is not None
         self.copies, self._model, self._attention = SmallCopies(model.device), model, attention
-        self._on_close, self._page_tokens = on_close, attention.cache.settings.page_tokens
+        self._page_tokens = attention.cache.settings.page_tokens
         self._answers = AnswerPasses(self._single, attention.cache, self.copies, is_captured=is_captured)
         self._hooks = [
             layer.register_forward_hook(lambda *_, at=at: attention.moved(at, 0)) for at, layer in enumerate(layers)
@@ -71,5 +65,3 @@ class StreamedRunner(WritesOnly):
         for hook in self._hooks:
             hook.remove()
         self._answers.close()
-        self._attention.close()
-        self._on_close()

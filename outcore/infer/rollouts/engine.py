@@ -8,7 +8,7 @@ measured changes a result: the same requests give the same bits."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import outcore.hf
@@ -38,22 +38,23 @@ def streamed_engine(model: Any, paged: PagedLayers, speech: Speech, num_pages: i
     attention = PagedAttention(cache)
 
     def give_back() -> None:
+        attention.close()
         cache.stores.clear()
         for put_back in before:
             put_back()
         model.train(was_training)
 
     kv_bytes = num_pages * PAGE_TOKENS * paged.token_bytes(model.dtype)
-    with outcore.hf.staying(model, kv_bytes) as all_stay:
+    with ExitStack() as opened:
+        opened.callback(give_back)
+        all_stay = opened.enter_context(outcore.hf.staying(model, kv_bytes))
         use_attention(model, attention.name)
         is_captured = all_stay and model.device.type == "cuda"
-        runner = StreamedRunner(model.eval(), paged.layers, attention, give_back, is_captured=is_captured)
+        runner = StreamedRunner(model.eval(), paged.layers, attention, is_captured=is_captured)
         limits = ScheduleLimits(num_pages, ROLLOUT_PASS_TOKENS, ROLLOUT_PASS_TOKENS, 0, is_deterministic=True)
         engine = InferenceEngine(runner, Scheduler(cache, limits), speech, speculates=False, clock=lambda: 0.0)
-        try:
-            yield engine
-        finally:
-            engine.close()
+        opened.callback(engine.close)
+        yield engine
 
 
 def groups_of_answers(

@@ -120,6 +120,26 @@ def test_answers_are_the_trained_models_own() -> None:
                 p.mul_(1.5)
 
 
+def test_a_rollout_that_could_not_begin_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It kept our attention, which then held keys and values, and was no longer trained."""
+    from transformers import AttentionInterface
+
+    loaded = load_model(ModelSettings(model_name_or_path="model", precision="fp32", seq_length=64))
+    paged, model = paged_layers(loaded), loaded.model.train()
+    outcore.hf.stream(model)
+    before, known = model.config._attn_implementation, set(AttentionInterface._global_mapping)
+    speech = Speech(tokenizer(), frozenset({2}), model.config.vocab_size, 64, scores=False)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("outcore.infer.passes.streamed.SmallCopies", full)
+    with pytest.raises(torch.OutOfMemoryError), streamed_engine(model, paged, speech, 9):
+        pass
+    assert model.config._attn_implementation == before and model.training
+    assert set(AttentionInterface._global_mapping) == known
+
+
 def rolled_out(layers: int | None, crossed: list[str]) -> list[Any]:
     """Tokens of two rollouts, before and after a change of the weights, of a model whose device has room for so many
     layers (None: nobody limits it). `crossed`: names of layers that were sent up."""
