@@ -424,8 +424,8 @@ class _Story:
             )  # fmt: skip
         plot_loss(folder.metrics, folder.logs / "loss.png", title=folder.name)
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
-        if log.first_loss is not None and log.last_loss is not None:
-            words += f"; loss {log.first_loss:.3f} -> {log.last_loss:.3f}"
+        if log.first is not None:
+            words += f"; {log.first[0]} {log.first[1]:.3f} -> {log.last:.3f}"
         job.say(words + f"; validation {log.eval_words}" * bool(log.last_eval))
         job.say(f"log and loss curve: {folder.logs}")
         if config.export:

@@ -49,8 +49,10 @@ class RunLog(TrainerCallback):
 
     def __init__(self, metrics: MetricsLog, progress: RunProgress, loggers: Any, stop: StopRequest) -> None:
         self._metrics, self._progress, self._loggers, self._stop = metrics, progress, loggers, stop
-        self.first_loss: float | None = None
-        self.last_loss: float | None = None
+        self.first: tuple[str, float] | None = None
+        """What the first step told, and the last one's value: the loss, or the reward of answers, where a loss is no
+        measure."""
+        self.last = 0.0
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1
         self._began_s = self._took_s = 0.0
@@ -78,8 +80,8 @@ class RunLog(TrainerCallback):
             record: dict[str, Any] = {RENAMED.get(name, name): value for name, value in said.items()}
             record |= {"step": state.global_step, "step_s": self._took_s, "skipped": bool(said.get("skipped"))}
             record |= {"grad_norm": 0.0 if record["skipped"] else norm} if norm is not None else {}
-            self.first_loss = said["loss"] if self.first_loss is None else self.first_loss
-            self.last_loss = said["loss"]
+            name = "reward" if "reward" in said else "loss"
+            self.first, self.last = self.first or (name, said[name]), said[name]
             self._metrics.write_step(record)
             self._loggers.log_step(record)
             told = [f"{word} {said[name]:.3g}" for name, word in OF_ROLLOUTS.items() if said.get(name) is not None]

@@ -227,11 +227,12 @@ def test_a_run_tells_what_rl_users_know(method: str, flags: list[str], capsys: p
         assert f"| {word} " in said, said
 
 
-def test_it_learns_what_is_rewarded() -> None:
+def test_it_learns_what_is_rewarded(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--batch_size", "4", "--grad_accum", "4", "--lr_scheduler_type", "constant", "--learning_rate", "3e-2"]
     assert main(command(*flags, judge="length", steps=10)) == 0
     rewards = [step["reward"] for step in steps_of()]
     assert sum(rewards[-4:]) > 1.2 * sum(rewards[:4]), rewards
+    assert f"; reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
