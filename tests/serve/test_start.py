@@ -49,7 +49,7 @@ time.sleep(20)
 """
 """A client that has its session ended, and notes that it was told to end, too, while the model was still there."""
 SESSION = """
-import json, sys, threading
+import json, signal, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from outcore.serve.handover import process, start
 
@@ -71,6 +71,7 @@ class StandIn(process.ServerProcess):
         self.server.server_close()
 
 process.ServerProcess = StandIn
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as under nohup
 sys.exit(start.main(sys.argv[1:]))
 """
 """`outcore start` with a stand-in for the model's server."""
