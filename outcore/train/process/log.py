@@ -50,8 +50,8 @@ class RunLog(TrainerCallback):
     def __init__(self, metrics: MetricsLog, progress: RunProgress, loggers: Any, stop: StopRequest) -> None:
         self._metrics, self._progress, self._loggers, self._stop = metrics, progress, loggers, stop
         self.first: tuple[str, float] | None = None
-        """What the first step told, and the last one's value: the loss, or the reward of answers, where a loss is no
-        measure."""
+        """The measure and its value in the first step; `last` is that in the last. It is the reward where answers are
+        judged, whose loss is no measure, else the loss."""
         self.last = 0.0
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1
