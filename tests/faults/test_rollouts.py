@@ -23,8 +23,8 @@ PLACES = {
     "saves": ("", "", "", 40),
     "any moment": ("", "", "", 90),
 }
-"""Where a kill falls: a method of a class, and of how many calls it is drawn; of files opened, renamed and removed in
-the checkpoints; of tenths of a second."""
+"""Places of kills. Some are calls of a method: which call of how many is drawn. Others are files that are opened,
+renamed or removed among the checkpoints, or tenths of a second."""
 DYING = """
 import importlib, os, signal, sys, threading, torch
 from outcore.cli import main

@@ -119,7 +119,7 @@ def test_each_client_is_told_in_its_own_words(name):
 
 @pytest.mark.more
 def test_a_session_ends_with_its_client(tiny_folder, tmp_path):
-    """What held the key is gone before the client begins."""
+    """The file with the key is gone before the client begins."""
     found = make_client(tmp_path, AGENT.format(python=sys.executable))
     words = ["claude", str(tiny_folder[0]), "--device", "cpu", "--ram_gib", "1", "--context", "256"]
     more = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")  # nothing is there: nobody may ask it
@@ -157,7 +157,7 @@ def test_what_cannot_be_started_is_said(tmp_path):
 
 
 class OtherProgram(BaseHTTPRequestHandler):
-    """What says on any path that all is well, and notes who it was asked by."""
+    """Answers 200 on any path, and notes the key that it was sent."""
 
     keys: ClassVar[list[str | None]] = []
 

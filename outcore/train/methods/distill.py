@@ -143,14 +143,18 @@ def _top(model: Any, hidden_NH: torch.Tensor, own_N: torch.Tensor) -> tuple[torc
     return logprobs.gather(-1, own_N[:, None])[:, 0], tops.to(torch.int32), values
 
 
-def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows padded on the right, and what the teacher says of their tokens one after the other."""
+def padded(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels [rows, longest], padded on the right."""
     pads = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-    batch = {
+    return {
         name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
         for name, value in pads.items()
     }
-    return batch | {name: torch.cat([row[name] for row in rows]) for name in ("tops", "logprobs")}
+
+
+def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right, and what the teacher says of their tokens one after the other."""
+    return padded(rows) | {name: torch.cat([row[name] for row in rows]) for name in ("tops", "logprobs")}
 
 
 def distillation_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

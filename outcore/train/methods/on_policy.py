@@ -15,9 +15,7 @@ import torch
 
 from outcore.data.cache import Target
 from outcore.train.methods.address import IGNORED
-
-ROWS = 64
-"""Answers that a teacher reads at once."""
+from outcore.train.methods.distill import CHUNK_ROWS, padded
 
 
 class AnswerRows:
@@ -35,16 +33,12 @@ class AnswerRows:
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """input_ids, attention_mask and labels [rows, longest], padded on the right."""
-        parts: dict[str, list[torch.Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        found = []
         for prompt, answer in (self._pairs[row] for row in rows):
-            parts["input_ids"].append(torch.tensor([*prompt, *answer]))
-            parts["attention_mask"].append(torch.ones(len(prompt) + len(answer), dtype=torch.long))
-            parts["labels"].append(torch.tensor([*[IGNORED] * len(prompt), *answer]))
-        pads = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(parts[name], batch_first=True, padding_value=value)
-            for name, value in pads.items()
-        }
+            ids = torch.tensor([*prompt, *answer])
+            labels = torch.tensor([*[IGNORED] * len(prompt), *answer])
+            found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        return padded(found)
 
 
 class TeacherRewards:
@@ -67,7 +61,7 @@ class TeacherRewards:
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
         rows = AnswerRows(self.answered["prompt_ids"], self.answered["completion_ids"])
-        chunks = (range(at, min(at + ROWS, len(rows))) for at in range(0, len(rows), ROWS))
+        chunks = (range(at, min(at + CHUNK_ROWS, len(rows))) for at in range(0, len(rows), CHUNK_ROWS))
         said = [torch.from_numpy(target.logprobs) for chunk in chunks for target in self._said_of(rows, chunk)]
         own = [torch.tensor(logprobs) for logprobs in self.answered["logprobs"]]
         less = [theirs - ours for theirs, ours in zip(said, own, strict=True)]

@@ -426,6 +426,8 @@ class _Story:
         words = f"done: {counted(step, 'step')} in {format_s(time.perf_counter() - began_s)}"
         if log.first is not None:
             words += f"; {log.first[0]} {log.first[1]:.3f} -> {log.last:.3f}"
+        elif self.rollouts is not None:
+            words += "; no answer was judged, so nothing was learned"
         job.say(words + f"; validation {log.eval_words}" * bool(log.last_eval))
         job.say(f"log and loss curve: {folder.logs}")
         if config.export:

@@ -81,7 +81,8 @@ class RunLog(TrainerCallback):
             record |= {"step": state.global_step, "step_s": self._took_s, "skipped": bool(said.get("skipped"))}
             record |= {"grad_norm": 0.0 if record["skipped"] else norm} if norm is not None else {}
             name = "reward" if "reward" in said else "loss"
-            self.first, self.last = self.first or (name, said[name]), said[name]
+            if said[name] is not None:  # as the reward of a step in which none was given
+                self.first, self.last = self.first or (name, said[name]), said[name]
             self._metrics.write_step(record)
             self._loggers.log_step(record)
             told = [f"{word} {said[name]:.3g}" for name, word in OF_ROLLOUTS.items() if said.get(name) is not None]

@@ -375,6 +375,16 @@ def test_a_bad_prompt_is_left_out_as_asked(capsys: pytest.CaptureFixture[str]) -
         assert f"WARNING: step {number}: prompt " in said and "Its answers are left out of this step" in said
 
 
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_run_in_which_no_answer_is_judged_says_that_nothing_was_learned(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("judges.py").write_text("def never(**_):\n    raise ValueError('no')\n")
+    assert main(command("--method", method, "--on_bad_reward", "skip", judge="never", steps=2)) == 0
+    assert "no answer was judged, so nothing was learned" in capsys.readouterr().out
+    assert all(step["skipped"] for step in steps_of())
+
+
 def test_the_kl_of_a_prompt_that_is_left_out_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     import trl
 
