@@ -39,7 +39,7 @@ OF_EVALUATION = (
 """Settings of evaluations and of answers in the data, which methods that roll out have not."""
 OF_METHODS = ("beta", "teacher", *OF_EMBED, *OF_ROLLOUTS)
 """Settings of methods beside sft alone."""
-SHARED = ("deepspeed_config", "local_rank", "fit_check")
+SHARED = ("deepspeed_config", "local_rank", "fit_check", "compile")
 
 
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:

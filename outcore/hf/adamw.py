@@ -7,7 +7,9 @@ so that a resumed run goes on bit for bit. Parameters on the GPU (embedding, hea
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,50 @@ from outcore.optim import (
     state_format,
 )
 from outcore.sizing.streaming import CHUNK_NUMEL
+
+
+class RamGradient(torch.Tensor):
+    """A gradient in RAM whose norm a trainer may ask for, and which it may multiply by one, at no cost of a pass over
+    it on one thread: transformers' Trainer does both in every step, also where its clipping is off.
+
+    The Euclidean norm comes from the optimizer, which sums up all gradients at once on all threads; one times the
+    values is the values. Everything else is torch's."""
+
+    optimizer: weakref.ref[StreamedAdamW]
+    known: tuple[int, float]
+    """(version of the values, sum of their squares)"""
+
+    @classmethod
+    def of(cls, values: torch.Tensor, optimizer: weakref.ref[StreamedAdamW]) -> RamGradient:
+        made = torch.Tensor._make_subclass(cls, values)
+        made.optimizer, made.known = optimizer, (-1, 0.0)
+        return made
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sum of squares is that of the present values."""
+        return self.known[0] == self._version
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args[0] if args and not kwargs and isinstance(args[0], cls) else None
+        if given is not None:
+            if func is torch.linalg.vector_norm and args[1:] in ((), (2,)) and (optimizer := given.optimizer()):
+                return torch.tensor(optimizer.sumsq_of(given) ** 0.5, dtype=given.dtype)
+            if func is torch.Tensor.mul_ and _is_one(*args[1:]):
+                return given
+            if func in _AS_PLAIN:
+                return func(given.as_subclass(torch.Tensor), *args[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_AS_PLAIN = (torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__repr__)
+"""What a copy or a pickle of a gradient is has nothing to do with an optimizer."""
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1
 
 
 class StreamedAdamW(torch.optim.Optimizer):
@@ -48,6 +94,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._versions: dict[nn.Parameter, int] = {}
         self.grad_norm: float | None = None
         """The last step's, before clipping; None without clipping."""
+        own: weakref.ref[StreamedAdamW] = weakref.ref(self)
+        for p in self._places:
+            if p.device.type == "cpu":
+                p.register_post_accumulate_grad_hook(partial(_wrap_gradient, own))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -57,7 +107,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 loss = closure()
         chosen = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         grads = {p: self._here(self._grads_in_ram, p, p.grad) for _, p in chosen}
-        scale = self._scale(list(grads.values()))
+        scale = self._scale(grads)
         tickets = []
         for number, (group, p) in enumerate(chosen):
             state = self._state_of(p)
@@ -115,13 +165,28 @@ class StreamedAdamW(torch.optim.Optimizer):
                 p.copy_(self._in_ram[p].view(p.shape))
             self._versions[p] = p._version
 
-    def _scale(self, grads: list[torch.Tensor]) -> float:
+    def sumsq_of(self, wanted: RamGradient) -> float:
+        """Sum of squares of a gradient; with it those of all whose values have changed since they were summed."""
+        if not wanted.is_summed:
+            grads = [p.grad for p in self._places if isinstance(p.grad, RamGradient) and not p.grad.is_summed]
+            found = self._sums([grad.detach().reshape(-1) for grad in grads])
+            for grad, sumsq in zip(grads, found, strict=True):
+                grad.known = grad._version, sumsq
+        return wanted.known[1]
+
+    def _sums(self, grads: list[torch.Tensor]) -> list[float]:
+        """Sums of squares, of tensors in RAM, 1-D."""
+        tickets = [self._pool.submit_sumsq(number, number, [grad]) for number, grad in enumerate(grads)]
+        found = [self._pool.wait(ticket).stats for ticket in tickets]
+        return [stats.sumsq for stats in found if stats is not None]
+
+    def _scale(self, grads: dict[nn.Parameter, torch.Tensor]) -> float:
         """Compute the factor by which clipping multiplies the gradients."""
         if self._max_grad_norm is None or not grads:
             return 1.0
-        tickets = [self._pool.submit_sumsq(number, number, [grad]) for number, grad in enumerate(grads)]
-        found = [self._pool.wait(ticket).stats for ticket in tickets]
-        self.grad_norm = norm = sum(stats.sumsq for stats in found if stats is not None) ** 0.5
+        known = [self.sumsq_of(p.grad) for p in grads if isinstance(p.grad, RamGradient)]
+        others = self._sums([values for p, values in grads.items() if not isinstance(p.grad, RamGradient)])
+        self.grad_norm = norm = sum(known + others) ** 0.5
         if not norm < float("inf"):
             raise RuntimeError(
                 "a gradient is not finite, so there is no norm to clip by; nothing was updated. Lower the learning "
@@ -166,6 +231,11 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _chunks(self, p: nn.Parameter) -> list[ChunkState]:
         parts = self._values(p).split(CHUNK_NUMEL)
         return [ChunkState(self._format, buffer, len(part), part) for part, buffer in zip(parts, self._buffers[p])]
+
+
+def _wrap_gradient(optimizer: weakref.ref[StreamedAdamW], p: nn.Parameter) -> None:
+    if p.grad is not None and not isinstance(p.grad, RamGradient) and not p.grad.is_sparse:
+        p.grad = RamGradient.of(p.grad, optimizer)
 
 
 def optimizer(

@@ -31,21 +31,25 @@ class OutcoreConfig(QuantizationConfigMixin):
         ram_gib: float | None = None,
         nvme_offload_path: str | list[str] | None = None,
         base: str | None = None,
+        compile: str = "auto",
         nvme: str | list[str] | None = None,
         **others: Any,
     ) -> None:
         others.pop("quant_method", None)
         if others:
-            takes = "OutcoreConfig takes vram_gib, ram_gib, nvme_offload_path and base"
+            takes = "OutcoreConfig takes vram_gib, ram_gib, nvme_offload_path, base and compile"
             raise ValueError(f"{takes}, not {', '.join(sorted(others))}")
         self.quant_method: Any = "outcore"
-        self.vram_gib, self.ram_gib, self.nvme_offload_path, self.base = (
-            vram_gib,
-            ram_gib,
-            nvme_offload_path or nvme,
-            base,
-        )
-        StreamOptions(vram_gib, ram_gib, self.nvme_offload_path, base)  # wrong ones are found before anything is loaded
+        self.vram_gib, self.ram_gib, self.nvme_offload_path = vram_gib, ram_gib, nvme_offload_path or nvme
+        self.base, self.compile = base, compile
+        StreamOptions(**self.options)  # wrong ones are found before anything is loaded
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `StreamOptions`."""
+        nvme = self.nvme_offload_path
+        given = {"vram_gib": self.vram_gib, "ram_gib": self.ram_gib, "nvme": nvme, "quantize": self.base}
+        return {**given, "compile": self.compile}
 
 
 @register_quantizer("outcore")
@@ -74,8 +78,7 @@ class OutcoreQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config: Any = self.quantization_config
-        nvme = config.nvme_offload_path
-        stream(model, vram_gib=config.vram_gib, ram_gib=config.ram_gib, nvme_offload_path=nvme, quantize=config.base)
+        stream(model, **config.options)
         if config.base is None:
             self.remove_quantization_config(model)
             for module in model.modules():

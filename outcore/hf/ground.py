@@ -18,7 +18,7 @@ from outcore.common.quantities import GIB, MIB
 from outcore.flow import let_segments_grow
 from outcore.flow.weights import Scratch
 from outcore.formats import QUANTIZE_CHOICES
-from outcore.hf.homes import LastingMemory
+from outcore.hf.homes import GradientMemory, LastingMemory
 from outcore.sizing.streaming import NUM_SLOTS, PAGEABLE_SLOTS, SLOT_BYTES
 from outcore.staging import DownloadLane, LaneSettings, LaneTransfer, PinnedPool, UploadLane, whole_device
 
@@ -41,6 +41,8 @@ class StreamOptions:
     """A folder on a drive, or one on each of several, where frozen weights of the layers lie."""
     quantize: str | None = None
     """nf4 or int8: frozen matrices of the layers are packed so."""
+    compile: str = "auto"
+    """Layers through torch.compile while they are trained; auto: on a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("vram_gib", "ram_gib"):
@@ -53,6 +55,8 @@ class StreamOptions:
             )
         if self.quantize not in (None, *QUANTIZE_CHOICES):
             raise ValueError(f"quantize must be {' or '.join(QUANTIZE_CHOICES)}, got {self.quantize!r}")
+        if self.compile not in ("auto", "on", "off"):
+            raise ValueError(f"compile must be auto, on or off, got {self.compile!r}")
 
     @property
     def folders(self) -> list[Path]:
@@ -76,6 +80,12 @@ class Streaming:
         self._ends: list[weakref.ref[torch.nn.Parameter]] = []
         self._ground: Ground | None = None
         _ALIVE.add(self)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers in training mode are to run through torch.compile."""
+        choice = self.options.compile
+        return choice == "on" or (choice == "auto" and self.device.type == "cuda")
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "budget_bytes"}
@@ -137,9 +147,14 @@ class Ground:
         self.ram_share = min(1.0, (options.ram_gib or 0) * GIB / max(1, layers_bytes))
         """Share of each layer's weights that RAM has, where their rest lies on a drive."""
         self.memory = LastingMemory(device)
+        self.forget_gradients()
         self.budget_bytes = _budget(options, device)
         self._rooms: list[torch.Tensor] = []
         self._going: deque[LaneTransfer] = deque()
+
+    def forget_gradients(self) -> None:
+        """Gradients will have other sizes: no RAM is kept for those that were."""
+        self.gradients = GradientMemory(self.memory)
 
     def drive(self, key: Hashable, n_bytes: int) -> UploadLane | None:
         """The lane of weights on a drive, `n_bytes` a pass, that no other key has: reads of a whole pass wait in it for

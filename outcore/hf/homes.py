@@ -63,6 +63,23 @@ class LastingMemory:
         self._left_bytes += slab.size_bytes
 
 
+class GradientMemory:
+    """RAM for gradients: what a caller has let go of, usually all of it after a step, holds the next step's."""
+
+    def __init__(self, memory: LastingMemory) -> None:
+        self._memory = memory
+        self._free: dict[int, list[Any]] = {}
+        """Slabs that nobody looks at, by their bytes, as numpy arrays."""
+
+    def take(self, n_bytes: int) -> torch.Tensor:
+        """1-D uint8 of `n_bytes`, of any values; handed out again once the last tensor over it is gone."""
+        free = self._free.setdefault(n_bytes, [])
+        slab = free.pop() if free else self._memory.take(n_bytes, "gradients").numpy()
+        view = slab[:]
+        weakref.finalize(view, free.append, slab).atexit = False
+        return torch.from_numpy(view)
+
+
 class Elsewhere(torch.Tensor):
     """Stands for a frozen weight that is packed or lies on a drive: it has a shape, and no values to read or change."""
 

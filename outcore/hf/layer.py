@@ -67,7 +67,7 @@ def streamed_class(own: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stack, index = self.__dict__[STACK], self.__dict__[INDEX]
-        return LayerVisit(stack, index, own.forward.__get__(self), args, kwargs).output()
+        return LayerVisit(stack, index, own.forward, args, kwargs).output()
 
     # Set from outside: a `forward` in the body of a subclass would get transformers' own checkpointing around it.
     Streamed.forward = torch.compiler.disable(forward)  # type: ignore[method-assign]

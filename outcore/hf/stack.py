@@ -21,6 +21,7 @@ from torch import nn
 from outcore.common.deadline import after
 from outcore.flow.parts import Part, SlabLayout, packing_rule
 from outcore.flow.weights import SlabRanges, WeightPrefetcher
+from outcore.hf.compiled import CompiledForwards
 from outcore.hf.ground import MOST_GOING, Streaming
 from outcore.hf.homes import Elsewhere, HomeSource, Owned, SlabHome
 from outcore.hf.rows import layer_token_bytes
@@ -83,6 +84,9 @@ class LayerStack:
         self._next = -1
         """Layer whose turn it is."""
         self._busy = threading.Lock()
+        self.compiled: CompiledForwards | None = None
+        if self.streaming.compiles:
+            self.compiled = CompiledForwards(self.path)
         self.last_visit: Any = None
         """Weak reference to the call before, of those that are differentiated."""
 
@@ -224,6 +228,7 @@ class LayerStack:
             self._open_arrivals()
         trained = [[p.nbytes for p in layer.parameters() if p.requires_grad] for layer in self.layers]
         self._gradient_bytes = max(map(sum, trained))
+        self.streaming.ground.forget_gradients()
         self._seen = [_look(layer) for layer in self.layers]
 
     # ------------------------------------------------------------------ parts

@@ -31,6 +31,7 @@ def stream(
     ram_gib: float | None = None,
     nvme_offload_path: str | Path | Sequence[str | Path] | None = None,
     quantize: str | None = None,
+    compile: str = "auto",
     nvme: str | Path | Sequence[str | Path] | None = None,
 ) -> Model:
     """Have the layers of a transformers model pass through the device one by one; returns the model itself.
@@ -39,11 +40,12 @@ def stream(
     callers read and change them as before; what lies around the layers goes to the GPU if there is one. The model
     trains and answers as the plain one does, with any caller; gradients of the layers' parameters are in RAM.
     `vram_gib`: device memory for all of it: larger batches are cut inside the layers. `quantize`: nf4 or int8 for the
-    layers' frozen matrices; a model of which everything is still trainable is frozen for it. `nvme`: the former
+    layers' frozen matrices; a model of which everything is still trainable is frozen for it. `compile`: layers that
+    are in training mode run through torch.compile (auto: on a GPU), eagerly where that cannot be. `nvme`: the former
     name of `nvme_offload_path`.
 
     StreamUnsupported (a ValueError) says why a model cannot be streamed, ValueError what is wrong with an argument."""
-    options = StreamOptions(vram_gib, ram_gib, nvme_offload_path or nvme, quantize)
+    options = StreamOptions(vram_gib, ram_gib, nvme_offload_path or nvme, quantize, compile)
     device = device_of(None)
     lists = find_lists(model, device)
     _warn_of_other_devices(device)

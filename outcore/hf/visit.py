@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from outcore.flow.parts import bound
+from outcore.hf.compiled import CompiledForwards, compiled_forward
 from outcore.hf.kept import HiddenHome
 from outcore.hf.rows import WHOLE, rows_of
 from outcore.hf.stack import DOWN, UP, LayerStack, Weight
@@ -50,6 +51,7 @@ class LayerVisit:
     def __init__(
         self, stack: LayerStack, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """`run`: the forward of the layer's class."""
         self.stack, self.index, self._run = stack, index, run
         self._names, self._num_args = list(kwargs), len(args)
         values = (*args, *kwargs.values())
@@ -70,6 +72,9 @@ class LayerVisit:
         has_cache = any(isinstance(leaf, Cache) for leaf in self._leaves)
         self._rows = WHOLE if has_cache else rows_of(self.layer, tensors, stack.room_bytes)
         self._recorded = _recorded_keys()
+        self._is_plain = not (has_cache or self._ledgers or self._recorded)
+        """Whether nothing but tensors comes out of the layer."""
+        self._is_differentiated = False
         self._home: HiddenHome | None = None
         self._below: weakref.ref[LayerVisit] | None = None
         self._shipped: tuple[Gradients, list[LaneTransfer]] = [], []
@@ -81,8 +86,9 @@ class LayerVisit:
     def output(self) -> Any:
         """Compute what the layer returns; differentiable where anything of it is."""
         if not (torch.is_grad_enabled() and (self._given or self._trained)):
-            with self.stack.visit(self.index, UP) as weights, _standing_in(weights):
-                return self._returned(self._joined([self._compute(self._leaves, cut) for cut in self._rows.cuts]))
+            with self.stack.visit(self.index, UP) as weights:
+                return self._returned(self._joined(self._compute_all(self._leaves, weights)))
+        self._is_differentiated = True
         self._refuse_what_has_no_gradient()
         device = self.stack.streaming.device
         self._amp = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -110,8 +116,8 @@ class LayerVisit:
             leaves[at] = tensor.detach()
         kept = [leaves[at] for at in self._kept]
         versions = [tensor._version for tensor in kept]
-        with self.stack.visit(self.index, UP) as weights, _standing_in(weights):
-            outputs = self._joined([self._compute(leaves, cut) for cut in self._rows.cuts])
+        with self.stack.visit(self.index, UP) as weights:
+            outputs = self._joined(self._compute_all(leaves, weights))
         if versions != [tensor._version for tensor in kept]:
             raise RuntimeError(
                 f"{self.stack.path}.{self.index} changes its input in place and so cannot be computed again: this "
@@ -128,33 +134,47 @@ class LayerVisit:
         below = None if self._below is None else self._below()
         if below is not None and below._home is not None:
             below._home.fetch()
-        trained = {id(p) for p in self._trained}
         starts = [0] * len(grads)
         of_given: list[Gradients] = [[] for _ in self._given]
         of_trained: Gradients = [None] * len(self._trained)
         with self.stack.visit(self.index, DOWN) as weights, self._same_random_numbers():
-            leaves = {id(w.parameter): w.value.detach().requires_grad_() for w in weights if id(w.parameter) in trained}
-            wanted = [leaves[id(p)] for p in self._trained]
-            with _standing_in([w._replace(value=leaves.get(id(w.parameter), w.value)) for w in weights]):
+            weights, wanted = self._trainable(weights)
+            with _standing_in(weights):
                 for cut in self._rows.cuts:
-                    x = {at: self._rows.of(kept[at], cut).detach() for at in self._kept}
-                    for at in self._given:
-                        x[at].requires_grad_()
-                    again = [x.get(at, leaf) for at, leaf in enumerate(self._leaves)]
-                    with torch.enable_grad(), self._same_autocast():
-                        outputs, *_ = self._compute(again, cut)
-                    of_these = self._grads_of(grads, outputs, starts)
-                    pairs = [(y, dy) for y, dy in zip(outputs, of_these, strict=True) if dy is not None]
-                    pairs = [(y, dy) for y, dy in pairs if y.requires_grad]
-                    if not pairs:
-                        continue
-                    ys, dys = zip(*pairs, strict=True)
-                    found = torch.autograd.grad(ys, [*(x[at] for at in self._given), *wanted], dys, allow_unused=True)
+                    found = self._differentiated(kept, cut, grads, starts, wanted)
                     for parts, gradient in zip(of_given, found, strict=False):
                         parts.append(gradient)
                     of_trained = list(map(_sum, of_trained, found[len(self._given) :]))
         self._ship(of_trained)
         return [self._whole(kept[at], parts) for at, parts in zip(self._given, of_given, strict=True)]
+
+    def _differentiated(
+        self,
+        kept: dict[int, torch.Tensor],
+        cut: slice,
+        grads: Sequence[torch.Tensor | None],
+        starts: list[int],
+        wanted: list[torch.Tensor],
+    ) -> Gradients:
+        """Compute some rows again, and their gradients of what wants one, then of `wanted`; nothing where none of it
+        has any. `starts` counts on."""
+        x, before = self._fresh(kept, cut), list(starts)
+        again = [x.get(at, leaf) for at, leaf in enumerate(self._leaves)]
+        try:
+            with torch.enable_grad(), self._same_autocast():
+                outputs, *_ = self._compute(again, cut)
+            of_these = self._grads_of(grads, outputs, starts)
+            pairs = [(y, dy) for y, dy in zip(outputs, of_these, strict=True) if dy is not None and y.requires_grad]
+            if not pairs:
+                return []
+            ys, dys = zip(*pairs, strict=True)
+            return list(torch.autograd.grad(ys, [*(x[at] for at in self._given), *wanted], dys, allow_unused=True))
+        except Exception as error:
+            if (compiled := self._compiled) is None:
+                raise
+            compiled.failed(error)
+        starts[:] = before
+        return self._differentiated(kept, cut, grads, starts, wanted)
 
     def shipped(self) -> Gradients:
         """Gradients of the trained parameters, in RAM."""
@@ -164,6 +184,64 @@ class LayerVisit:
         return gradients or [None] * len(self._trained)
 
     # ------------------------------------------------------------------ computing
+
+    @property
+    def _compiled(self) -> CompiledForwards | None:
+        """By whom the layer is compiled, if it is."""
+        compiled = self.stack.compiled if self._is_plain else None
+        return compiled if compiled is not None and compiled.suits(self.layer) else None
+
+    def _compute_all(
+        self, leaves: Sequence[Any], weights: list[Weight]
+    ) -> list[tuple[list[torch.Tensor], list[Any], TreeSpec]]:
+        """`_compute` for all cuts. Compiled, it is the code of the backward's second computation, where there will be
+        one: with a graph that nobody uses, and which one layer has room for, as then. Eagerly if it draws random
+        numbers."""
+        cuts = self._rows.cuts
+        if (compiled := self._compiled) is not None:
+            device = self.stack.streaming.device
+            before = _random_state(device)
+            try:
+                found = self._compute_as_again(leaves, weights) if self._is_differentiated else None
+                if found is None:
+                    with _standing_in(weights):
+                        found = [self._compute(leaves, cut) for cut in cuts]
+            except Exception as error:
+                compiled.failed(error)
+            else:
+                if all(map(torch.equal, before, _random_state(device))):
+                    return found
+                compiled.give_up("they draw random numbers (dropout), which compiled code would draw otherwise again")
+            _set_random_state(device, before)
+        with _standing_in(weights):
+            return [self._compute(leaves, cut) for cut in cuts]
+
+    def _compute_as_again(
+        self, leaves: Sequence[Any], weights: list[Weight]
+    ) -> list[tuple[list[torch.Tensor], list[Any], TreeSpec]]:
+        found = []
+        kept = {at: leaves[at] for at in self._kept}
+        with _standing_in(self._trainable(weights)[0]), torch.enable_grad(), self._same_autocast():
+            for cut in self._rows.cuts:
+                x = self._fresh(kept, cut)
+                tensors, *form = self._compute([x.get(at, leaf) for at, leaf in enumerate(leaves)], cut)
+                found.append(([tensor.detach() for tensor in tensors], *form))
+        return found
+
+    def _trainable(self, weights: Sequence[Weight]) -> tuple[list[Weight], list[torch.Tensor]]:
+        """(weights, the trained ones as leaves that want a gradient; these leaves in the order of `_trained`)."""
+        trained = {id(p) for p in self._trained}
+        leaves = {id(w.parameter): w.value.detach().requires_grad_() for w in weights if id(w.parameter) in trained}
+        replaced = [w._replace(value=leaves.get(id(w.parameter), w.value)) for w in weights]
+        return replaced, [leaves[id(p)] for p in self._trained]
+
+    def _fresh(self, kept: dict[int, torch.Tensor], cut: slice) -> dict[int, torch.Tensor]:
+        """Some rows of what is kept, as leaves; those that want a gradient say so. For compiled code all do: the first
+        layer, whose input often wants none, would have code of its own."""
+        x = {at: self._rows.of(kept[at], cut).detach() for at in self._kept}
+        for at in self._given if self._compiled is None else self._kept:
+            x[at].requires_grad_()
+        return x
 
     def _compute(self, leaves: Sequence[Any], cut: slice) -> tuple[list[torch.Tensor], list[Any], TreeSpec]:
         """(tensors that the layer gives for these rows, the leaves of it all with None in their places, its form): what
@@ -176,8 +254,9 @@ class LayerVisit:
             values[at].update(items)
             own.append(values[at])
         kwargs = dict(zip(self._names, values[self._num_args :], strict=True))
+        run = self._run if self._compiled is None else compiled_forward(self._run)
         with _recording(self._recorded) as recorded:
-            result = self._run(*values[: self._num_args], **kwargs)
+            result = run(self.layer, *values[: self._num_args], **kwargs)
         given = [dict(items) for items in contents]
         written = [
             [(key, value) for key, value in ledger.items() if key not in before or before[key] is not value]
@@ -247,7 +326,7 @@ class LayerVisit:
                 by_type.setdefault(gradient.dtype, []).append(at)
         for dtype, places in by_type.items():
             flat = torch.cat([gradients[at].reshape(-1) for at in places])  # type: ignore[union-attr]
-            home = torch.empty(len(flat), dtype=dtype, device="cpu")
+            home = ground.gradients.take(flat.nbytes).view(dtype)
             transfers.append(ground.send_down(flat, home, f"gradients of {self.stack.path}.{self.index}"))
             sizes = [self._trained[at].numel() for at in places]
             for at, part in zip(places, home.split(sizes), strict=True):

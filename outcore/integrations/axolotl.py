@@ -22,6 +22,7 @@ class OutcoreArgs(BaseModel):
     outcore_ram_gib: float | None = None
     outcore_nvme: str | list[str] | None = None
     outcore_quantize: str | None = None
+    outcore_compile: str = "auto"
 
 
 class OutcorePlugin(BasePlugin):

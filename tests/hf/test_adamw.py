@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,54 @@ def test_a_weight_that_is_not_contiguous_is_trained() -> None:
             optimizer.step()
     assert not ours.weight.is_contiguous()
     torch.testing.assert_close(ours.weight, plain.weight)
+
+
+@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
+def test_a_trainer_clips_and_asks_for_the_norm_as_of_plain_gradients(max_norm: float) -> None:
+    """Also after more was added, and after somebody changed a gradient in place."""
+    found = []
+    for is_ours in (False, True):
+        model = outcore.hf.stream(tiny().train())
+        if is_ours:
+            kept = outcore.hf.optimizer(model, 1e-2)
+        norms = []
+        for _ in range(2):
+            gradients(model)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+            for p in model.parameters():
+                p.grad[0].add_(0.5)
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+            norms.append(torch.linalg.vector_norm(model.lm_head.weight.grad, 1))
+            norms.append(torch.linalg.vector_norm(model.lm_head.weight.grad, dim=0))
+        found.append((norms, [p.grad for p in model.parameters()]))
+    assert kept.param_groups
+    for theirs, ours in zip(*(norms for norms, _ in found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    for theirs, ours in zip(*(grads for _, grads in found), strict=True):
+        assert max_norm < 1 or torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs)
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours.clone()):
+            assert type(copied) is torch.Tensor and torch.equal(copied, ours)
+
+
+def test_gradients_take_the_memory_of_those_that_were_let_go() -> None:
+    model = outcore.hf.stream(tiny().train())
+    layer = [p for name, p in model.named_parameters() if ".layers." in name]
+
+    def step() -> set[int]:
+        gradients(model)
+        return {p.grad.data_ptr() for p in layer}
+
+    first = step()
+    model.zero_grad()
+    assert step() == first
+    held = {p: p.grad for p in layer}
+    values = {p: grad.clone() for p, grad in held.items()}
+    model.zero_grad()
+    with torch.no_grad():
+        layer[0].add_(1.0)
+    assert step().isdisjoint(first)
+    assert all(torch.equal(held[p], values[p]) for p in layer), "somebody looks at them still"
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:

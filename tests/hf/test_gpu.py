@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def grads(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "gpt2"])
 def test_losses_and_gradients_are_those_of_the_plain_model(family: str, lora: bool) -> None:
     plain = tiny(family, lora=lora).train().to(DEVICE)
-    streamed = outcore.hf.stream(tiny(family, lora=lora).train())
+    streamed = outcore.hf.stream(tiny(family, lora=lora).train(), compile="off")
     for _ in range(2):  # the second adds to the first
         assert step(plain, length=24) == step(streamed, length=24)
     wanted, found = grads(plain), grads(streamed)
@@ -104,10 +105,20 @@ def test_losses_and_gradients_are_those_of_the_plain_model(family: str, lora: bo
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_compiled_layers_compute_what_the_plain_model_does(lora: bool) -> None:
+    plain = tiny("llama", lora=lora).train().to(DEVICE)
+    streamed = outcore.hf.stream(tiny("llama", lora=lora).train())
+    for length in (24, 40, 31):
+        assert step(streamed, length=length) == pytest.approx(step(plain, length=length), rel=1e-5)
+    for name, grad in grads(plain).items():
+        torch.testing.assert_close(grads(streamed)[name], grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_a_packed_base_is_the_resident_expanded_one() -> None:
     plain = expanded(tiny("llama").to(torch.bfloat16)).requires_grad_(False)
     plain = with_lora(plain).train().to(DEVICE)
-    streamed = with_lora(outcore.hf.stream(tiny("llama").to(torch.bfloat16), quantize="nf4")).train()
+    streamed = with_lora(outcore.hf.stream(tiny("llama").to(torch.bfloat16), quantize="nf4", compile="off")).train()
     assert step(plain, length=24) == step(streamed, length=24)
     for name, grad in grads(plain).items():
         torch.testing.assert_close(grads(streamed)[name], grad, rtol=2e-2, atol=1e-4, msg=name)
@@ -117,7 +128,7 @@ def test_a_packed_base_is_the_resident_expanded_one() -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_trainers_run_on_it(which: str, lora: bool, tmp_path: Path) -> None:
     found = []
-    for prepare in (lambda model: model, outcore.hf.stream):
+    for prepare in (lambda model: model, partial(outcore.hf.stream, compile="auto" if lora else "off")):
         given = {"reference": prepare(tiny("llama"))} if which == "dpo" and not lora else {}
         model = prepare(tiny("llama", lora=lora))
         trainer = TRAINERS[which](model, tmp_path, 3, use_cpu=False, **given)
@@ -158,7 +169,7 @@ def test_weights_changed_right_after_a_pass_do_not_change_what_it_gave() -> None
 
 def test_weights_on_a_drive_come_through_the_gpu(tmp_path: Path) -> None:
     plain = tiny("llama", lora=True).train().to(DEVICE)
-    streamed = outcore.hf.stream(tiny("llama", lora=True).train(), nvme=tmp_path)
+    streamed = outcore.hf.stream(tiny("llama", lora=True).train(), nvme=tmp_path, compile="off")
     assert step(plain, length=24) == step(streamed, length=24)
 
 

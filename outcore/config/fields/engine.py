@@ -66,7 +66,7 @@ class EngineFields:
     to float8 with one scale a matrix or a row (GPUs from Ada and Hopper on), fp16 summed in fp16 (GeForce does it twice
     as fast)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
+    """Layers through torch.compile; auto: on a GPU, where the model allows it."""
     tiling: Literal["auto", "on", "off", "tokens"] = "auto"
     """Engine stream: layers and heads computed in tiles; auto: those that do not fit on the GPU whole. tokens: all of a
     layer but its attention in tiles of tokens, as auto does with rows for which nothing else leaves room."""

@@ -7,6 +7,7 @@ from outcore.flow.layers.compiled import (
     Role,
     compiler_errors,
     draws_random_numbers,
+    keep_compiled_code,
 )
 from outcore.flow.layers.graphs import GraphPool, LayerGraphs
 from outcore.flow.layers.head import Head, HeadRow, TiledHead

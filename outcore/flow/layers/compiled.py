@@ -424,10 +424,10 @@ def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str
 
 def compiler_errors() -> tuple[type[BaseException], ...]:
     """Exceptions that a compiled function raises when it could not be compiled."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import InductorError
 
-    return (TorchDynamoException, InductorError)
+    return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
 
 
 def draws_random_numbers(units: ModelParts) -> bool:

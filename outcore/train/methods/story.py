@@ -162,7 +162,7 @@ class _Story:
             model_settings, tokenizer, labels, problem, is_by_word=by_word, on_loaded=seen
         )
         job.say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {trained_numel(model):,} trainable")
-        outcore.hf.stream(model, quantize=model_settings.quantize)
+        outcore.hf.stream(model, quantize=model_settings.quantize, compile=config.compile)
         step_rows = self.settings.train_batch_size // (self.rollouts.answers if self.rollouts is not None else 1)
         steps = run_length(config, len(trained), step_rows, self.settings.gradient_accumulation_steps)
         if words := epoch_words(config, len(trained), step_rows):

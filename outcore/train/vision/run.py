@@ -165,7 +165,8 @@ def _load(config: TrainConfig, name: str) -> tuple[Any, Any]:
         parameter.requires_grad_(config.train_vision == "full" if is_seen else not config.lora_r)
     quantize = None if config.quantize == "none" else config.quantize
     nvme = config.nvme_offload_path.split(",") if config.nvme_offload_path else None
-    hf.stream(model, quantize=quantize, nvme_offload_path=nvme, ram_gib=config.ram_budget_gib if nvme else None)
+    ram_gib = config.ram_budget_gib if nvme else None
+    hf.stream(model, quantize=quantize, nvme_offload_path=nvme, ram_gib=ram_gib, compile=config.compile)
     if config.lora_r:
         whole = {n: p for n, p in vision.items() if p.requires_grad}
         model = _adapted(config, model, vision)
