@@ -244,7 +244,7 @@ class InstallJob:
             try:
                 environ = self._child_environment()
                 self.rows += probe_rows(
-                    environment, chosen, self.repository, environ, offload, self.build_results, self.progress.detail
+                    environment, chosen, self.repository, environ, self.build_results, self.progress.detail
                 )
             finally:
                 self.progress.end(bool(self.rows))
