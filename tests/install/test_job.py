@@ -353,16 +353,6 @@ def test_environment_of_the_children(repository: Path, monkeypatch: pytest.Monke
     assert done.stdout.strip() == "None"
 
 
-def test_table_by_the_environments_interpreter(repository, monkeypatch, capsys):
-    installed(repository)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    calls = Calls()
-    assert run(make_job(repository, call=calls)) == 0
-    assert calls.commands[0][:2] == ["-m", "outcore.install.verify.report"]
-    assert run(make_job(repository, call=Calls(code=1))) == 0
-    assert "OK        Python" in capsys.readouterr().out
-
-
 def test_warnings_and_gpu_are_shown(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(make_job(repository, "--dry-run", which=gpu_machine(capability=(7, 0), is_wsl2=True))) == 0
     said = capsys.readouterr().out
