@@ -17,7 +17,7 @@ IMPORTED = {
     "TensorBoard": ("tensorboard", "torch.utils.tensorboard"),
     "matplotlib": ("matplotlib", "matplotlib.figure"),
 }
-"""Part -> its package, and what of it is used: an import loads its compiled pieces, which is what a machine can spoil."""
+"""Part -> its package and what of it is used: an import loads the compiled pieces, which a machine can spoil."""
 
 
 def check_packages(recorder: ProbeRecorder, accelerator: str) -> None:
